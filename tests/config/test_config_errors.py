@@ -105,6 +105,10 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
     ("override", "says"),
     [
         ("trian.steps=3", "did you mean 'train'?"),
+        (
+            "model.generators.image={config: {_class_name: SD3Transformer2DModel}, connector_layers: 3}",
+            "are those of `connector: transformer`",
+        ),
         ("train.gradient_checkpointing=true", "write 'train.recompute: block' for true"),
         ("train.optimizer.lerning_rate=1", "did you mean 'train.optimizer.learning_rate'?"),
         ("data.train.0.wieght=1", "did you mean 'data.train.0.weight'?"),

@@ -383,3 +383,18 @@ def test_what_pipelines_side_by_side_promise_is_near_what_they_take():
         finals.simulate(one)
     errors = [abs(np.log(one.estimate / finals.seconds[one])) for one in some]
     assert np.mean(errors) < 0.06  # 0.04 here; 0.09 without that delay
+
+
+def test_a_plan_says_where_its_encoder_runs_in_all_pipelines_or_that_they_differ():
+    seen = set()
+    for seed in range(8):
+        found = Case(seed).search(group("fast", 2), group("slow", 2))
+        for one in (found.winner, *found.runners_up):
+            language = {stage.ranks for own in one.plan.unit("language").replicas for stage in own.stages}
+            together = {own.stages[0].ranks in language for own in one.plan.unit("vision").replicas}
+            wanted = {(True,): "in-language", (False,): "parallel", (False, True): "mixed"}[
+                (*sorted(together),)
+            ]
+            assert one.encoders_at == wanted
+            seen.add(wanted)
+    assert seen == {"in-language", "parallel", "mixed"}

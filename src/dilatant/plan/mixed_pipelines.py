@@ -11,6 +11,7 @@ import numpy as np
 
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.estimate import exposed_seconds
+from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.option import Option
 from dilatant.plan.space import Space, are_few
 
@@ -87,8 +88,9 @@ def _side_by_side(members: Sequence[Candidate], spaces: Sequence[Space], bound: 
         _scaled(option, float(share)) for one, share in zip(members, shares) for option in one.options
     )
     groups = tuple(group for one in members for group in one.groups)
+    positions = {one.encoders_at for one in members}
     return Candidate(
-        encoders_at=members[0].encoders_at,
+        encoders_at=positions.pop() if len(positions) == 1 else EncoderPosition.MIXED,
         replicas=replicas,
         microbatch_size=max(1, round(batch / (replicas * count))),
         num_microbatches=count,

@@ -6,11 +6,13 @@ from enum import StrEnum
 
 
 class EncoderPosition(StrEnum):
-    """Where the encoders run."""
+    """Where the encoders run. mixed: not at the same place in all pipelines, of which groups of unlike devices have
+    different ones."""
 
     PARALLEL = "parallel"
     COLOCATED = "colocated"
     IN_LANGUAGE = "in-language"
+    MIXED = "mixed"
 
 
 class Mode(StrEnum):

@@ -236,9 +236,7 @@ def _search_within(
     finals.reorder()
     if how.leftovers:
         finals.fill_idle(found, max(FEWEST, LEFTOVERS * FEW // max(FEW, cluster.num_devices)))
-    looked_at = list(
-        dict.fromkeys([*found, *finals.seconds])
-    )  # units' own replicas as far as they were simulated
+    looked_at = list(dict.fromkeys([*found, *finals.seconds]))  # own replicas where they were simulated
     return found, answer_of(looked_at, finals, min(finals.skipped, unseen), mode, how.all_devices)
 
 

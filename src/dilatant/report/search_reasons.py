@@ -24,6 +24,7 @@ _WHERE = {
     EncoderPosition.PARALLEL: "every unit on devices of its own",
     EncoderPosition.COLOCATED: "the encoders together on devices of their own",
     EncoderPosition.IN_LANGUAGE: "the encoders in the language model's first stage",
+    EncoderPosition.MIXED: "the encoders in different places from pipeline to pipeline",
 }
 
 _SHARED_BY: Mapping[Zero, str] = {
@@ -186,9 +187,8 @@ def _bottleneck(one: RankedPlan) -> str:
 
 
 def _certainty(result: SearchResult) -> str:
-    plans = (
-        1 + len(result.runners_up) + len(result.rejected)
-    )  # a candidate in several orders of ranks, or filled up
+    # A candidate may be simulated in several orders of ranks, or filled up.
+    plans = 1 + len(result.runners_up) + len(result.rejected)
     tried = f"{result.simulated:,} of {counted(result.candidates, 'candidate')} were simulated"
     if plans > result.simulated:
         tried += f" (as {plans:,} plans)"

@@ -259,6 +259,7 @@ def _shape_name(encoders_at: EncoderPosition, replicas: int, units: int) -> str:
         EncoderPosition.PARALLEL: "units apart",
         EncoderPosition.COLOCATED: "encoders together",
         EncoderPosition.IN_LANGUAGE: "encoders in language",
+        EncoderPosition.MIXED: "encoders in different places",
     }
     return f"{where[encoders_at]}, {pipelines}"
 
