@@ -61,13 +61,14 @@ def test_parts_of_a_sample_have_the_sizes_of_all_of_it() -> None:
 
 
 def test_each_sample_is_made_once_where_nothing_dies(pool, tmp_path: Path) -> None:
-    _, join_pool = pool(Numbered(log=tmp_path / "log"))
+    owner, join_pool = pool(Numbered(log=tmp_path / "log"))
     first, second = join_pool(), join_pool()
     first.ask(requests(range(40)))
     second.ask(requests(range(40, 80)))
     for number in range(40):
         assert first.take("train", number + 100).id == f"file:{number}"
         assert second.take("train", number + 140).id == f"file:{number + 40}"
+    assert not [death for hand in owner._crew.hands for death in hand.deaths]
     assert Counter(map(int, (tmp_path / "log").read_text().split())) == Counter(range(80))
 
 
