@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -350,3 +352,26 @@ def test_what_does_not_train_keeps_nothing_for_weight_gradients():
 def test_a_layer_that_keeps_no_less_where_it_is_recomputed_is_not():
     head = replace(COST, activation_bytes=Quadratic(b=10.0), checkpoint_bytes=Quadratic(b=10.0))
     assert frozen_work(head, True, True, "block") == frozen_work(head, True, True, "none")
+
+
+def test_files_of_costs_and_hardware_are_replaced_whole(tmp_path: Path) -> None:
+    """Somebody may be reading them; what the user made a link stays one."""
+    costs = hardware_costs()
+    for name, save in (
+        ("costs.yaml", lambda path: save_costs(costs, path)),
+        ("hardware.yaml", lambda path: save_hardware(load_hardware("A40"), "node", path)),
+    ):
+        path, link = tmp_path / name, tmp_path / f"link-{name}"
+        save(path)
+        text = path.read_text()
+        with path.open() as reader:
+            save(path)
+            assert os.fstat(reader.fileno()).st_ino != path.stat().st_ino
+            assert reader.read() == text
+        link.symlink_to(path)
+        save(link)
+        assert link.is_symlink()
+        assert path.read_text() == text
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{link}{name}.yaml" for link in ("", "link-") for name in ("costs", "hardware")
+    }

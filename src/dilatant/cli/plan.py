@@ -122,7 +122,7 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
     import json
 
     from dilatant.profiling.planning import seconds_by_fault_tolerance
-    from dilatant.report.durable import write_durably
+    from dilatant.config.durable import write_durably
     from dilatant.report.terminal import print_line
     from dilatant.report.wording import seconds_text
 

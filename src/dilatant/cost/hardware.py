@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from dilatant.config.durable import write_named
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.yaml_text import read_yaml
 from dilatant.cost.quadratic import fit
@@ -92,10 +93,10 @@ def save_hardware(hardware: Hardware, name: str, path: Path) -> None:
         document = read_hardware_file(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
         entry = {key: value for key, value in asdict(hardware).items() if key != "name"}
         document[name] = {"source": entry.pop("source"), **entry}
-        path.write_text(
+        write_named(
+            path,
             "# Devices and links; see `cluster.hardware_file`. Edit what you know better.\n"
             + yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100),
-            encoding="utf-8",
         )
     except UnicodeDecodeError:
         raise UserError(f"{path} is there already and is no text; choose another name") from None

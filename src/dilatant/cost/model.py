@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from dilatant.config.durable import write_named
 from dilatant.config.errors import UserError
 from dilatant.config.yaml_text import read_yaml
 from dilatant.cost.layer import LayerCost
@@ -134,8 +135,8 @@ class CostModel:
 
 
 def save_costs(costs: CostModel, path: Path) -> None:
-    """Write the cost model as YAML."""
-    path.write_text(costs.to_yaml(), encoding="utf-8")
+    """Write the cost model as YAML, whole or not at all: others may be reading it. Raises OSError."""
+    write_named(path, costs.to_yaml())
 
 
 def save_group_costs(costs: CostModel, group: str, path: Path) -> CostModel:

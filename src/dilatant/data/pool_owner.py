@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.comm.fork_server import own_folder
+from dilatant.config.durable import write_durably
 from dilatant.data.encoding import Encoding
 from dilatant.data.pool import Dataset
 from dilatant.data.pool_wire import Death
@@ -235,7 +236,7 @@ class _Crew:
 
     def _give_up(self, reason: str) -> None:
         with suppress(OSError):
-            Path(self.folder, REASON).write_text(reason, encoding="utf-8")
+            write_durably(Path(self.folder, REASON), reason)
         self._end_all()
 
     def _end_all(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
@@ -33,11 +32,9 @@ def keep_costs(costs: CostModel, model: ModelDescription) -> bool:
     if costs.groups or costs.origin != "measured" or max(fits, default=0.0) > SCATTERED:
         return False
     path = _path(costs.hardware, costs.dtype, model)
-    part = path.with_suffix(f".{os.getpid()}.part")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_costs(costs, part)
-        part.replace(path)
+        save_costs(costs, path)
     return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilatant.report.durable import write_durably
+from dilatant.config.durable import write_durably
 from dilatant.report.generations_page import Generation
 from dilatant.report.wording import counted
 

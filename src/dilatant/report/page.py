@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from dilatant.config.durable import write_named
 from dilatant.config.errors import UserError
-from dilatant.report.durable import write_durably
 from dilatant.report.page_links import EMPTY
 
 _TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
@@ -51,10 +51,7 @@ def write_page(path: str | Path, text: str) -> Path:
     through. Raises UserError where it cannot be written."""
     path = Path(path)
     try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_durably(path, text)
+        write_named(path, text)
     except OSError as error:
         raise UserError(f"page {str(path)!r} cannot be written: {error.strerror}") from None
     return path

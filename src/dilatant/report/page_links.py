@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from dilatant.report.durable import write_durably
+from dilatant.config.durable import write_durably
 
 PAGES = {
     "data.html": "Data",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dilatant.config import UserError
-from dilatant.report.durable import LEFTOVERS, write_durably
+from dilatant.config.durable import LEFTOVERS, write_durably
 
 _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),

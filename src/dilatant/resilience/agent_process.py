@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dilatant.report.durable import write_durably
+from dilatant.config.durable import write_durably
 from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.job import Ask, Job
 from dilatant.resilience.process import Start, end_with_parent, read_start, say

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from dilatant.report.durable import write_durably
+from dilatant.config.durable import write_durably
 from dilatant.resilience.job import Ask
 from dilatant.resilience.process import (
     NO_MAJORITY_EXIT_CODE,

@@ -18,9 +18,9 @@ import msgspec
 from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.token import fresh_token
 from dilatant.config import Config, UserError
+from dilatant.config.durable import write_durably
 from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.plan import Plan
-from dilatant.report.durable import write_durably
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.report.wording import counted

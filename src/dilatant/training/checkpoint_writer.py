@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dilatant.config import UserError
-from dilatant.report.durable import sync_file, sync_folder, write_durably
+from dilatant.config.durable import sync_file, sync_folder, write_durably
 from dilatant.training.checkpoint import CONTINUED, Checkpoint, damage, list_checkpoints
 from dilatant.training.checkpoint_boxes import Piece, Shapes, Tensors, pieces_of
 from dilatant.training.checkpoint_files import (

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dilatant.config import UserError
-from dilatant.report.durable import sync_folder, sync_tree, write_durably
+from dilatant.config.durable import sync_folder, sync_tree, write_durably
 
 FILES = "files.json"
 """Lists what an export wrote, so that the next one knows what it may replace."""

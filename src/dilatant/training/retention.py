@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dilatant.config import UserError
-from dilatant.report.durable import sync_folder
+from dilatant.config.durable import sync_folder
 from dilatant.training.checkpoint import damage, list_checkpoints
 from dilatant.training.checkpoint_files import (
     FROZEN,

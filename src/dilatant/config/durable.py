@@ -29,6 +29,14 @@ def write_durably(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def write_named(path: Path, text: str) -> None:
+    """`write_durably` to a path that the user names: what is no plain file (a link, /dev/stdout) is written through."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_durably(path, text)
+
+
 def sync_file(path: Path) -> None:
     """Return when the content of `path` is on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
