@@ -22,6 +22,7 @@ from pool_cases import ALL, ENCODING, IMAGE, PLENTY, Numbered, is_alive, request
 
 from dilatant.data import open_media, pool_owner, pool_source
 from dilatant.data.arena import Arena
+from dilatant.data.asked import Awake
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import InlineSource, Request
 from dilatant.data.pool_source import join
@@ -155,7 +156,7 @@ def test_a_worker_that_rests_keeps_no_deadline(pool) -> None:
     assert owner.pids == before
 
 
-def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, monkeypatch) -> None:
+def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, monkeypatch, caplog) -> None:
     monkeypatch.setattr(pool_source, "LATE_SECONDS", 0.3)
     monkeypatch.setattr(pool_owner, "GRACE_SECONDS", 1000.0)  # the owner cannot end it either
     owner, join_pool = pool(Numbered(seconds=0.5), decode_seconds=6.0)
@@ -171,6 +172,47 @@ def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, 
     assert source.take("train", 100).id == "file:0"  # by the other one
     assert at_it[0] in owner.pids
     assert len(source._arena._taken) == 1
+    assert caplog.text.count(f"(process {at_it[0]}) was given up: it has been at ") == 1
+    join_pool()._say_given_up(pool_source._Link(0, "", pid=at_it[0]), "again")  # by another rank
+    assert caplog.text.count("was given up") == 1
+    os.kill(at_it[0], signal.SIGCONT)  # it ends, by its deadline
+    while source._arena._taken:
+        time.sleep(0.01)
+
+
+def test_a_worker_that_answers_nonsense_keeps_its_slots_until_it_has_closed(pool, caplog) -> None:
+    owner, join_pool = pool(Numbered(seconds=0.2), workers=1)
+    source = join_pool()
+    source.ask(requests([0], nbytes=1 << 16))
+    while not source._arena._taken:
+        time.sleep(0.01)
+    with source._asked.changed:
+        source._links[0].frames = pool_source.Frames(1)
+    assert source.take("train", 100).id == "file:0"
+    assert "was given up: it answered with what is no message" in caplog.text
+    while source._arena._taken:
+        time.sleep(0.01)
+    assert not [death for hand in owner._crew.hands for death in hand.deaths]
+
+
+def test_who_waits_for_others_work_sees_that_its_worker_goes_on(pool) -> None:
+    _, join_pool = pool(Numbered(seconds=0.1), workers=1)
+    first, second = join_pool(), join_pool()
+    began = time.monotonic()
+    first.ask(requests(range(4)))
+    first.take("train", 103)
+    note = second._begun(second._links[0])[1]
+    assert note is not None
+    assert note.ticket == -1
+    assert began < note.since < time.monotonic()
+
+
+def test_what_is_awaited_is_not_late_while_this_process_stood_still() -> None:
+    times = iter([100.0, 101.0, 104.5, 500.0, 501.0])
+    awake = Awake(lambda: next(times))
+    assert [(awake.now(), awake.since) for _ in range(4)] == [
+        (101.0, 100.0), (104.5, 100.0), (500.0, 500.0), (501.0, 500.0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fails", [2, 3])

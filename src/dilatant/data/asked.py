@@ -23,6 +23,24 @@ UNKNOWN_BYTES = 1 << 20
 """What a sample is taken to need where nothing is known."""
 REPORT_SECONDS = 10.0
 """After so long, and then as often, who waits says for what."""
+STOOD_STILL_SECONDS = 5.0
+"""Longer than a turn of a thread that watches others takes, unless its process was stopped."""
+
+
+class Awake:
+    """Since when this process has been running: what it is awaited for is not late while it stood still itself."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.since = self._last = clock()
+
+    def now(self) -> float:
+        """Return the time of the clock; called in each turn of the thread that watches."""
+        now = self._clock()
+        if now - self._last > STOOD_STILL_SECONDS:
+            self.since = now
+        self._last = now
+        return now
 
 
 @dataclass(eq=False)

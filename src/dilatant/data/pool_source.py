@@ -6,6 +6,7 @@ worker ends, the sample that was in its hands is tried again elsewhere, and all 
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import selectors
@@ -24,7 +25,7 @@ from msgspec import MsgspecError
 
 from dilatant.config.errors import UserError
 from dilatant.data.arena import Arena
-from dilatant.data.asked import Asked, Entry
+from dilatant.data.asked import Asked, Awake, Entry
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import Request, Waiting
 from dilatant.data.pool_owner import REASON
@@ -39,6 +40,7 @@ from dilatant.data.pool_wire import (
     Frames,
     Greeting,
     Hello,
+    Note,
     ProtocolError,
     Refused,
     ToRank,
@@ -58,6 +60,8 @@ TRIES = 2
 SEND_SECONDS = 5.0
 UNGREETED = 20
 """Connections in a row that end before a greeting, after which no other is tried."""
+
+_log = logging.getLogger(__name__)
 
 
 def join(
@@ -96,6 +100,14 @@ class _Link:
         return f"data worker {self.number}" + (f" (process {self.pid})" if self.pid else "")
 
 
+@dataclass(eq=False)
+class _Leaving:
+    """A connection that this rank has given up. Its worker may write into `slots` until it has closed it, or ended."""
+
+    connection: socket.socket
+    slots: list[int]
+
+
 class PoolSource:
     """See `join`; a `Source`."""
 
@@ -105,12 +117,14 @@ class PoolSource:
         self._asked = Asked(budget_bytes, on_wait, self._poke, self._place_of)
         notes = NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
         self._arena = Arena(notes + budget_bytes, notes)
+        self._awake = Awake()
         self._next_ticket = 0
         self._wake, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._links = [_Link(int(path.stem), str(path)) for path in paths]
+        self._leaving: list[_Leaving] = []
         for link in self._links:
             self._connect(link)
         self._check_links()
@@ -142,17 +156,17 @@ class PoolSource:
 
     def _place_of(self, entry: Entry) -> str:
         link: _Link | None = entry.holder
-        begun, _ = self._begun(link) if link is not None else (None, 0.0)
-        return link.shown if link is not None and begun is entry else ""
+        return link.shown if link is not None and self._begun(link)[0] is entry else ""
 
-    def _begun(self, link: _Link) -> tuple[Entry | None, float]:
-        """The request of this rank that the worker is at, or was when it ended, and since when."""
+    def _begun(self, link: _Link) -> tuple[Entry | None, Note | None]:
+        """The request of this rank that the worker is at, or was when it ended, and what the worker noted, if that is
+        known."""
         with self._arena.view(NOTE_BYTES * link.number, NOTE_BYTES) as buffer:
             note = read_note(buffer)
-        entry = link.entries.get(note.ticket)
-        if entry is not None:
+        entry = link.entries.get(note.ticket) if note is not None else None
+        if entry is not None and note is not None:
             entry.name = note.sample or entry.name
-        return entry, note.since
+        return entry, note
 
     def _poke(self) -> None:
         with suppress(OSError):  # full, so it will wake anyway; or closed
@@ -184,6 +198,8 @@ class PoolSource:
                 for key, _ in self._selector.select(1.0):
                     if key.data is None:
                         self._wake.recv(1 << 12)
+                    elif isinstance(key.data, _Leaving):
+                        self._see_off(key.data)
                     else:
                         self._receive(key.data)
         except BaseException:
@@ -194,10 +210,11 @@ class PoolSource:
 
     def _release_all(self) -> None:
         self._selector.close()
+        for leaving in [*self._links, *self._leaving]:
+            if leaving.connection is not None:
+                leaving.connection.close()
         for link in self._links:
-            if link.connection is not None:
-                link.connection.close()
-                link.connection = None
+            link.connection = None
         self._wake.close()
         self._wakes.close()
         self._arena.close()
@@ -224,17 +241,18 @@ class PoolSource:
 
     def _receive(self, link: _Link) -> None:
         assert link.connection is not None
+        data = _read(link.connection)
+        link.heard = time.monotonic()
+        problem = ""
         try:
-            data = link.connection.recv(1 << 20)
-            link.heard = time.monotonic()
             for body in link.frames.feed(data):
                 with self._asked.changed:
                     self._handle(link, to_rank.decode(body))
-        except (OSError, ProtocolError, MsgspecError):
-            data = b""
-        if not data:
+        except (ProtocolError, MsgspecError) as error:
+            problem = f"it answered with what is no message of a data worker ({error})"
+        if not data or problem:
             with self._asked.changed:
-                self._lose(link)
+                self._lose(link, problem)
 
     def _handle(self, link: _Link, message: ToRank) -> None:
         if isinstance(message, Greeting):
@@ -257,9 +275,9 @@ class PoolSource:
                 self._asked.answered(entry, message, slot)
         self._discharge(entry)
 
-    def _discharge(self, entry: Entry, keep_slot: bool = False) -> None:
-        """The request is in no worker's hands. keep_slot: somebody may still write there."""
-        if entry.slot is not None and not keep_slot:
+    def _discharge(self, entry: Entry) -> None:
+        """The request is in no worker's hands, and nobody writes into its slot."""
+        if entry.slot is not None:
             self._arena.release(entry.slot)
         self._asked.discharge(entry)
 
@@ -278,17 +296,21 @@ class PoolSource:
         self._selector.register(connection, selectors.EVENT_READ, link)
         self._send(link, framed(Hello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
 
-    def _lose(self, link: _Link, is_late: bool = False) -> None:
-        """The worker is gone: its place has, or will have, another one. is_late: it is given up."""
+    def _lose(self, link: _Link, why: str = "", is_late: bool = False) -> None:
+        """The worker is gone: its place has, or will have, another one. why: it may live, and is given up."""
         assert link.connection is not None
-        self._selector.unregister(link.connection)
-        link.connection.close()
-        link.ungreeted += not link.pid
         begun, _ = self._begun(link)
         pid, lost = link.pid, list(link.entries.values())
+        if why:
+            self._say_given_up(link, why)
+            self._let_go(link.connection, lost)
+        else:
+            self._selector.unregister(link.connection)
+            link.connection.close()
+        link.ungreeted += not link.pid
         link.entries.clear()
         for entry in reversed(lost):
-            self._discharge(entry, keep_slot=is_late)
+            self._discharge(entry)
             if entry.is_forgotten:
                 continue
             if entry is not begun:
@@ -304,6 +326,33 @@ class PoolSource:
         if link.is_down:
             self._settle(link, None)
         self._check_links()
+
+    def _say_given_up(self, link: _Link, why: str) -> None:
+        """Once for each worker, by the first rank of the machine that gives it up."""
+        with suppress(OSError):
+            (self._folder / f"given-up-{link.pid}").touch(exist_ok=False)
+            _log.warning("%s was given up: %s; others make what it had", link.shown, why)
+
+    def _let_go(self, connection: socket.socket, lost: Sequence[Entry]) -> None:
+        """Tell a worker that lives that nothing more is asked of it, and keep its slots until it has heard that or has
+        ended: it closes the connection, or the system does."""
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        leaving = _Leaving(connection, [entry.slot for entry in lost if entry.slot is not None])
+        for entry in lost:
+            entry.slot = None
+        self._leaving.append(leaving)
+        self._selector.modify(connection, selectors.EVENT_READ, leaving)
+
+    def _see_off(self, leaving: _Leaving) -> None:
+        if _read(leaving.connection):  # what it still answers
+            return
+        self._selector.unregister(leaving.connection)
+        leaving.connection.close()
+        with self._asked.changed:
+            self._leaving.remove(leaving)
+            for slot in leaving.slots:
+                self._arena.release(slot)
 
     def _settle(self, link: _Link, greeting: Greeting | None) -> None:
         """Try again what a worker had in hand when it ended, now that its successor says how it did."""
@@ -334,16 +383,22 @@ class PoolSource:
 
     def _drop_late(self) -> None:
         """Give up workers that their system does not let end. One that is silent may be at work for other ranks."""
-        now = time.monotonic()
+        now = self._awake.now()
         for link in self._links:
             if not link.entries or link.connection is None:
                 continue
-            begun, since = self._begun(link)
-            at_sample = begun is not None and now - since > link.decode_seconds + LATE_SECONDS
-            is_silent = now - link.heard > 2 * link.decode_seconds + LATE_SECONDS
-            # What it says may lie unread, if this process stood still.
-            if (at_sample or is_silent) and not select.select([link.connection], [], [], 0)[0]:
-                self._lose(link, is_late=True)
+            begun, note = self._begun(link)
+            since = max(self._awake.since, note.since if note is not None else 0.0)
+            if begun is not None and now - since > link.decode_seconds + LATE_SECONDS:
+                why = f"it has been at {begun.name} for {now - since:.0f} s and does not end"
+            # It may have to wait for a rank that does not read, as long as for a sample.
+            elif now - max(since, link.heard) > 2 * link.decode_seconds + LATE_SECONDS:
+                why = f"it has begun nothing for {now - max(since, link.heard):.0f} s"
+            else:
+                continue
+            # What it says may lie unread.
+            if not select.select([link.connection], [], [], 0)[0]:
+                self._lose(link, why, is_late=True)
 
     def _check_links(self) -> None:
         if not all(link.is_down for link in self._links):
@@ -352,6 +407,14 @@ class PoolSource:
         with suppress(OSError):
             reason = (self._folder / REASON).read_text(encoding="utf-8")
         self._asked.fail(WorkerError(f"there are no data workers any more: {reason}"))
+
+
+def _read(connection: socket.socket) -> bytes:
+    """What has arrived; nothing where the connection has ended."""
+    try:
+        return connection.recv(1 << 20)
+    except OSError:
+        return b""
 
 
 def _checked(address: str) -> Path:

@@ -8,6 +8,7 @@ in the arena, where it can be read after its death. Nothing is unpickled.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
@@ -22,9 +23,13 @@ from dilatant.data.sample import EncodedSample
 MAX_FRAME_BYTES = 1 << 31
 MAX_ASK_BYTES = 1 << 20
 IDS, LABELS = "ids", "labels"
-NOTE_BYTES = 512
+NOTE_BYTES = 1024
 _LENGTH = struct.Struct(">I")
-_NOTE = struct.Struct("<qdH")
+_COPY_BYTES = NOTE_BYTES // 2
+_CHECKSUM = struct.Struct("<I")
+_NOTE = struct.Struct("<QqdH")
+"""Number of the note, ticket, since, bytes of the name behind it."""
+_READ_TRIES = 8
 
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -137,7 +142,8 @@ def framed(message: Struct) -> bytes:
 
 
 class Note(NamedTuple):
-    """What a worker is at: ticket (-1 for none), since when by `time.monotonic`, and the sample once it is known."""
+    """What a worker is at: ticket (-1 for another rank's), since when by `time.monotonic`, and the sample once it is
+    known."""
 
     ticket: int
     since: float
@@ -145,15 +151,37 @@ class Note(NamedTuple):
 
 
 def write_note(buffer: memoryview, ticket: int, since: float, sample: str = "") -> None:
-    name = sample.encode("utf-8", "replace")[: NOTE_BYTES - _NOTE.size]
-    buffer[_NOTE.size : _NOTE.size + len(name)] = name
-    _NOTE.pack_into(buffer, 0, ticket + 1, since, len(name))
+    """Replace the older of the two copies that `buffer` of NOTE_BYTES holds: wherever the writer is interrupted or
+    killed, the other copy is whole."""
+    number = 1 + max((number for number, _ in _copies(buffer)), default=0)
+    name = sample.encode("utf-8", "replace")[: _COPY_BYTES - _CHECKSUM.size - _NOTE.size]
+    body = _NOTE.pack(number, ticket, since, len(name)) + name
+    copy = _CHECKSUM.pack(zlib.crc32(body)) + body
+    start = number % 2 * _COPY_BYTES
+    buffer[start : start + len(copy)] = copy
 
 
-def read_note(buffer: memoryview) -> Note:
-    ticket, since, length = _NOTE.unpack_from(buffer)
-    name = bytes(buffer[_NOTE.size : NOTE_BYTES][:length]).decode("utf-8", "replace")
-    return Note(ticket - 1, since, name)
+def read_note(buffer: memoryview) -> Note | None:
+    """Return the newest note, or None where there is none: nothing was written yet, or the writer was faster each time.
+
+    May run while another process is in `write_note`. Of a writer that was killed there it returns the note before.
+    """
+    for _ in range(_READ_TRIES):
+        if copies := _copies(buffer):
+            return max(copies)[1]
+    return None
+
+
+def _copies(buffer: memoryview) -> list[tuple[int, Note]]:
+    """Return the copies of a note that are whole by their checksums, with their numbers."""
+    now, whole = bytes(buffer[:NOTE_BYTES]), []
+    for copy in (now[:_COPY_BYTES], now[_COPY_BYTES:]):
+        body = copy[_CHECKSUM.size :]
+        number, ticket, since, length = _NOTE.unpack_from(body)
+        end = _NOTE.size + length
+        if _CHECKSUM.unpack_from(copy) == (zlib.crc32(body[:end]),):
+            whole.append((number, Note(ticket, since, body[_NOTE.size : end].decode("utf-8", "replace"))))
+    return whole
 
 
 class Frames:

@@ -93,11 +93,11 @@ class _Rank:
         self.note = 0
         self.asked: deque[Ask] = deque()
 
-    def notes(self, ask: Ask, since: float, sample: str = "") -> None:
-        """Tell the rank what this process is at, also should it end by that."""
+    def notes(self, ticket: int, since: float, sample: str = "") -> None:
+        """Tell the rank what this process is at, also should it end by that. ticket: -1 for another rank's."""
         if self.arena is not None:
             with memoryview(self.arena) as arena, arena[self.note : self.note + NOTE_BYTES] as note:
-                write_note(note, ask.ticket, since, sample)
+                write_note(note, ticket, since, sample)
 
     def close(self) -> None:
         self.connection.close()
@@ -187,10 +187,11 @@ class _Worker:
 
     def _answer(self, rank: _Rank) -> None:
         ask, since = rank.asked.popleft(), time.monotonic()
-        rank.notes(ask, since)
+        for other in self._ranks:
+            other.notes(ask.ticket if other is rank else -1, since)
 
         def read(sample: Sample) -> None:
-            rank.notes(ask, since, sample.id)
+            rank.notes(ask.ticket, since, sample.id)
 
         rank.connection.sendall(self._answered(ask, rank, read))
 

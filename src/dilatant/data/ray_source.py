@@ -7,6 +7,7 @@ elsewhere and all others that it had are sent again. What waits or lies ready is
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dilatant.config.errors import UserError
-from dilatant.data.asked import Asked, Entry
+from dilatant.data.asked import Asked, Awake, Entry
 from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import Dataset, Request, Waiting
@@ -40,6 +41,8 @@ JOIN_SECONDS = 1.0
 """So much waiting brings another producer."""
 IDLE_SECONDS = 60.0
 """After so long without work a producer leaves."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -80,6 +83,7 @@ class RaySource:
         self._most = most
         self._decode_seconds = decode_seconds
         self._asked = Asked(budget_bytes, on_wait, self._wake, _place_of)
+        self._awake = Awake()
         self._hands: list[_Hand] = []
         self._failed_starts = 0
         self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
@@ -239,11 +243,13 @@ class RaySource:
             self._asked.again(entry)
 
     def _drop_late(self) -> None:
-        now = time.monotonic()
+        now = self._awake.now()
         for hand in list(self._hands):
-            if hand.entries and now - hand.since > self._decode_seconds + LATE_SECONDS:
+            waited = now - max(hand.since, self._awake.since)
+            if hand.entries and waited > self._decode_seconds + LATE_SECONDS:
+                _log.warning("%s was given up: it has been at one sample for %.0f s", hand.name, waited)
                 self._lose(hand, f"{hand.name} was late", is_late=True)
-            elif hand.greeting and now - hand.since > START_SECONDS:
+            elif hand.greeting and waited > START_SECONDS:
                 self._hands.remove(hand)  # the cluster has no processor left for it
                 self._end(hand)
                 self._most = len(self._hands)
