@@ -8,7 +8,7 @@ from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.gantt import GanttChart, GanttRow, Lane
 from dilatant.report.gantt_of_step import measured_chart, predicted_chart
 from dilatant.report.gantt_summary import by_lane, data_waits
-from dilatant.schedule import Assignment, one_f_one_b, simulate
+from dilatant.schedule import Action, Assignment, one_f_one_b, simulate
 from dilatant.schedule.measured import DataWait, MeasuredAction
 
 PLAN = Plan(
@@ -134,6 +134,20 @@ def test_measured_idle_time_adds_up_and_names_the_unit_awaited(pair):
     assert {"warm-up", "drain", "waiting for language"} <= causes
     with pytest.raises(ValueError, match="nothing was measured"):
         measured_chart([], PLAN)
+
+
+def test_a_rank_that_holds_whole_pipelines_fills_none():
+    """One rank alone, and replicas beside each other whose first actions do not begin together."""
+    replicas = tuple(Replica((Stage(0, 2, (rank,)),)) for rank in range(2))
+    for plan in (Plan((UnitPlan("vision", replicas[:1]),)), Plan((UnitPlan("vision", replicas),))):
+        actions = [
+            MeasuredAction(rank, "vision", Action("F", rank, 0), (rank,), 100.0 + rank, 0.0, None, 2.0)
+            for rank in plan.ranks
+        ]
+        waits = [DataWait(0, 99.0, 0.5)]
+        idle = measured_chart(actions, plan, waits).idle
+        assert not any("warm-up" in causes for causes in idle)
+        assert idle[0]["between actions"] == pytest.approx(0.5)
 
 
 def test_waiting_for_data_is_a_cause_of_its_own(pair):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from dilatant.report.say import say, warn, warnings_as_lines
+from dilatant.report import say as say_module
+from dilatant.report.say import open_console, say, warn, warnings_as_lines
 
 
 @pytest.mark.parametrize("text", ["[/red].png", "runs/x[/b]y", "runs/a[lr1]", "[bold]", "\\[x]", "a" * 300])
@@ -18,6 +22,24 @@ def test_brackets_and_length_of_a_name_change_nothing(text: str) -> None:
     say(console, text)
     warn(console, text)
     assert out.getvalue() == f"{text}\nwarning: {text}\n"
+
+
+def test_no_console_of_ours_reads_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tables either, where `doctor` says what to install."""
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    console = open_console()
+    table = Table(show_header=False, box=None)
+    table.add_row("pip install 'dilatant[gpu]'")
+    console.print(table)
+    console.print("runs/[x]")
+    assert [line.strip() for line in out.getvalue().splitlines()] == [
+        "pip install 'dilatant[gpu]'",
+        "runs/[x]",
+    ]
+    makers = {path.name for path in Path(say_module.__file__).parents[1].rglob("*.py")
+              if re.search(r"\bConsole\((?!Protocol)", path.read_text())}  # fmt: skip
+    assert makers == {"say.py"}
 
 
 def test_a_warning_is_one_line_said_once_and_those_for_programmers_none() -> None:

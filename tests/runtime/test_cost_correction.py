@@ -85,6 +85,11 @@ def test_made_up_true_costs_are_found() -> None:
         true = (work.parts * TRUE[work.group]).sum(axis=1)
         one_step(costs, step, work, true * draw.uniform(0.95, 1.05, len(true)))
     found = costs.costs_at(4 * INTERVAL)
+    assert [costs.is_corrected_at(step) for step in (0, 2 * INTERVAL - 1, 4 * INTERVAL)] == [
+        False,
+        False,
+        True,
+    ]
     work, again = drawn_work(np.random.default_rng(9), costs.origin), np.random.default_rng(9)
     true = (work.parts * TRUE[work.group]).sum(axis=1)
     by_found, by_origin = drawn_work(again, found).parts.sum(axis=1), work.parts.sum(axis=1)

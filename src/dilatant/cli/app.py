@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from dilatant import __version__
 from dilatant.cli import (
@@ -32,7 +32,7 @@ from dilatant.cli import (
     train,
 )
 from dilatant.config.errors import UserError
-from dilatant.report.say import warnings_as_lines
+from dilatant.report.say import open_console, warnings_as_lines
 
 USER_ERROR_EXIT = 2
 
@@ -97,16 +97,8 @@ def run() -> None:
     """Raises SystemExit. A user's mistake is one message on stderr and exit code 2, without a stack trace; a warning is
     one line there."""
     try:
-        with warnings_as_lines(Console(stderr=True)):
+        with warnings_as_lines(open_console(stderr=True)):
             app()
     except UserError as error:
-        Console(stderr=True).print(
-            f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True
-        )
+        open_console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
         sys.exit(USER_ERROR_EXIT)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

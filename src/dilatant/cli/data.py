@@ -40,16 +40,15 @@ def stats(
 ) -> None:
     """Tokens of every training sample in every unit: distributions, ratios, what balancing is worth, what training
     would refuse. Decodes no media, but for the few samples that the page shows."""
-    from rich.console import Console
-
     from dilatant.data.sizes import blend_sizes
     from dilatant.profiling.assemble import assemble_samples
     from dilatant.profiling.describe_data import describe_data
     from dilatant.report.page_links import link_pages
+    from dilatant.report.say import open_console
     from dilatant.report.stats_page import write_stats_page
     from dilatant.report.stats_table import print_stats
 
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     resolved = read_config(config, overrides)
     samples = assemble_samples(resolved)
     with _progress(console) as progress:
@@ -86,14 +85,14 @@ def lint(
     as_json: AsJson = False,
 ) -> None:
     """Find every sample, to train on or held out, that would fail in training. Exits with 1 when there is one."""
-    from rich.console import Console
     from rich.text import Text
 
     from dilatant.data.lint import lint as find_problems
     from dilatant.profiling.assemble import assemble_samples
+    from dilatant.report.say import open_console
     from dilatant.report.wording import counted
 
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     resolved = read_config(config, overrides)
     samples = assemble_samples(resolved)
     problems: list[Problem] = []
@@ -136,7 +135,7 @@ def _progress(console: Console) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

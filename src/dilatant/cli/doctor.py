@@ -31,10 +31,11 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from dilatant.report.say import open_console
+
+    console = open_console()
     for title, entries in facts.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
         table.add_column(style="bold", min_width=16)

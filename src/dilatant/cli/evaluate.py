@@ -33,11 +33,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Answer held-out samples with an exported model, and let a function of yours score the answers."""
-    from rich.console import Console
-
     from dilatant.config import DataSource
     from dilatant.data.blend import Blend, open_blend
     from dilatant.models.sampling import Drawing
+    from dilatant.report.say import open_console
     from dilatant.runtime.precision import pick_device
     from dilatant.training.export import load_exported
     from dilatant.training.judged import judge_answers, load_judge
@@ -49,7 +48,7 @@ def evaluate(
     exported = load_exported(folder)
     total = min(len(blend), limit or len(blend))
     how = Drawing(drawing_steps, guidance)
-    with Console(stderr=True).status("judging") as status:
+    with open_console(stderr=True).status("judging") as status:
         for one in judge_answers(exported, blend, function, pick_device(), max_new_tokens, how, limit, seed):
             scores.append(one)
             status.update(f"judging: {len(scores):,} of {total:,}")

@@ -21,12 +21,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the newest valid checkpoint of a run in the Hugging Face layout; the best one, where the run keeps one."""
-    from rich.console import Console
-
-    from dilatant.report.say import say, warn
+    from dilatant.report.say import open_console, say, warn
     from dilatant.training.export_folder import check_target
 
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     saved = folder / "config.yaml"
     if not saved.is_file():
         raise UserError(f"{str(folder)!r} is not a run folder: it has no config.yaml")

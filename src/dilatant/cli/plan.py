@@ -56,14 +56,13 @@ def plan(
 
     Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
     """
-    from rich.console import Console
-
     from dilatant.config import UserError
     from dilatant.plan.why_not import read_asked
     from dilatant.profiling.planning import plan_run
     from dilatant.report.page_links import link_pages
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
+    from dilatant.report.say import open_console
     from dilatant.report.terminal import print_indented, print_line
     from dilatant.training.planned_run import (
         check_plan_folder,
@@ -74,7 +73,7 @@ def plan(
 
     if why_not and fault_tolerance:
         raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
     check_plan_folder(resolved)  # before the work, too
     problem = open_problem(resolved, console)
@@ -121,8 +120,8 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
     """What it costs that nodes may be lost; also written as fault_tolerance.json."""
     import json
 
-    from dilatant.profiling.planning import seconds_by_fault_tolerance
     from dilatant.config.durable import write_durably
+    from dilatant.profiling.planning import seconds_by_fault_tolerance
     from dilatant.report.terminal import print_line
     from dilatant.report.wording import seconds_text
 

@@ -77,8 +77,6 @@ def profile(
     For hardware that is not this machine (cluster.hardware), costs are modelled from FLOPs and bytes and say so.
     Links are measured between two processes of this machine, or between the ranks that torchrun or Slurm started.
     """
-    from rich.console import Console
-
     from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs, save_group_costs
@@ -88,9 +86,10 @@ def profile(
     from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens
     from dilatant.profiling.planned_degrees import planned_degrees
     from dilatant.profiling.planned_hardware import entry_name, plan_target, target_of_group, with_links
+    from dilatant.report.say import open_console
     from dilatant.report.terminal import print_line
 
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     resolved = read_config(config, overrides)
     train = resolved.train
     if group:

@@ -60,11 +60,10 @@ def simulate(
     Costs of hardware that is not here are modelled (or `--set plan.costs=FILE`). With --failures, nodes of the
     cluster come and go as the trace says: throughput over time under pipeline templates and under restarts.
     """
-    from rich.console import Console
-
     from dilatant.plan.node_trace import load_node_trace
+    from dilatant.report.say import open_console
 
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     given = _read(source, [*_cluster(cluster), *overrides])
     trace = None if failures is None else load_node_trace(failures, seed=given.config.seed)
     problem = open_problem(given.config, console)

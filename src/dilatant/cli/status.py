@@ -33,9 +33,9 @@ def status(
     ] = False,
 ) -> None:
     """Show members, generation and history of a run with `resilience.enabled`."""
-    from rich.console import Console
     from rich.live import Live
 
+    from dilatant.report.say import open_console
     from dilatant.resilience.status import read_status
 
     if follow and as_json:
@@ -44,9 +44,9 @@ def status(
     if as_json:
         print(json.dumps(asdict(found)))
     elif not follow:
-        Console().print(_shown(found))
+        open_console().print(_shown(found))
     else:
-        with Live(_shown(found), console=Console(), auto_refresh=False) as live:
+        with Live(_shown(found), console=open_console(), auto_refresh=False) as live:
             while not found.stopped:
                 time.sleep(FOLLOW_SECONDS)
                 found = read_status(folder)

@@ -144,9 +144,9 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
 
 
 def _show(result: RunResult, began: float, as_json: bool) -> None:
-    from rich.console import Console
+    from dilatant.report.say import open_console
 
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     path = _shortest(result.folder)
     if not result.finished:
         console.print(

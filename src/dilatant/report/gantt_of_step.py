@@ -64,8 +64,9 @@ def measured_chart(
     """One lane for every rank of `plan`, from the first action's start to the last one's end; from where the first of
     `waits` began, if they are given.
 
-    Idle time is named as in a prediction: before a rank's first action it warms up, after its last it drains, and it
-    waits for the unit whose rows it awaited (its own unit: imbalance). Raises ValueError without actions.
+    Idle time is named as in a prediction: before a rank's first action it warms up (unless it holds whole pipelines,
+    which are not filled), after its last it drains, and it waits for the unit whose rows it awaited (its own unit:
+    imbalance). Raises ValueError without actions.
     """
     if not actions:
         raise ValueError("nothing was measured")
@@ -76,10 +77,13 @@ def measured_chart(
     waited = {one.rank: one.seconds for one in waits}
     held: dict[int, list[int]] = {rank: [] for rank in plan.ranks}
     unit_of: dict[int, str] = {}
+    places: dict[int, set[tuple[str, int]]] = {rank: set() for rank in plan.ranks}
     for placed in plan.stages():
         for rank in placed.stage.ranks:
             held[rank].append(placed.index)
+            places[rank].add((placed.unit, placed.position))
             unit_of.setdefault(rank, placed.unit)
+    everything = set().union(*places.values())
     of_rank: dict[int, list[MeasuredAction]] = {rank: [] for rank in plan.ranks}
     for one in sorted(actions, key=lambda action: action.start):
         of_rank[one.rank].append(one)
@@ -89,8 +93,9 @@ def measured_chart(
         causes: defaultdict[str, float] = defaultdict(float)
         causes[WAITING_FOR_DATA] = min(waited.get(rank, 0.0), (own[0].start if own else end) - begin)
         before = begin + causes[WAITING_FOR_DATA]
+        first = BETWEEN if places[rank] == everything else WARM_UP
         for number, one in enumerate(own):
-            causes[BETWEEN if number else WARM_UP] += max(one.start - before, 0.0)
+            causes[BETWEEN if number else first] += max(one.start - before, 0.0)
             awaited = one.unit if one.waited_for is None else unit_of[one.waited_for]
             causes[IMBALANCE if awaited == one.unit else waiting_for(awaited)] += one.waited_seconds
             before = one.end

@@ -14,7 +14,8 @@ class StepMetrics:
     source_losses: of a token of each data set, where there are several. `tokens` by unit; `tokens_per_second`
     counts the language model's tokens. skipped_updates: steps so far whose loss or gradient was not finite, which
     changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of the step's actions and
-    gradient sync, which `step_seconds` holds with the wait for data and the update. drift: unit → measured over
+    gradient sync, which `step_seconds` holds with the wait for data and the update. is_rough: that is from costs which
+    nobody measured and no step has corrected. drift: unit → measured over
     predicted seconds of its actions. teraflops: that the model asked for, a second and device (see
     `training.model_flops`); mfu: as a share of the device's peak, where that is known. warning: of drift, once.
     slowest_samples: name → seconds of decoding, of rank 0's samples that took longest, where it waited for data.
@@ -40,6 +41,7 @@ class StepMetrics:
     losses: Mapping[str, float] = field(default_factory=dict)
     source_losses: Mapping[str, float] = field(default_factory=dict)
     predicted_seconds: float | None = None
+    is_rough: bool = False
     teraflops: float = 0.0
     mfu: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class StepMetrics:
     def to_record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
         record = asdict(self)
-        for name in ("total_steps", "warning"):
+        for name in ("total_steps", "warning", "is_rough"):
             record.pop(name)
         for name in ("loss", "grad_norm"):  # JSON has no word for what is not finite
             record[name] = record[name] if math.isfinite(record[name]) else None

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.wording import seconds_text
 
-_SMOOTHING = 0.9
+_SMOOTHING = 0.1
+"""What the newest step weighs; the first steps weigh alike."""
 _PLAIN_INTERVAL_SECONDS = 5.0
 
 
@@ -20,12 +21,13 @@ class ProgressLine:
 
     def __init__(self, console: Console, total_steps: int, completed_steps: int = 0) -> None:
         self._console = console
+        self._steps = 0
         self._seconds: float | None = None
         self._last_plain = 0.0
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}", markup=False),
             TextColumn("{task.fields[figures]}", markup=False),
             TimeElapsedColumn(),
             console=console,
@@ -45,11 +47,13 @@ class ProgressLine:
         self._progress.stop()
 
     def update(self, metrics: StepMetrics) -> None:
-        """Show a finished step."""
-        seconds = metrics.step_seconds
-        self._seconds = (
-            seconds if self._seconds is None else _SMOOTHING * self._seconds + (1 - _SMOOTHING) * seconds
-        )
+        """Show a finished step. The first one, in which memory is allocated and kernels are chosen, says nothing of
+        those to come."""
+        if self._steps:
+            before = metrics.step_seconds if self._seconds is None else self._seconds
+            weight = max(_SMOOTHING, 1 / self._steps)
+            self._seconds = before + weight * (metrics.step_seconds - before)
+        self._steps += 1
         figures = describe(metrics, self._seconds)
         self._progress.update(self._task, completed=metrics.step, figures=figures)
         now = time.monotonic()
@@ -64,22 +68,28 @@ class ProgressLine:
             )
 
 
-def describe(metrics: StepMetrics, smoothed_seconds: float) -> str:
+def describe(metrics: StepMetrics, smoothed_seconds: float | None) -> str:
     """The figures of the line, for example `loss 0.4120  tok/s vision 4.1k  data 2%  left 1:02`; and the step's seconds
-    beside those that were planned, where the metrics hold these."""
+    beside those that were planned, where the metrics hold these and they are not rough.
+
+    smoothed_seconds: of a step by those that count; None as long as there is none, and then neither what is left nor
+    what was planned is said.
+    """
     seconds = max(metrics.step_seconds, 1e-9)
     units = "  ".join(f"{name} {_short(count / seconds)}" for name, count in metrics.tokens.items())
     wait = 100 * metrics.data_wait_seconds / seconds
-    left = smoothed_seconds * (metrics.total_steps - metrics.step)
-    planned = ""
-    if metrics.predicted_seconds is not None:
+    left, planned = "", ""
+    if smoothed_seconds is not None or metrics.step == metrics.total_steps:
+        left = f"  left {_clock((smoothed_seconds or 0.0) * (metrics.total_steps - metrics.step))}"
+    if smoothed_seconds is not None and metrics.predicted_seconds is not None and not metrics.is_rough:
         planned = (
             f"  step {seconds_text(metrics.step_seconds)} (planned {seconds_text(metrics.predicted_seconds)})"
         )
-    speed = f"  {metrics.teraflops:.3g} TFLOP/s" if metrics.teraflops else ""
+    prefix, factor = ("T", 1) if metrics.teraflops >= 0.1 else ("G", 1000)
+    speed = f"  {factor * metrics.teraflops:.3g} {prefix}FLOP/s" if metrics.teraflops else ""
     if metrics.mfu is not None:
         speed = f"  MFU {metrics.mfu:.0%}"
-    return f"loss {metrics.loss:.4f}  tok/s {units}{speed}  data {wait:.0f}%{planned}  left {_clock(left)}"
+    return f"loss {metrics.loss:.4f}  tok/s {units}{speed}  data {wait:.0f}%{planned}{left}"
 
 
 def _short(value: float) -> str:

@@ -12,6 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 
+def open_console(stderr: bool = False, quiet: bool = False) -> Console:
+    """A console that reads no markup, in lines and cells of tables alike."""
+    return Console(stderr=stderr, quiet=quiet, markup=False)
+
+
 def say(console: Console, text: str, style: str = "") -> None:
     """Print `text` as it is, unwrapped."""
     console.print(Text(text, style=style), soft_wrap=True)

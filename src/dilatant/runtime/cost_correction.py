@@ -96,12 +96,20 @@ class CostCorrection:
                     f"step {step} cannot be planned before step {(interval - 1) * INTERVAL - 1} is done; plan at most "
                     f"{INTERVAL} steps ahead"
                 )
-            version = max(number for number in self._versions if number <= interval or number == 0)
+            version = self._version(interval)
             if version not in self._costs:
                 factors = self._versions[version][self._group]
                 slow = self.slowness.by_stage(self._slow[version])
                 self._costs[version] = self.origin.scaled(factors * slow[:, None, None])
             return self._costs[version]
+
+    def is_corrected_at(self, step: int) -> bool:
+        """Return whether measurements are in `costs_at(step)`."""
+        with self._lock:
+            return self._version(step // INTERVAL) > 0
+
+    def _version(self, interval: int) -> int:
+        return max(number for number in self._versions if number <= interval or number == 0)
 
     def group_of(
         self, stage: NDArray[np.signedinteger], kind: NDArray[np.signedinteger]

@@ -107,6 +107,7 @@ class StepEnd:
             nonfinite_samples=samples,
             found=tuple(one for of_rank in everything for one in of_rank),
             predicted_seconds=step.predicted_seconds,
+            is_rough=step.is_rough,
             drift=self._costs.drift if step.origin != TOKENS else {},
             warning=warning,
             source_losses=tuple(value / data.counts[anchor] for value in sources),

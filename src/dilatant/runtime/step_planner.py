@@ -47,8 +47,8 @@ class PreparedStep:
 
     tokens: unit → of each sample, what the unit processes. draws: of each sample. actions, routes: of this rank.
     digests: what all ranks must agree on. work: of this rank's actions, what the costs before any correction say.
-    timed: the simulated step, by the costs that hold for it. forwards: it has no backward. salvaged: what it rests on,
-    where only some samples run.
+    timed: the simulated step, by the costs that hold for it. is_rough: nobody measured these, and no step has corrected
+    them. forwards: it has no backward. salvaged: what it rests on, where only some samples run.
     """
 
     assignment: Assignment
@@ -61,6 +61,7 @@ class PreparedStep:
     work: OwnWork
     timed: TimedStep
     origin: str
+    is_rough: bool
     forwards: bool = False
     salvaged: Salvaged | None = None
 
@@ -196,6 +197,8 @@ class StepPlanner:
             work=self._own_work(graph, timed),
             timed=timed,
             origin=costs.origin,
+            is_rough=not costs.origin.startswith("measured")
+            and (forwards or not self._costs.is_corrected_at(step)),
             forwards=forwards,
         )
 

@@ -18,9 +18,9 @@ class StepResult:
     `execute`). shares: where the step's time went, up to the last gradient. nonfinite_samples: the ids of microbatches
     whose loss is not finite; whoever gets such a loss or norm should not apply the gradients. found: what ranks gave,
     in the order of ranks. predicted_seconds: of the step, up to synced gradients, None where costs say nothing of
-    seconds. drift: unit → measured over predicted seconds of its actions, by the costs before any correction. warning:
-    what to tell the user of it, once in a run. source_losses: of the anchor's loss, the share of each data set (see
-    `EncodedSample.source`), before weights.
+    seconds. is_rough: see `PreparedStep`. drift: unit → measured over predicted seconds of its actions, by the costs
+    before any correction. warning: what to tell the user of it, once in a run. source_losses: of the anchor's loss, the
+    share of each data set (see `EncodedSample.source`), before weights.
     """
 
     loss: float
@@ -32,6 +32,7 @@ class StepResult:
     nonfinite_samples: tuple[str, ...] = ()
     found: tuple[Any, ...] = ()
     predicted_seconds: float | None = None
+    is_rough: bool = False
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
     source_losses: tuple[float, ...] = ()

@@ -11,7 +11,7 @@ from dilatant.config import Config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.progress import ProgressLine
 from dilatant.report.run_folder import RunFolder, last_step
-from dilatant.report.say import warn
+from dilatant.report.say import open_console, warn
 from dilatant.report.trackers import Tracker, open_trackers
 from dilatant.training.evaluation import Evaluation
 from dilatant.training.trainer import Trainer
@@ -25,7 +25,7 @@ class Observer:
         self._config = config
         self._folder = folder
         self._trainer = trainer
-        self._console = console or Console(quiet=True)
+        self._console = console or open_console(quiet=True)
         self._trackers: list[Tracker] = []
         self._line: ProgressLine
         self._history: list[dict[str, float]] = []

@@ -21,7 +21,7 @@ from dilatant.report.gantt_summary import by_lane
 from dilatant.report.page_links import link_pages
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.say import warn
+from dilatant.report.say import open_console, warn
 from dilatant.report.stats_page import write_stats_page
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.step_page import write_step_page
@@ -199,4 +199,4 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
 
 
 def console_for(show: Show) -> Console:
-    return Console(stderr=show == "stderr", quiet=show == "nothing")
+    return open_console(stderr=show == "stderr", quiet=show == "nothing")

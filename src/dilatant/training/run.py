@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dilatant.comm import fork_server
 from dilatant.comm.launch import Worker, WorkerFailed, launch
@@ -279,7 +280,7 @@ def _describe(console: Console, config: Config, prepared: Prepared) -> None:
             part.part,
             f"{part.parameters:,}",
             f"{part.trainable:,}",
-            "" if part.trainable else "[cyan]frozen[/]",
+            "" if part.trainable else Text("frozen", "cyan"),
         )
     console.print(table)
     samples = prepared.samples

@@ -55,6 +55,7 @@ class StepMeter:
             busy=result.shares.busy,
             waited=result.shares.waited,
             predicted_seconds=result.predicted_seconds,
+            is_rough=result.is_rough,
             drift=result.drift,
             warning=result.warning,
             slowest_samples=dict(batch.slowest) if waited > NOTED_WAIT * seconds else {},
