@@ -20,7 +20,14 @@ from dilatant.data.loader import Loader
 from dilatant.profiling.assemble import assemble_samples, load_model_tokenizer
 from dilatant.profiling.describe_model import BLOCK, describe_model, skeleton
 from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.planning import PlanningProblem, plan_run, planning_problem, simulated_steps
+from dilatant.profiling.plan_variants import score_unfrozen
+from dilatant.profiling.planning import (
+    PlanningProblem,
+    plan_run,
+    planning_problem,
+    simulated_steps,
+    time_plan,
+)
 from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.step_planner import StepPlanner
@@ -180,3 +187,26 @@ def test_a_planned_run_executes_the_simulated_steps(
                 for microbatch in microbatches:
                     tokens = [step.tokens["language"][sample] for sample in microbatch]
                     assert sum(tokens) <= row_tokens or len(tokens) == 1
+
+
+@pytest.mark.parametrize("trained", [{"freeze": ["language", "vision.encoder"]}, {"freeze": [], "lora": {"r": 2, "units": ["language"]}}])
+def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[str, Any]) -> None:
+    """The score of the plan with the language model thawed, against the same plan of a config that trains it."""
+    write_samples(tmp_path, 2 * BATCH)
+    frozen = model_section() | trained
+    whole = model_section() | {"freeze": ["vision.encoder"]}
+    asked = config(tmp_path, model=frozen)
+    problem = planning_problem(asked, assemble_samples(asked))
+    winner = plan_run(problem).result.winner
+    found = score_unfrozen(problem, winner, "language")
+    thawed = config(tmp_path, model=whole, parallel={"schedule": winner.score.schedule})
+    expected = time_plan(
+        planning_problem(thawed, assemble_samples(thawed)).sharing(winner.zero),
+        winner.plan, winner.num_microbatches, winner.row_tokens,
+    ).result.winner.score  # fmt: skip
+    assert found is not None
+    # Adapters are weights besides; of so small a model they are some per cent of it.
+    near = {"rel": 0.1} if "lora" in trained else {"rel": 1e-9}
+    assert found.peak_bytes == pytest.approx(expected.peak_bytes, **near)
+    assert found.sync_seconds == pytest.approx(expected.sync_seconds, **near)
+    assert max(found.peak_bytes) > max(winner.score.peak_bytes)

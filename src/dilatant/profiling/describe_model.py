@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from dilatant.config.recompute import Recompute
 from dilatant.models.build import build_model
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.experts import fused_experts
-from dilatant.models.freeze import audit
+from dilatant.models.freeze import audit, thaw
 from dilatant.models.generator import GeneratorUnit
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.multimodal import MultimodalModel
@@ -137,12 +138,8 @@ def describe_model(
                     name=unit.layers[index],
                     kind=kind,
                     parameters=sum(parameter.numel() for _, parameter in weights),
-                    trainable=any(parameter.requires_grad for _, parameter in weights),
-                    largest=max(
-                        (parameter.numel() for _, parameter in weights if parameter.requires_grad), default=0
-                    ),
                     divided=types[kind].is_divided,
-                    fixed=sum(parameter.numel() for _, parameter in weights if not parameter.requires_grad),
+                    **_trained_fields(weights),
                     four_bit=four_bit,
                     tied=sum(
                         parameter.numel() for _, parameter in weights if index and id(parameter) in leading
@@ -172,6 +169,32 @@ def describe_model(
         },
         dense=_dense(model),
     )
+
+
+class _TrainedFields(TypedDict):
+    trainable: bool
+    fixed: int
+    largest: int
+
+
+def _trained_fields(weights: Sequence[tuple[str, nn.Parameter]]) -> _TrainedFields:
+    """Return the fields of `LayerSpec` that depend on which of a layer's weights train."""
+    trained = [parameter.numel() for _, parameter in weights if parameter.requires_grad]
+    fixed = sum(parameter.numel() for _, parameter in weights) - sum(trained)
+    return {"trainable": bool(trained), "fixed": fixed, "largest": max(trained, default=0)}
+
+
+def describe_unfrozen(model: ModelDescription, name: str) -> ModelDescription:
+    """Return the description of the same model if every weight of the unit `name` trained, adapters included."""
+    known = next(entry.unit for entry in model.types if entry.unit.unit == name)
+    unit = copy.deepcopy(known)
+    thaw({name: unit}, [name])
+    fields = [_trained_fields(weights) for weights in weights_by_layer(unit)]
+    spec = model.spec.unit(name)
+    layers = tuple(replace(layer, **own) for layer, own in zip(spec.layers, fields, strict=True))
+    units = tuple(replace(spec, layers=layers) if one is spec else one for one in model.spec.units)
+    types = tuple(replace(entry, unit=unit) if entry.unit is known else entry for entry in model.types)
+    return replace(model, spec=ModelSpec(units), types=types)
 
 
 def _items_per_token(unit: Unit) -> float:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.score import PlanScore
+from dilatant.profiling.describe_model import describe_unfrozen
+from dilatant.profiling.layer_costs import costs_in_use, layer_costs
 from dilatant.profiling.planning import PlanningProblem, scorer_of
 from dilatant.schedule import FAMILIES
 
@@ -35,16 +37,21 @@ def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanS
     return _score(kept, ranked)
 
 
-def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> PlanScore:
-    """The score of the plan if all of the unit `name` trained."""
-    units = tuple(
-        replace(unit, layers=tuple(replace(layer, trainable=True) for layer in unit.layers))
-        if unit.name == name
-        else unit
-        for unit in problem.model.spec.units
+def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> PlanScore | None:
+    """The score of the plan if every weight of the unit `name` trained.
+
+    Costs that were measured or read beside adapters lack the weight gradients of the base: then None.
+    """
+    config, measured = problem.config, problem.measured
+    model = describe_unfrozen(problem.model, name)
+    if any(layer.trainable and layer.fixed for layer in problem.model.spec.unit(name).layers):
+        if any(costs.origin != "analytic" for costs in measured.groups.values() or [measured]):
+            return None
+        measured = layer_costs(config, model, problem.target)
+    costs = costs_in_use(
+        measured, model, problem.samples.targets, config.row_tokens, config.train.loss_chunk
     )
-    thawed = replace(problem, model=replace(problem.model, spec=ModelSpec(units)))
-    return _score(thawed, ranked)
+    return _score(replace(problem, model=model, measured=measured, costs=costs), ranked)
 
 
 def score_with_microbatches(problem: PlanningProblem, ranked: RankedPlan, count: int) -> PlanScore:

@@ -71,6 +71,8 @@ def _unfreezing(planned: PlannedRun) -> list[str]:
         if all(unit.trainable):
             continue
         score = score_unfrozen(planned.problem, winner, unit.name)
+        if score is None:
+            continue
         more = score.seconds / winner.score.seconds - 1.0
         fits = "" if _fits(planned, score) else ", too much: it would need another plan"
         advice.append(
