@@ -135,6 +135,7 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
             False,
         ),  # which share the batch by tokens: their replicas divide it in no other way
         ("balanced", None, 4, True),
+        ("balanced", 100, 1, False),  # one device cuts its steps as planned, too
     ],
 )
 def test_a_planned_run_executes_the_simulated_steps(
@@ -189,7 +190,10 @@ def test_a_planned_run_executes_the_simulated_steps(
                     assert sum(tokens) <= row_tokens or len(tokens) == 1
 
 
-@pytest.mark.parametrize("trained", [{"freeze": ["language", "vision.encoder"]}, {"freeze": [], "lora": {"r": 2, "units": ["language"]}}])
+@pytest.mark.parametrize(
+    "trained",
+    [{"freeze": ["language", "vision.encoder"]}, {"freeze": [], "lora": {"r": 2, "units": ["language"]}}],
+)
 def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[str, Any]) -> None:
     """The score of the plan with the language model thawed, against the same plan of a config that trains it."""
     write_samples(tmp_path, 2 * BATCH)

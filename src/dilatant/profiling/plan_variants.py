@@ -48,9 +48,7 @@ def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> P
         if any(costs.origin != "analytic" for costs in measured.groups.values() or [measured]):
             return None
         measured = layer_costs(config, model, problem.target)
-    costs = costs_in_use(
-        measured, model, problem.samples.targets, config.row_tokens, config.train.loss_chunk
-    )
+    costs = costs_in_use(measured, model, problem.samples.targets, config.row_tokens, config.train.loss_chunk)
     return _score(replace(problem, model=model, measured=measured, costs=costs), ranked)
 
 

@@ -73,13 +73,12 @@ class GenerationPlans:
             )
             old = {rank: now[seat] for seat, rank in was.items() if seat in now}
         plan = self._replanned(before, old, sorted({*range(size)} - {*old.values()}))
-        schedule, count = initial.schedule, initial.num_microbatches
+        schedule = initial.schedule
         if size == 1:
-            schedule, count = "serial", 1
+            schedule = "serial"
         elif schedule == INTERLEAVED and not _goes_round(plan):
             schedule = SCHEDULE
-        planned = replace(initial, plan=plan, schedule=schedule, num_microbatches=count, costs=None)
-        planned = replace(planned, predicted_seconds=None)
+        planned = replace(initial, plan=plan, schedule=schedule, costs=None, predicted_seconds=None)
         return with_costs(self._config, self._prepared.samples, self._prepared.model, planned)
 
     def _replanned(self, before: Plan, survivors: Mapping[int, int], joined: Sequence[int]) -> Plan:

@@ -143,13 +143,15 @@ def plan_from_config(
         problems = _nothing_to_share(config, plan, model)
         if problems:
             raise list_problems("this plan cannot train:", problems)
-        return TrainingPlan(plan, 1, "serial", ASSIGNMENT, zero=zero or DEFAULT_ZERO)
+        return TrainingPlan(plan, parallel.microbatches or 1, "serial", ASSIGNMENT, zero=zero or DEFAULT_ZERO)
     if made is not None:
         planned = made
     elif parallel.plan is None:
         plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
         goes_round = any(unit.chunks > 1 for unit in (parallel.units or {}).values())
         planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
+        if len(plan.ranks) == 1:  # which gains nothing by more in flight
+            planned = replace(planned, num_microbatches=1, schedule="serial")
     else:
         planned = _read_plan(parallel.plan)
     problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan))
@@ -162,7 +164,7 @@ def plan_from_config(
     if problems:
         raise list_problems("this plan cannot train:", problems)
     own = _recomputed(config, planned.plan, model)
-    planned = replace(
+    return replace(
         planned,
         plan=own,
         costs=planned.costs if own == planned.plan and zero in (None, planned.zero) else None,
@@ -172,9 +174,6 @@ def plan_from_config(
         assignment=config.plan.assignment or planned.assignment,
         zero=zero or planned.zero,
     )
-    if len(planned.plan.ranks) == 1:
-        return replace(planned, num_microbatches=1, schedule="serial")
-    return planned
 
 
 def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
