@@ -32,7 +32,7 @@ from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.planned_run import training_plan
+from dilatant.training.planned_run import plan_report, training_plan
 from dilatant.training.prepare import Prepared, prepare
 
 BATCH = 16
@@ -214,3 +214,23 @@ def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[
     assert found.peak_bytes == pytest.approx(expected.peak_bytes, **near)
     assert found.sync_seconds == pytest.approx(expected.sync_seconds, **near)
     assert max(found.peak_bytes) > max(winner.score.peak_bytes)
+
+
+def test_the_page_says_the_microbatches_and_memory_that_were_simulated(tmp_path: Path) -> None:
+    """Where the token budget of a row cuts a plan's microbatches into more, and steps differ in memory."""
+    write_samples(tmp_path, 2 * BATCH)
+    train: dict[str, Any] = {"steps": 2, "global_batch_size": BATCH, "report_to": [], "row_tokens": 100}
+    asked = config(tmp_path, train=train, plan={"microbatch_sizes": [8], "microbatch_tokens": []})
+    planned = plan_run(planning_problem(asked, assemble_samples(asked)))
+    winner = planned.result.winner
+    steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches)
+    counts = [len(own) for step in steps for own in step.timeline.assignment.microbatches["language"]]
+    count, samples = winner.microbatches
+    assert min(counts) <= count <= max(counts)
+    assert count > winner.num_microbatches
+    assert samples == round(BATCH / winner.replicas / count)
+    report = plan_report(planned, "test")
+    assert all(f"{count} microbatches of" in text for text in (report.candidates[0].layout, report.reasons[0]))
+    peaks = np.max([step.timeline.peak_bytes for step in steps], axis=0)
+    assert max(use.peak_bytes - use.bytes_by_use["reserve"] for use in report.memory) == round(max(peaks))
+    assert any("train.row_tokens" in text for text in report.advice)

@@ -44,6 +44,19 @@ class RankedPlan:
     row_tokens: int | None = None
     zero: Zero = DEFAULT_ZERO
 
+    @property
+    def microbatches(self) -> tuple[int, int]:
+        """Microbatches that a pipeline ran in a simulated step, and the mean samples of one: more and smaller ones than
+        were asked for where the token budget of a row cut them."""
+        count = max(self.score.num_microbatches, self.num_microbatches)
+        return count, max(1, round(self.microbatch_size * self.num_microbatches / count))
+
+    @property
+    def simulated_stage_seconds(self) -> dict[str, tuple[float, ...]]:
+        """`stage_seconds` of a mean microbatch as simulated."""
+        share = self.num_microbatches / self.microbatches[0]
+        return {unit: tuple(one * share for one in own) for unit, own in self.stage_seconds.items()}
+
 
 class Finals:
     """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.

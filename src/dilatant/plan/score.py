@@ -14,7 +14,9 @@ class PlanScore:
     """A step under a plan: `seconds` from the first action to synced gradients, of which `sync_seconds` are exposed.
 
     `idle_seconds[cause]` sums over ranks, `bubble` is the idle share of all rank seconds. `peak_bytes` is by rank in
-    the order of `Plan.ranks`. `schedule` names the family and depth that was found best.
+    the order of `Plan.ranks`, the most in any simulated step. `schedule` names the family and depth that was found
+    best. `num_microbatches` is what a language-model replica ran in a step, the mean of steps and replicas: more than
+    was asked for where a token budget cut them; 0 where no step was simulated.
     """
 
     seconds: float
@@ -24,6 +26,7 @@ class PlanScore:
     peak_bytes: tuple[float, ...]
     sync_seconds: float = 0.0
     schedule: str = ""
+    num_microbatches: int = 0
 
 
 class PlanScorer(Protocol):

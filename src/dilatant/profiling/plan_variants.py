@@ -57,6 +57,12 @@ def score_with_microbatches(problem: PlanningProblem, ranked: RankedPlan, count:
     return scorer_of(problem.sharing(ranked.zero), ranked.score.schedule or None)(ranked.plan, count)
 
 
+def score_with_row_tokens(problem: PlanningProblem, ranked: RankedPlan, tokens: int) -> PlanScore:
+    """The score of the plan if a row of the language model may have so many tokens (`train.row_tokens`)."""
+    train = problem.config.train.model_copy(update={"row_tokens": tokens})
+    return _score(replace(problem, config=problem.config.model_copy(update={"train": train})), ranked)
+
+
 def _score(problem: PlanningProblem, ranked: RankedPlan, schedule: str | None = None) -> PlanScore:
     """The score of the plan under `schedule`, else its own."""
     score = scorer_of(problem.sharing(ranked.zero), schedule or ranked.score.schedule or None)

@@ -15,16 +15,26 @@ NOTABLE = 0.01
 """Losses below one percent of device time are not worth a reader's attention."""
 
 
-def losses(timeline: GanttChart) -> str:
+def losses(timeline: GanttChart, plan: Plan) -> str:
     """How much of the time devices compute, and what the rest is lost on."""
     busy = timeline.busy_fraction()
-    sentence = f"Devices compute {percent_text(busy)} of the time."
+    sentence = f"Devices {' or '.join(work_of(plan))} {percent_text(busy)} of the time."
     lost = [
         f"{percent_text(part)} on {lost_to(cause)}"
         for cause, part in timeline.idle_fractions().items()
         if part >= NOTABLE
     ]
     return f"{sentence} The rest is lost: {listed(lost[:4])}." if lost else sentence
+
+
+def work_of(plan: Plan) -> tuple[str, ...]:
+    """Return what devices do while they are busy, as verbs: computing, and where stages lie on groups of ranks, the
+    exchanges inside these, which the costs of layers include."""
+    degrees = {
+        name for placed in plan.stages() for name in ("tp", "cp", "ep") if getattr(placed.stage, name) > 1
+    }
+    inside = f"exchange inside {'/'.join(sorted(degrees, reverse=True))} groups"
+    return ("compute", inside) if degrees else ("compute",)
 
 
 def pace(timeline: GanttChart, plan: Plan) -> list[str]:
@@ -40,7 +50,8 @@ def pace(timeline: GanttChart, plan: Plan) -> list[str]:
     )
     who = f"{'ranks' if len(lane.ranks) > 1 else 'rank'} {ranks_text(lane.ranks)}"
     part = percent_text(busy[slowest] / timeline.seconds)
-    return [f"The busiest stage sets the pace: {names} on {who} computes {part} of the step."]
+    works = "computes" if len(work_of(plan)) == 1 else "is busy for"
+    return [f"The busiest stage sets the pace: {names} on {who} {works} {part} of the step."]
 
 
 def measurement(predicted: GanttChart, measured: GanttChart, plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dilatant.plan.plan import PlacedStage
 from dilatant.report.gantt_data import pack_chart
+from dilatant.report.gantt_summary import work_of
 from dilatant.report.gantt_tables import (
     HUES,
     action_legend,
@@ -81,11 +82,19 @@ def render_plan_page(report: PlanReport) -> str:
     )
 
 
+def _busy(report: PlanReport) -> str:
+    return (
+        "of device time computes"
+        if len(work_of(report.plan)) == 1
+        else "of device time computes or exchanges"
+    )
+
+
 def _tiles(report: PlanReport) -> list[dict[str, str]]:
     tiles = [
         (seconds_text(report.step_seconds), f"a step of {report.global_batch:,} samples", ""),
         (count_text(report.samples_per_second), "samples per second", ""),
-        (percent_text(report.timeline.busy_fraction()), "of device time computes", ""),
+        (percent_text(report.timeline.busy_fraction()), _busy(report), ""),
         (f"{len(report.plan.ranks):,}", "devices", ""),
     ]
     if report.memory:

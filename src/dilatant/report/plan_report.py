@@ -80,7 +80,8 @@ class MemoryUse:
 @dataclass(frozen=True, slots=True)
 class ComparedPlan:
     """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence. `sync_seconds`:
-    of a step behind the last backward, until gradients are summed and what was updated is shared.
+    of a step behind the last backward, until gradients are summed and what was updated is shared. `recomputed`: which
+    layers compute their forward again, "" for none.
 
     `peak_memory` is the largest part of a device's memory that any rank needs; above 1 the plan does not fit.
     """
@@ -94,6 +95,7 @@ class ComparedPlan:
     chosen: bool = False
     why: str = ""
     sync_seconds: float = 0.0
+    recomputed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def summarize(report: PlanReport) -> tuple[str, ...]:
     sentences = [_speed(report)]
     if report.measured is not None:
         sentences += measurement(report.timeline, report.measured, report.plan)
-    sentences += [losses(report.timeline), *pace(report.timeline, report.plan)]
+    sentences += [losses(report.timeline, report.plan), *pace(report.timeline, report.plan)]
     sentences += [
         *_memory(report),
         *_data(report),
@@ -64,6 +64,8 @@ def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
         return "The fastest plan that fits."
     if candidate.peak_memory > 1.0:
         return f"Does not fit: {percent_text(candidate.peak_memory)} of a device's memory."
+    if candidate.recomputed and not chosen.recomputed:
+        return f"To fit memory it computes forwards again: {candidate.recomputed}."
     extra = {cause: part - chosen.idle.get(cause, 0.0) for cause, part in candidate.idle.items()}
     worst = max(extra, key=lambda cause: extra[cause], default="")
     if worst and extra[worst] >= NOTABLE:

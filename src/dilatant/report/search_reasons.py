@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from dilatant.config.recompute import Recompute
 from dilatant.cost.memory import Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.finals import RankedPlan
@@ -33,6 +34,8 @@ _SHARED_BY: Mapping[Zero, str] = {
     "all": "shared by all ranks that hold the same weight",
 }
 
+_KEEPING: Mapping[Recompute, str] = {"block": "", "block_keep_attention": " but for attention"}
+
 
 def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tuple[str, ...]:
     """Sentences on the winner's shape, its devices against its work, its slowest stage, and how sure the search is.
@@ -44,6 +47,7 @@ def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tupl
         _bottleneck(winner),
         *_tensor(result),
         *_sharing(result),
+        *_recomputation(winner.plan),
     ]
     sync = winner.score.sync_seconds
     if sync > 0.0:
@@ -96,7 +100,7 @@ def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
 def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
     on_groups = cluster is not None and cluster.parts
     extra = ", one more on the devices that these leave" if _is_unlike(one.plan) and not on_groups else ""
-    cut = microbatches_text(one.num_microbatches, one.microbatch_size, one.row_tokens)
+    cut = microbatches_text(*one.microbatches, one.row_tokens)
     return (
         f"{counted(one.replicas, 'pipeline')}{extra}, {cut} each: {layout_text(one.plan, cluster)}; "
         f"{_WHERE[one.encoders_at]}."
@@ -171,10 +175,26 @@ def _sharing(result: SearchResult) -> list[str]:
     return [f"Optimizer state is {_SHARED_BY[own]}: zero {own} {'; '.join(said)}."]
 
 
+def recomputation_text(plan: Plan) -> str:
+    """Return which units compute forwards again in the backward, and how many of their layers; "" for none."""
+    found = []
+    for unit in plan.units:
+        counts = Counter(how for how in unit.recompute if how != "none")
+        how = [f"{count} of {len(unit.recompute)} layers{_KEEPING[level]}" for level, count in counts.items()]
+        if how:
+            found.append(f"{unit.name} {listed(how)}")
+    return listed(found) if found else ""
+
+
+def _recomputation(plan: Plan) -> list[str]:
+    text = recomputation_text(plan)
+    return [f"To fit memory, the backward computes forwards again (train.recompute): {text}."] if text else []
+
+
 def _bottleneck(one: RankedPlan) -> str:
     stages = [
         (seconds, name, position)
-        for name, each in one.stage_seconds.items()
+        for name, each in one.simulated_stage_seconds.items()
         for position, seconds in enumerate(each)
     ]
     slowest, fastest = max(stages), min(stages)

@@ -33,7 +33,7 @@ from dilatant.report.plan_report import (
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.search_reasons import layout_text, search_reasons
+from dilatant.report.search_reasons import layout_text, recomputation_text, search_reasons
 from dilatant.report.wording import counted, microbatches_text
 from dilatant.schedule import Timeline
 
@@ -90,7 +90,7 @@ def search_report(
         global_batch=global_batch,
         sizes=tuple(size_distribution(unit.name, workload.tokens[unit.name]) for unit in model.units),
         ratio=workload_ratio([unit.name for unit in model.units], work, global_batch, stable),
-        memory=memory_use(timeline, model, cluster, rules),
+        memory=memory_use(result.winner, model, cluster, rules),
         candidates=candidates,
         lower_bound_seconds=result.lower_bound,
         proven=result.proven,
@@ -167,21 +167,22 @@ def workload_ratio(
 
 
 def memory_use(
-    timeline: Timeline, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
+    ranked: RankedPlan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
 ) -> tuple[MemoryUse, ...]:
-    """Peak memory by use; ranks that hold the same stages and peak alike are one entry. What is left free
-    counts as used. Empty when no memory was simulated."""
-    if timeline.peak_bytes is None:
+    """Peak memory by use, the most of all simulated steps, by which plans are refused; ranks that hold the same stages
+    and peak alike are one entry. What is left free counts as used. Empty when no memory was simulated."""
+    plan, peaks = ranked.plan, ranked.score.peak_bytes
+    if not peaks:
         return ()
-    held: dict[int, list[PlacedStage]] = {rank: [] for rank in timeline.ranks}
-    for placed in timeline.plan.stages():
+    held: dict[int, list[PlacedStage]] = {rank: [] for rank in plan.ranks}
+    for placed in plan.stages():
         for rank in placed.stage.ranks:
             held[rank].append(placed)
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for rank, peak in zip(timeline.ranks, timeline.peak_bytes.tolist(), strict=True):
+    for rank, peak in zip(plan.ranks, peaks, strict=True):
         groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)
     uses = []
-    shared_by = sharing(timeline.plan, model, rules)
+    shared_by = sharing(plan, model, rules)
     for (stages, peak), ranks in groups.items():
         own = cluster.at(ranks[0])
         reserved = {"reserve": round(own.reserve.total)} if own.reserve.total else {}
@@ -233,7 +234,7 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
     score, plan = ranked.score, ranked.plan
     total = score.seconds * len(plan.ranks)
     devices = [cluster.at(rank) for rank in plan.ranks]
-    microbatches = microbatches_text(ranked.num_microbatches, ranked.microbatch_size, ranked.row_tokens)
+    microbatches = microbatches_text(*ranked.microbatches, ranked.row_tokens)
     idle = {cause: seconds / total for cause, seconds in score.idle_seconds.items() if seconds > 0.0}
     return ComparedPlan(
         name=_shape_name(ranked.encoders_at, ranked.replicas, len(ranked.plan.units)),
@@ -247,6 +248,7 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         chosen=chosen,
         sync_seconds=score.sync_seconds,
+        recomputed=recomputation_text(plan),
     )
 
 

@@ -46,7 +46,7 @@ def render_step_page(
     samples = {sample for one in actions for sample in one.samples}
     microbatches = {(one.unit, one.action.stage, one.action.microbatch) for one in actions}
     most = max(sum(1 for _, stage, _ in microbatches if stage == placed.index) for placed in plan.stages())
-    summary = [losses(measured), *data_waits(waits, measured.seconds), *pace(measured, plan)]
+    summary = [losses(measured, plan), *data_waits(waits, measured.seconds), *pace(measured, plan)]
     if predicted is not None:
         summary = [*measurement(predicted, computed, plan), *summary]
     longest = max(chart.seconds for chart in charts.values())

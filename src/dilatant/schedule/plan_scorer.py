@@ -89,7 +89,7 @@ def plan_scorer(
         steps = simulated_steps(
             plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, tokens, tried
         )
-        return _mean(steps, global_batch)
+        return _mean(steps, global_batch, roles_of(model).language)
 
     return score
 
@@ -235,11 +235,12 @@ def _step(one: TimedStep, schedule: str) -> Step:
     return Step(one.timeline(), one.seconds_synced, schedule)
 
 
-def _mean(steps: Sequence[Step], global_batch: int) -> PlanScore:
+def _mean(steps: Sequence[Step], global_batch: int, anchor: str) -> PlanScore:
     seconds = float(np.mean([step.seconds for step in steps]))
     causes = steps[0].timeline.causes
     idle = np.mean([step.timeline.idle.sum(axis=0) for step in steps], axis=0)
     peaks = [step.timeline.peak_bytes for step in steps if step.timeline.peak_bytes is not None]
+    counts = [len(replica) for step in steps for replica in step.timeline.assignment.microbatches[anchor]]
     return PlanScore(
         seconds=seconds,
         samples_per_second=global_batch / seconds if seconds else 0.0,
@@ -248,4 +249,5 @@ def _mean(steps: Sequence[Step], global_batch: int) -> PlanScore:
         peak_bytes=tuple(np.max(peaks, axis=0).tolist()) if peaks else (),
         sync_seconds=float(np.mean([step.seconds - step.timeline.seconds for step in steps])),
         schedule=steps[0].schedule,
+        num_microbatches=round(float(np.mean(counts))),
     )

@@ -7,6 +7,7 @@ from dilatant.profiling.plan_variants import (
     compare_schedules,
     score_unfrozen,
     score_with_microbatches,
+    score_with_row_tokens,
     without_recomputation,
 )
 from dilatant.profiling.planning import PlannedRun, searched_counts
@@ -19,7 +20,13 @@ NOTABLE = 0.01
 
 def plan_advice(planned: PlannedRun) -> tuple[str, ...]:
     """What the search leaves to the user and would make the winner faster; then what unfreezing would cost."""
-    return (*_schedules(planned), *_recomputation(planned), *_microbatches(planned), *_unfreezing(planned))
+    return (
+        *_schedules(planned),
+        *_recomputation(planned),
+        *_microbatches(planned),
+        *_row_tokens(planned),
+        *_unfreezing(planned),
+    )
 
 
 def _schedules(planned: PlannedRun) -> list[str]:
@@ -63,6 +70,21 @@ def _microbatches(planned: PlannedRun) -> list[str]:
                 f"{_instead(planned, score)} (add {size} to plan.microbatch_sizes, or set parallel.microbatches)."
             )
     return advice
+
+
+def _row_tokens(planned: PlannedRun) -> list[str]:
+    """Twice the token budget, where it cuts microbatches into more than the plan asked for."""
+    winner, tokens = planned.result.winner, planned.problem.config.row_tokens
+    count, asked = winner.microbatches[0], winner.num_microbatches
+    if winner.row_tokens is not None or count == asked:
+        return []
+    score = score_with_row_tokens(planned.problem, winner, 2 * tokens)
+    if not _is_better(planned, score):
+        return []
+    return [
+        f"Rows of at most {tokens:,} tokens cut a pipeline's {counted(asked, 'microbatch')} into {count:,}: with "
+        f"train.row_tokens {2 * tokens:,} a step would take {_instead(planned, score)}, with {_memory(planned, score)}."
+    ]
 
 
 def _unfreezing(planned: PlannedRun) -> list[str]:

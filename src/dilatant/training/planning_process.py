@@ -163,7 +163,7 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
     ranked, problem = planned.result.winner, planned.problem
     seconds = ranked.score.seconds
     idle = f"; {ranked.idle_devices} of the devices stay idle" if ranked.idle_devices else ""
-    cut = microbatches_text(ranked.num_microbatches, ranked.microbatch_size, ranked.row_tokens)
+    cut = microbatches_text(*ranked.microbatches, ranked.row_tokens)
     return [
         *(f"warning: {warning}" for warning in report.warnings),
         f"planned for {report.hardware}, with costs {report.cost_source}:",
