@@ -137,12 +137,23 @@ def test_the_search_reaches_its_step_on_the_vlm_distribution():
 
 
 @settings(max_examples=30, deadline=None)
-@given(SMALL, st.sampled_from(["balanced", "searched"]))
-def test_a_capacity_is_kept(seed, policy):
+@given(SMALL, st.sampled_from(POLICIES))
+def test_policies_keep_their_groups_within_a_capacity(seed, policy):
+    """Of `random`, `disttrain` and `entrain` each microbatch is a part of one that the policy makes without a limit."""
     rng = np.random.default_rng(seed)
     seconds, weight = rng.lognormal(0, 1, (40, 2)), rng.integers(1, 20, 40)
-    found = assign_microbatches(seconds, 8, policy, seed, weight=weight, capacity=70, evaluations=500)
-    assert all(weight[list(batch)].sum() <= 70 for batch in found.microbatches[0])
+    limits = {"weight": weight, "capacity": 70, "evaluations": 500}
+    found = assign_microbatches(seconds, 8, policy, seed, **limits).microbatches
+    for unit in (0, 1):
+        assert sorted(sample for batch in found[unit] for sample in batch) == list(range(40))
+    assert all(weight[list(batch)].sum() <= 70 for batch in found[1])
+    if policy in ("random", "disttrain", "entrain"):
+        without = {
+            frozenset(batch) for batch in assign_microbatches(seconds, 8, policy, seed).microbatches[1]
+        }
+        assert all(any(batch <= whole for whole in without) for batch in map(frozenset, found[1]))
+    else:
+        assert len(found[1]) == 8
 
 
 def test_samples_that_fit_no_microbatch_are_named():

@@ -19,7 +19,8 @@ from dilatant.plan.bin_packing import pack_rows
 from dilatant.plan.depth import eager_depths, path_depths
 from dilatant.schedule.families import interleaved
 from dilatant.schedule.pipeline_shape import ByUnit, PipelineShape, default_shape, shape_seconds, step_bound
-from dilatant.schedule.schedule import Microbatch
+from dilatant.schedule.schedule import Assignment, Microbatch
+from dilatant.schedule.split_batches import split_by_pattern
 
 Policy = Literal["random", "disttrain", "entrain", "balanced", "searched"]
 POLICIES: tuple[Policy, ...] = ("random", "disttrain", "entrain", "balanced", "searched")
@@ -30,8 +31,8 @@ class Microbatches:
     """Samples of every microbatch of one pipeline.
 
     `microbatches[unit]`, by column number or name, are as many tuples of sample numbers as were asked for, in
-    execution order; each sample is once in every unit. Empty ones (there may be fewer samples than microbatches, and
-    Entrain may use fewer) come last and are not run. `seconds` is the simulated step, None for policies that do not
+    execution order, or more where a policy's microbatches were cut to the capacity; each sample is once in every unit.
+    Empty ones (there may be fewer samples than microbatches, and Entrain may use fewer) are not run. `seconds` is the simulated step, None for policies that do not
     simulate; `lower_bound` a time no assignment beats; `load_bound[unit]` the least that the largest microbatch of a
     unit can take and `largest_load[unit]` what it takes, in seconds per stage. `depths` are the in-flight
     microbatches by stage for which it was made. `wall_seconds` takes no part in comparisons.
@@ -84,7 +85,8 @@ def assign_microbatches(
     - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
       `evaluations` simulated steps.
 
-    Where a policy's microbatches exceed `capacity`, `balanced` takes its place. Raises UserError for input that is not
+    `balanced` groups samples within `capacity`; of the other policies a microbatch that exceeds it is cut into several,
+    beside each other in the order of execution. Raises UserError for input that is not
     an array of finite non-negative seconds `[samples, units]`, a microbatch count below 1, an unknown policy, or
     samples that cannot be grouped within `capacity`.
     """
@@ -100,16 +102,13 @@ def assign_microbatches(
     if policy == "balanced":
         found = _shared(problem, _balanced(problem))
     elif policy == "random":
-        found = _shared(problem, _random(problem))
+        found = _cut(problem, _shared(problem, _random(problem)))
     elif policy == "disttrain":
-        found = _disttrain(problem)
+        found = _cut(problem, _disttrain(problem))
     elif policy == "entrain":
-        found = _entrain(problem)
+        found = _cut(problem, _entrain(problem))
     else:
         found = _searched(problem, evaluations)
-    if not _within_capacity(problem, found.by_unit):
-        # Only two of the policies know of the budget, and a microbatch that does not fit into memory is no choice.
-        found = _shared(problem, _balanced(problem))
     return _result(problem, found, policy, names, time.perf_counter() - began)
 
 
@@ -150,12 +149,31 @@ def _check(
         raise UserError(f"{len(names)} names for {table.shape[1]} columns of seconds")
 
 
-def _within_capacity(problem: _Problem, by_unit: ByUnit) -> bool:
+def _cut(problem: _Problem, found: _Found) -> _Found:
+    """Cut each of the anchor's microbatches that exceeds the capacity into as few as hold its samples. The microbatches
+    of one number are cut alike in all units, since schedules pair them by their numbers. Raises UserError for a sample
+    that exceeds the capacity alone."""
     # A sum of a few hundred weights may exceed the limit by rounding alone.
     limit = problem.capacity * (1 + 1e-12)
-    return np.isinf(limit) or all(
-        problem.weight[list(batch)].sum() <= limit for batch in by_unit[problem.shape.anchor]
-    )
+    anchor = found.by_unit[problem.shape.anchor]
+    if np.isinf(limit) or all(problem.weight[list(batch)].sum() <= limit for batch in anchor):
+        return found
+    if problem.weight.max() > limit:
+        sample = int(problem.weight.argmax())
+        raise UserError(
+            f"sample {sample} (weight {problem.weight[sample]:g}) fits no microbatch of {problem.capacity:g}"
+        )
+    row_of = {
+        batch[place]: number
+        for batch in anchor
+        for number, row in enumerate(pack_rows(problem.weight[list(batch)].tolist(), limit))
+        for place in row
+    }
+    whole = Assignment({str(unit): (batches,) for unit, batches in enumerate(found.by_unit)})
+    cut = split_by_pattern(whole, row_of).microbatches
+    by_unit = tuple(cut[str(unit)][0] for unit in range(problem.shape.num_units))
+    again = _Found(by_unit)
+    return again if found.seconds is None else _simulated(problem, again)
 
 
 def _shared(problem: _Problem, slot_of: NDArray[np.int64]) -> _Found:
@@ -321,8 +339,9 @@ def _searched(problem: _Problem, evaluations: int | None) -> _Found:
         problem.capacity,
     )
     candidates = [_simulated(problem, _shared(problem, slots)) for slots in (slot_of, *starts)]
-    if np.isinf(problem.capacity):
-        candidates.append(_entrain(problem))
+    if not np.isinf(problem.capacity):
+        candidates.append(_cut(problem, _disttrain(problem)))
+    candidates.append(_cut(problem, _entrain(problem)))
     best = min(candidates, key=lambda entry: entry.seconds or 0.0)
     return replace(_shallowest(problem, best), evaluations=budget)
 
