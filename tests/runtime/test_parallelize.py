@@ -43,6 +43,19 @@ def test_too_few_workers_are_told_what_to_call() -> None:
         parallelize(build_model(CASE, "meta"), APART)
 
 
+def test_a_schedule_and_a_policy_are_chosen_by_name() -> None:
+    samples = build_samples(CASE)
+    runtimes = [alone(), alone(num_microbatches=3, schedule="gpipe", assignment="entrain")]
+    losses = [runtime.execute(samples).loss for runtime in runtimes]
+    # Microbatches change the order of sums.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for runtime in runtimes:
+        runtime.close()
+    for option, known in (("schedule", "1f1b"), ("assignment", "entrain")):
+        with pytest.raises(UserError, match=rf"{option} 'best' is unknown; .*{known}"):
+            alone(**{option: "best"})
+
+
 def _again_and_again(pooled: Worker, times: int) -> list[float]:
     worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
     samples, losses = build_samples(CASE), []

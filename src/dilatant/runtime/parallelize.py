@@ -14,7 +14,8 @@ from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule import FAMILIES
+from dilatant.schedule.assign import POLICIES, Policy
 from dilatant.schedule.pipeline_shape import Family
 from dilatant.schedule.step_assignment import Microbatching
 
@@ -26,20 +27,23 @@ def parallelize(
     num_microbatches: int = 1,
     worker: Worker | None = None,
     colocated: Mapping[str, str] | None = None,
-    family: Family = one_f_one_b,
+    schedule: str | Family = "1f1b",
+    assignment: Policy = "balanced",
     seed: int = 0,
     row_tokens: int | None = None,
     precision: Literal["auto", "fp32", "bf16"] | None = None,
     **options: Any,
 ) -> Runtime:
-    """`model` spread over all workers as `specs` say.
+    """Build this rank's stages of `model`, spread over all workers as `specs` say.
 
     model: built alike on every rank; with device "meta" each rank makes only its own layers, from `seed`. worker: from
     `launch`; not needed where this process is the only one. colocated: see `plan_from_specs`. num_microbatches,
-    row_tokens: see `Microbatching`. precision: as `train.precision` (default: weights stay as the model has them).
-    seed: of random weights and of dropout, which is keyed by each sample's `draw` or, where no sample has one, by its
-    place and the number of the step: give `execute` its `step_number` when a run goes on later. options: of Runtime.
-    Raises UserError that lists what is wrong, before anything is built.
+    row_tokens: see `Microbatching`. schedule: a name that `parallel.schedule` may have, or a schedule family of one's
+    own. assignment: how samples are grouped into microbatches, as `plan.assignment`. precision: as `train.precision`
+    (default: weights stay as the model has them). seed: of random weights and of dropout, which is keyed by each
+    sample's `draw` or, where no sample has one, by its place and the number of the step: give `execute` its
+    `step_number` when a run goes on later. options: of Runtime. Raises UserError that lists what is wrong, before
+    anything is built.
     """
     worker = worker or local_worker()
     plan = plan_from_specs(
@@ -55,13 +59,18 @@ def parallelize(
         )
     if num_microbatches < 1:
         raise UserError(f"num_microbatches is {num_microbatches}; it must be at least 1")
+    if isinstance(schedule, str) and schedule not in FAMILIES:
+        raise UserError(f"schedule {schedule!r} is unknown; there are {', '.join(FAMILIES)}")
+    if assignment not in POLICIES:
+        raise UserError(f"assignment {assignment!r} is unknown; there are {', '.join(POLICIES)}")
+    family = FAMILIES[schedule] if isinstance(schedule, str) else schedule
     if model.language.model.config._attn_implementation == "sdpa":  # what transformers takes if nobody chose
         prefer_row_attention(model)
     return Runtime(
         model,
         plan,
         Comm(worker.store, worker.rank, worker.size, device=worker.device),
-        microbatching=Microbatching(num_microbatches, family, seed=seed, row_tokens=row_tokens),
+        microbatching=Microbatching(num_microbatches, family, assignment, seed, row_tokens),
         seed=seed,
         precision=None if precision is None else pick_precision(precision, worker.device),
         owns_comm=True,
