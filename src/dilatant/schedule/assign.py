@@ -32,10 +32,11 @@ class Microbatches:
 
     `microbatches[unit]`, by column number or name, are as many tuples of sample numbers as were asked for, in
     execution order, or more where a policy's microbatches were cut to the capacity; each sample is once in every unit.
-    Empty ones (there may be fewer samples than microbatches, and Entrain may use fewer) are not run. `seconds` is the simulated step, None for policies that do not
-    simulate; `lower_bound` a time no assignment beats; `load_bound[unit]` the least that the largest microbatch of a
-    unit can take and `largest_load[unit]` what it takes, in seconds per stage. `depths` are the in-flight
-    microbatches by stage for which it was made. `wall_seconds` takes no part in comparisons.
+    Empty ones (there may be fewer samples than microbatches, and Entrain may use fewer) are not run. `seconds` is the
+    simulated step, None for policies that do not simulate; `lower_bound` a time no assignment beats; `load_bound[unit]`
+    the least that the largest microbatch of a unit can take and `largest_load[unit]` what it takes, in seconds per
+    stage. `depths` are the in-flight microbatches by stage for which it was made. `wall_seconds` takes no part in
+    comparisons.
     """
 
     microbatches: Mapping[int | str, tuple[Microbatch, ...]]
