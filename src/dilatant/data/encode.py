@@ -12,7 +12,7 @@ from dilatant.data.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
 from dilatant.data.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media_places import place_media
-from dilatant.data.pixels import EncoderInput, joined
+from dilatant.data.pixels import EncoderInput, as_array, joined
 from dilatant.data.sample import (
     EncodedSample,
     Media,
@@ -209,10 +209,21 @@ def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> Layout:
 
 
 def _processed(sample: Sample, item: Item) -> dict[str, EncoderInput]:
+    """The inputs of an item. Raises SampleError, also where they are of another size than its header says, which is
+    what the index has and other ranks reckon with."""
     try:
         if isinstance(item.unit, AnyresImageUnit):
-            return item.unit.process(item.media, int(np.asarray(item.grid[SHAPES])[0, 2]) == ALONE)
-        return item.unit.process(item.media)
+            made = item.unit.process(item.media, int(np.asarray(item.grid[SHAPES])[0, 2]) == ALONE)
+        else:
+            made = item.unit.process(item.media)
+        for name, promised in item.grid.items():
+            if not np.array_equal(as_array(made[name]), as_array(promised)):
+                raise MediaError(
+                    f"{item.media.kind} {item.media.name!r} decodes to {name} {as_array(made[name]).tolist()}, but its "
+                    f"header says {as_array(promised).tolist()}",
+                    "replace the file or remove the sample",
+                )
+        return made
     except MediaError as error:
         raise error.of(sample.id) from None
     except (ValueError, MemoryError) as error:

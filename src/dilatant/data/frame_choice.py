@@ -24,6 +24,8 @@ class FrameChoice(Protocol):
 
 def moments(size: MediaSize, frames: NDArray[np.int64]) -> NDArray[np.float64]:
     """When these frames are, in seconds."""
+    if size.stamps:
+        return np.array(size.stamps)[frames]
     return frames / (size.frames / size.seconds if size.seconds else UNTIMED_FPS)
 
 

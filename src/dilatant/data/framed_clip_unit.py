@@ -73,4 +73,4 @@ class FramedClipUnit:
 
 
 def _of_frame(size: MediaSize) -> MediaSize:
-    return replace(size, frames=0, seconds=0.0)
+    return replace(size, frames=0, seconds=0.0, stamps=())

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.clip import Frame, decode_clip
+from dilatant.data.frame_choice import moments
 from dilatant.data.media import media_size
 from dilatant.data.native_image_unit import GRID, STEP, PatchProcessor
 from dilatant.data.pixels import EncoderInput, Pixels
@@ -127,9 +128,10 @@ class NativeClipUnit:
         frames, each = self.frames(size), self.processor.frames
         numbers = np.append(frames, np.repeat(frames[-1:], time * each - len(frames))).reshape(time, each)
         # When a patch of time is: between its first frame and its last.
-        moments = (numbers[:, 0] + numbers[:, -1]) / 2 * self.sampling.seconds(size)
+        ends = numbers[:, [0, -1]]
+        shown = moments(size, ends) if size.stamps else ends * self.sampling.seconds(size)
         tokens = self.merged_tokens(size) // time
-        return [(f"<{moment:.1f} seconds>{before}", tokens, after) for moment in moments]
+        return [(f"<{moment:.1f} seconds>{before}", tokens, after) for moment in shown.mean(axis=1)]
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
         """`pixel_values`: [patches, channels, frames * patch, patch], as of an image; the last frame is repeated where

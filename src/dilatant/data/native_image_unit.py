@@ -84,18 +84,9 @@ class PatchProcessor:
         return {"pixel_values": patches, GRID: grid, STEP: np.ones(1)}
 
 
-_SETTINGS = (
-    *("min_pixels", "max_pixels", "size", "patch_size", "merge_size", "temporal_patch_size", "resample"),
-    *(
-        "do_resize",
-        "do_rescale",
-        "do_normalize",
-        "rescale_factor",
-        "image_mean",
-        "image_std",
-        "do_convert_rgb",
-    ),
-)
+_SETTINGS = ("min_pixels", "max_pixels", "size", "patch_size", "merge_size", "temporal_patch_size", "resample",
+             "do_resize", "do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std",
+             "do_convert_rgb")  # fmt: skip
 
 
 def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, frames: int) -> PatchProcessor:

@@ -67,13 +67,15 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class MediaSize:
     """What a header tells: pixels of an image, seconds of a sound; of a clip both, and its frames. alone: whether its
-    sample has no other item of its kind for the same encoder."""
+    sample has no other item of its kind for the same encoder. stamps: when each frame of a clip is shown, in seconds
+    from the first, where they are not evenly spaced."""
 
     width: int = 0
     height: int = 0
     seconds: float = 0.0
     frames: int = 0
     alone: bool = True
+    stamps: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
