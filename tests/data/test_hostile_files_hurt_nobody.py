@@ -189,8 +189,9 @@ def test_a_sound_that_ends_early_is_refused_wherever_it_ends(kept):
             wave = decode_audio(cut, 16000)
         except UserError:
             continue
-        # Ogg has no header that tells how long it is: what is there is the sound.
-        assert form == "OGG"
+        # Ogg has no header that tells how long it is, and an MP3 one that often is of another file: what is there is
+        # the sound.
+        assert form in ("OGG", "MP3")
         assert len(wave) == round(media_size(cut).seconds * 16000)
 
 

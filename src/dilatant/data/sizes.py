@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from dilatant.data.pieces import Progress
 from dilatant.data.reader import Reader
 from dilatant.data.refusals import Refusals
 
-FORMAT = 3
+FORMAT = 4
+_HAS_AV = find_spec("av") is not None
+"""By which media are read that are refused without, some sounds with another length."""
 WATCHED_MEDIA = 1000
 """Most media files of refused samples that are looked at when the index is opened."""
 
@@ -135,7 +138,7 @@ def _entry(reader: Reader, encoding: Encoding) -> tuple[str, str]:
     use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit, reader.split)
     return (
         f"sizes-{_digest(use, encoding.fingerprint)[:16]}",
-        _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader), reader.split),
+        _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader), reader.split, _HAS_AV),
     )
 
 
