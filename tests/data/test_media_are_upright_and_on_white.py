@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -191,6 +192,16 @@ def test_the_picture_for_viewers_without_animation_is_no_frame() -> None:
     assert (media_size(media).frames, media_size(media).seconds) == (2, 0.4)
     (first,) = decode_clip(media, [0], lambda frame: frame)
     assert first[0, 0].tolist() == [255, 0, 0]
+
+
+def test_an_animation_that_promises_frames_without_end_is_refused() -> None:
+    data = moving("PNG", [100] * 3).source
+    assert isinstance(data, bytes)
+    at = data.index(b"acTL") + 4
+    head = b"acTL" + (1 << 30).to_bytes(4, "big") + data[at + 4 : at + 8]
+    hostile = data[: at - 4] + head + zlib.crc32(head).to_bytes(4, "big") + data[at + 12 :]
+    with pytest.raises(MediaError, match="promises 1,000,001 frames"):
+        media_size(Media("video", hostile, "x"))
 
 
 def video(path: Path, stamps: list[int], codec: str = "mpeg4", **options: Any) -> Path:

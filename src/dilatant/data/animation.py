@@ -9,6 +9,8 @@ from dilatant.data.image_file import png_chunks, read_at
 
 ANIMATIONS = ("GIF", "PNG", "WEBP", "AVIF")
 """Formats of Pillow that may move."""
+MAX_FRAMES = 1_000_000
+"""Of a clip; a header that promises more is not believed."""
 UNSAID = 100
 """Milliseconds that viewers show a frame for whose file says nothing, or zero."""
 
@@ -19,8 +21,9 @@ def first_frame(image: Any) -> int:
 
 
 def milliseconds(image: Any, stream: BinaryIO) -> list[float]:
-    """How long each frame of an opened animation is shown. The stream is left where it was."""
-    count, place = getattr(image, "n_frames", 1) - first_frame(image), stream.tell()
+    """How long each frame of an opened animation is shown; of `MAX_FRAMES` and one, where there are more. The stream is
+    left where it was."""
+    count, place = min(getattr(image, "n_frames", 1) - first_frame(image), MAX_FRAMES + 1), stream.tell()
     read = {"GIF": _gif, "PNG": _png, "WEBP": _webp}.get(image.format)
     said = _by_decoding(image, count) if read is None else read(stream)
     waits = [wait or UNSAID for _, wait in zip(range(count), said)]

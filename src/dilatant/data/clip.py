@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.animation import ANIMATIONS, first_frame, milliseconds
+from dilatant.data.animation import ANIMATIONS, MAX_FRAMES, first_frame, milliseconds
 from dilatant.data.errors import MediaError
 from dilatant.data.image_file import (
     IMAGE_SUFFIXES,
@@ -31,7 +31,6 @@ from dilatant.data.open_media import REPLACE, as_media_error, open_media
 from dilatant.data.sample import Media, MediaSize
 
 MAX_HOURS = 4
-MAX_FRAMES = 1_000_000
 MAX_PIXELS = 8192 * 8192
 """Of a frame."""
 LACKING = 0.05
@@ -163,9 +162,10 @@ def _video_size(video: Any, media: Media) -> MediaSize:
     """By its first frame and, where there is an index of all frames that are evenly spaced, by its header; else packet
     by packet, which are read but not decoded: of a live recording the header knows no length, of one from a screen no
     rate."""
-    indexed = [entry.timestamp for entry in getattr(video, "index_entries", ()) if not entry.is_discard]
+    entries = getattr(video, "index_entries", ()) if 0 < video.frames <= MAX_FRAMES else ()
+    indexed = [entry.timestamp for entry in entries if not entry.is_discard]
     rate = video.average_rate or video.guessed_rate
-    told = len(indexed) if rate and video.frames and not _uneven(indexed) else 0
+    told = len(indexed) if rate and len(entries) == video.frames and not _uneven(indexed) else 0
     shape, stamps, last = None, [], 0
     for packet in video.container.demux(video):
         if shape is None:
