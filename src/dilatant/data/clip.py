@@ -72,16 +72,17 @@ def decode_clip(media: Media, frames: Sequence[int], fit: Callable[[Frame], T]) 
         with _animation(stream) as found:
             if found is not None:
                 image, orientation = found
-                promised, first = upright_size(image, orientation), first_frame(image)
+                promised, offset = upright_size(image, orientation), first_frame(image)
                 for frame in wanted:
-                    image.seek(first + frame)
+                    image.seek(offset + frame)
                     pixels = upright_pixels(image, orientation, "RGB")
                     check_pixels(media, pixels, promised)
                     made[frame] = fit(pixels)
                 return [made[frame] for frame in frames]
         with open_av(stream, media, "video") as video:
             video.thread_type = "AUTO"
-            first = last = None
+            first: Any = None
+            last: Any = None
             count = 0
             for count, last in enumerate(video.container.decode(video), 1):
                 first = first or last
@@ -144,8 +145,10 @@ def _pixels(frame: Any, first: Any) -> Frame:
     return stored if turn == 1 and not clear else upright_pixels(Image.fromarray(stored), turn, "RGB")
 
 
-_ORIENTATIONS = ((1, 0, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, -1), (1, 0, 0, -1),
-                 (0, 1, 1, 0), (0, 1, -1, 0), (0, -1, -1, 0), (0, -1, 1, 0))  # fmt: skip
+_ORIENTATIONS: list[tuple[int, ...]] = [
+    *((1, 0, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, -1), (1, 0, 0, -1)),
+    *((0, 1, 1, 0), (0, 1, -1, 0), (0, -1, -1, 0), (0, -1, 1, 0)),
+]
 """Signs of display matrices in the order of EXIF's orientations: (x, y) is shown at (ax + cy, bx + dy)."""
 
 
@@ -166,7 +169,9 @@ def _video_size(video: Any, media: Media) -> MediaSize:
     indexed = [entry.timestamp for entry in entries if not entry.is_discard]
     rate = video.average_rate or video.guessed_rate
     told = len(indexed) if rate and len(entries) == video.frames and not _uneven(indexed) else 0
-    shape, stamps, last = None, [], 0
+    shape: tuple[int, int] | None = None
+    stamps: list[Any] = []
+    last = 0
     for packet in video.container.demux(video):
         if shape is None:
             shape = next((upright_size(frame, _orientation(frame)) for frame in packet.decode()), None)
@@ -195,7 +200,7 @@ def _uneven(stamps: Sequence[int]) -> bool:
     if len(stamps) < 3:
         return False
     even = np.linspace(stamps[0], stamps[-1], len(stamps))
-    return bool(np.abs(stamps - even).max() > (even[1] - even[0]) / 2)
+    return bool(np.abs(np.asarray(stamps) - even).max() > (even[1] - even[0]) / 2)
 
 
 def _checked(media: Media, size: MediaSize) -> MediaSize:
