@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dilatant.comm.launch import Worker, launch
     from dilatant.config import Config, UserError, load_config
+    from dilatant.config.signatures import metric
     from dilatant.data.sample import EncodedSample
     from dilatant.models.encoder_spec import Encoder
     from dilatant.models.generator import Generator
@@ -38,6 +39,7 @@ _HOME = {
     "launch": "comm.launch",
     "load_config": "config",
     "make_loader": "training.loading",
+    "metric": "config.signatures",
     "parallelize": "runtime.parallelize",
     "train": "resilience.run",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "launch",
     "load_config",
     "make_loader",
+    "metric",
     "parallelize",
     "train",
 ]

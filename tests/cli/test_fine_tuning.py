@@ -189,10 +189,13 @@ def test_ranks_that_share_state_average_and_write_as_one_process_does(
         ("import nothing_of_this_name", "ModuleNotFoundError"),
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("1 +", "SyntaxError"),
-        ("score = 3", "is no function"),
-        ("def score(expected):\n    return 1", "but takes (expected)"),
-        ("def score(expected, written):\n    return 'good'", "ValueError"),
-        ("def score(expected, written):\n    return float('nan')", "returned nan"),
+        ("score = 3", "not declared as a metric"),
+        ("import dilatant\n@dilatant.metric\ndef score(expected):\n    return 1", "but takes (expected)"),
+        ("import dilatant\n@dilatant.metric\ndef score(expected, written):\n    return 'good'", "ValueError"),
+        (
+            "import dilatant\n@dilatant.metric\ndef score(expected, written):\n    return float('nan')",
+            "returned nan",
+        ),
     ],
 )
 def test_a_metric_that_is_none_is_one_line(

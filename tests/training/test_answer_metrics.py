@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_a_metric_or_judge_that_takes_something_else_is_said_in_one_line(
     takes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = f"takes_{abs(hash(takes))}"
-    (tmp_path / f"{module}.py").write_text(f"def judge({takes}): ...")
+    (tmp_path / f"{module}.py").write_text(f"import dilatant\n@dilatant.metric\ndef judge({takes}): ...")
     monkeypatch.chdir(tmp_path)
     said = rf"called as \({{}}\), but takes \({re.escape(takes)}\)"
     with pytest.raises(UserError, match=said.format("expected, written")) as wrong:
@@ -74,3 +75,24 @@ def test_a_metric_or_judge_that_takes_something_else_is_said_in_one_line(
     assert "\n" not in str(wrong.value)
     with pytest.raises(UserError, match=said.format("question, expected, answered")):
         load_judge(f"{module}.py:judge")
+
+
+@pytest.mark.parametrize("name", ["pty:spawn", "os.path:join", "own_functions:plain", "own_functions:text"])
+def test_only_functions_that_declare_themselves_are_metrics(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_functions.py").write_text(
+        "import dilatant\ntext = 'x'\ndef plain(expected, written): return 0.0\n"
+        "@dilatant.metric\ndef mine(expected, written): return 0.5\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"{name}.*@dilatant.metric"):
+        find_metric(name)
+    assert find_metric("own_functions:mine")([], []) == 0.5
+
+
+def test_a_module_of_the_standard_library_is_not_imported_as_a_metric() -> None:
+    sys.modules.pop("this", None)
+    with pytest.raises(UserError, match="not declared"):
+        find_metric("this:d")
+    assert "this" not in sys.modules

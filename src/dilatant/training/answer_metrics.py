@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from dilatant.config import UserError
-from dilatant.config.signatures import require_call
+from dilatant.config.signatures import is_metric, require_call
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 """(expected answers, written answers) → a number."""
@@ -55,11 +55,19 @@ def edits(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def find_metric(name: str) -> Metric:
-    """One of `METRICS`, or the function that `module:function` names, of a module that Python finds or that lies in the
-    working directory. Raises UserError in one line, whatever the module does."""
+    """Return one of `METRICS`, or the function that `module:function` names, of a module that Python finds or that lies
+    in the working directory. The function must be declared with `dilatant.metric`, so that a config cannot name just
+    any function of any package; modules of the standard library are not even imported.
+
+    Raises UserError in one line, whatever the module does."""
     if name in METRICS:
         return METRICS[name]
     module, _, function = name.partition(":")
+    undeclared = UserError(
+        f"evaluation.metrics: {name!r} is not declared as a metric; put @dilatant.metric above the function"
+    )
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise undeclared
     here = os.getcwd()
     added = here not in sys.path
     if added:
@@ -73,8 +81,8 @@ def find_metric(name: str) -> Metric:
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
-    if not callable(found):
-        raise UserError(f"evaluation.metrics: {name!r} is no function")
+    if not is_metric(found):
+        raise undeclared
     require_call(f"evaluation.metrics: {name!r}", found, "expected", "written")
     return found
 
