@@ -13,6 +13,7 @@ import typer
 from dilatant.cli.options import AsJson, Overrides, read_config
 from dilatant.cli.plan import Page, open_problem, show_places
 from dilatant.config.errors import UserError
+from dilatant.config.own_files import read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,7 +103,7 @@ def _read(source: Path, overrides: list[str]) -> _Given:
     if path.suffix != ".json":
         return _Given(read_config(path, overrides), path.stem, path.parent)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError):
         raise UserError(f"plan {str(path)!r} cannot be read; `dilatant plan CONFIG` writes one") from None
     try:
@@ -159,7 +160,7 @@ def _measured(folder: Path) -> MeasuredStep | None:
     if not path.is_file():
         return None
     try:
-        return MeasuredStep.from_json(path.read_text(encoding="utf-8"))
+        return MeasuredStep.from_json(read_text(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
 

@@ -15,14 +15,16 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dilatant.config.base import Section
 from dilatant.config.data import DataConfig
+from dilatant.config.environment import expand_path
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import ModelConfig
 from dilatant.config.others_keys import CALLED_HERE
+from dilatant.config.own_files import read_text
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.resilience import ResilienceConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
-from dilatant.config.yaml_text import read_yaml
+from dilatant.config.yaml_text import MOST_BYTES, explain, read_yaml
 
 
 class Config(Section):
@@ -124,17 +126,13 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
+        tree = read_yaml(read_text(path, MOST_BYTES))
     except FileNotFoundError:
         raise UserError(f"config {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config {str(path)!r} cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise UserError(
-            f"config {str(path)!r} is not valid YAML: {place}{problem or ' '.join(str(error).split())}"
-        ) from None
+        raise UserError(f"config {str(path)!r} is not valid YAML: {explain(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"config {str(path)!r} must be a mapping with 'model' and 'data'")
     for override in overrides:
@@ -174,8 +172,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         node = node.setdefault(part, {}) if isinstance(node, dict) else _item(node, part, parents[:depth])
     try:
         value = read_yaml(text)
-    except yaml.YAMLError:
-        raise UserError(f"--set {override!r}: the value is not valid YAML") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override!r}: the value is not valid YAML: {explain(error)}") from None
     if isinstance(node, dict):
         node[last] = value
     elif isinstance(node, list):
@@ -268,16 +266,14 @@ def _section_in(annotation: Any) -> Any:
 
 def _with_absolute_paths(config: Config, base: Path) -> Config:
     def absolute(text: str) -> str:
-        if "\0" in text:
-            raise UserError(f"{text!r} is no path: it has a character of code 0")
-        return os.path.normpath(base / Path(text).expanduser())
+        return os.path.normpath(base / expand_path(text, base))
 
     def local(text: str | None) -> str | None:
         # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id. A folder
         # that is called as a word of ours is written with ./ before it.
         if not text or text in ("auto", "bytes"):
             return text
-        return absolute(text) if (base / Path(text).expanduser()).exists() else text
+        return absolute(text) if "$" in text or (base / expand_path(text, base)).exists() else text
 
     def sources(entries: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(

@@ -34,6 +34,30 @@ class Place:
     one_machine: bool = False
 
 
+def expand_path(text: str, base: Path) -> Path:
+    """Return `text` with `~`, `$NAME` and `${NAME}` replaced; what is there under its own name stays as it is written.
+
+    base: the folder that a relative path starts from. Raises UserError for a variable that is not set.
+    """
+    if "\0" in text:
+        raise UserError(f"{text!r} is no path: it has a character of code 0")
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if not os.environ.get(name):
+            raise UserError(
+                f"path {text!r}: environment variable {name} is not set; set it, or write the path out"
+            )
+        return os.environ[name]
+
+    try:
+        if "$" in text and not os.path.lexists(base / text):
+            text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
+        return Path(text).expanduser()
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"path {text!r} cannot be used: {error}") from None
+
+
 def hide_gpus() -> None:
     """Let this process, if it has not begun to use them, and those that it starts see no GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -129,7 +129,8 @@ class EvaluationConfig(Section):
     metrics: tuple[str, ...] = ("exact_match",)
     """Besides the loss: `exact_match`, `anls` (similarity of texts, as of DocVQA), `wer` (errors a word), or one of
     yours as `module:function`, declared with `@dilatant.metric`, which is given the expected and the written answers as
-    lists of text and returns a number. All but `exact_match` need whole answers, which take a forward pass for every few tokens."""
+    lists of text and returns a number. All but `exact_match` need whole answers, which take a forward pass for every
+    few tokens."""
     keep_best: str | None = None
     """Keep the checkpoint at which this figure was best (`loss`, or one of `metrics`), and export that one. Needs
     `steps`."""

@@ -1,4 +1,4 @@
-"""YAML from outside: whatever is wrong with a text is one kind of error."""
+"""YAML from outside: bounded, without a key written twice, and whatever is wrong with a text is one kind of error."""
 
 from __future__ import annotations
 
@@ -6,17 +6,80 @@ from typing import Any
 
 import yaml
 
+MOST_BYTES = 4 << 20
+"""The longest document: a file of measured costs with hundreds of layer types takes a tenth of it."""
+MOST_COPIES = 100_000
+"""The most values that a document's aliases may add to those that are written out."""
+
 
 def read_yaml(text: str) -> Any:
-    """The plain values of a document.
+    """Return the plain values of a document.
 
-    Raises yaml.YAMLError, also where the parser fails in ways of its own: nesting without end, numbers of thousands of
-    digits, days that no month has, tags that their text does not fit.
+    Raises yaml.YAMLError for a key that a mapping has twice, for aliases that would fill the memory, for more than
+    `MOST_BYTES`, and where the parser fails in ways of its own: nesting without end, numbers of thousands of digits,
+    days that no month has, tags that their text does not fit.
     """
+    if len(text) > MOST_BYTES:
+        raise yaml.YAMLError(f"it is longer than {MOST_BYTES >> 20} MiB")
     try:
-        return yaml.safe_load(text)
+        return _read(text)
     except yaml.YAMLError:
         raise
     except Exception as error:
         problem = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise yaml.YAMLError(problem or type(error).__name__) from None
+
+
+def explain(error: yaml.YAMLError) -> str:
+    """Return what `read_yaml` found wrong and where, in one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return place + (problem or " ".join(str(error).split()))
+
+
+def _read(text: str) -> Any:
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        sizes: dict[int, int] = {}
+        if _count(root, sizes) > len(sizes) + MOST_COPIES:
+            raise yaml.YAMLError(f"its aliases repeat more than {MOST_COPIES:,} values")
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _count(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return the number of values below `node` with every alias written out. sizes: of the nodes seen, 0 for those that
+    `node` lies in. Raises MarkedYAMLError."""
+    if (seen := sizes.get(id(node))) is not None:
+        if not seen:
+            raise _marked(node, "an alias that contains itself")
+        return seen
+    sizes[id(node)] = 0
+    below: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        _require_distinct(node)
+        below = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        below = node.value
+    sizes[id(node)] = 1 + sum(_count(part, sizes) for part in below)
+    return sizes[id(node)]
+
+
+def _require_distinct(node: yaml.MappingNode) -> None:
+    """Raise MarkedYAMLError for a key that is written twice, of which PyYAML would keep the last one."""
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
+            if (name := (key.tag, key.value)) in lines:
+                raise _marked(
+                    key, f"key {key.value!r} is there already, in line {lines[name]}; write it once"
+                )
+            lines[name] = key.start_mark.line + 1
+
+
+def _marked(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)

@@ -13,7 +13,8 @@ import yaml
 
 from dilatant.config.durable import write_named
 from dilatant.config.errors import UserError, list_problems
-from dilatant.config.yaml_text import read_yaml
+from dilatant.config.own_files import read_text
+from dilatant.config.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.cost.quadratic import fit
 
 
@@ -90,7 +91,7 @@ def save_hardware(hardware: Hardware, name: str, path: Path) -> None:
     Raises UserError when `path` holds something else, or cannot be written.
     """
     try:
-        document = read_hardware_file(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
+        document = read_hardware_file(read_text(path, MOST_BYTES), str(path)) if path.is_file() else {}
         entry = {key: value for key, value in asdict(hardware).items() if key != "name"}
         document[name] = {"source": entry.pop("source"), **entry}
         write_named(
@@ -125,9 +126,13 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     """
     where = str(path) if path is not None else "the built-in hardware file"
     try:
-        document = _built_in() if path is None else read_yaml(path.read_text(encoding="utf-8"))
+        document = _built_in() if path is None else read_yaml(read_text(path, MOST_BYTES))
     except yaml.YAMLError as error:
-        raise UserError(f"{where} is not YAML: {error}") from error
+        raise UserError(f"{where} is not YAML: {explain(error)}") from None
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where} cannot be read: {error}") from None
     if not isinstance(document, dict) or name not in document:
         known = ", ".join(sorted(map(repr, document))) if isinstance(document, dict) else "nothing"
         raise UserError(f"no hardware {name!r} in {where}; it has {known}. Copy an entry and edit it.")

@@ -12,7 +12,8 @@ import yaml
 
 from dilatant.config.durable import write_named
 from dilatant.config.errors import UserError
-from dilatant.config.yaml_text import read_yaml
+from dilatant.config.own_files import read_text
+from dilatant.config.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic
 
@@ -100,7 +101,9 @@ class CostModel:
             return cls._from_document(document, source)
         except UserError:
             raise
-        except (yaml.YAMLError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        except yaml.YAMLError as error:
+            raise UserError(f"{source} is not a cost model: {explain(error)}") from None
+        except (TypeError, ValueError, AttributeError, StopIteration) as error:
             raise UserError(f"{source} is not a cost model: {type(error).__name__}: {error}") from error
 
     @classmethod
@@ -158,9 +161,13 @@ def save_group_costs(costs: CostModel, group: str, path: Path) -> CostModel:
 def load_costs(path: Path, hardware: str | None = None) -> CostModel:
     """Read a cost model. Raises UserError when it is not one, or was made for other hardware than `hardware`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MOST_BYTES)
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a cost model: it is no text") from None
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} is not a cost model: {error.strerror}") from None
     costs = CostModel.from_yaml(text, str(path))
     if hardware is not None and costs.hardware != hardware:
         raise UserError(

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.errors import UserError
+from dilatant.config.own_files import open_regular
 from dilatant.data import template_trial
-from dilatant.data.open_media import open_regular
 from dilatant.data.sample import MediaKind
 from dilatant.data.tools import CALLS
 

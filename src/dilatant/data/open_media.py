@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
+from dilatant.config.own_files import open_regular
 from dilatant.data.errors import MediaError, may_pass
 from dilatant.data.sample import FileSlice, Media
 
@@ -41,16 +39,6 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
             yield io.BufferedReader(_Slice(stream, source.offset, source.length))
         else:
             yield stream
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """A file for reading; a pipe or a device, which might never answer, is not opened. Raises OSError, and ValueError
-    for a name that no file can have."""
-    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        return stream
-    stream.close()
-    raise OSError(0, "it is no regular file")
 
 
 @contextmanager

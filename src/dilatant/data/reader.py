@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
+from dilatant.config.own_files import open_regular
 from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
 from dilatant.data.json_records import JsonRecords, scan_json
-from dilatant.data.open_media import open_regular
 from dilatant.data.parquet_records import ParquetRecords, scan_parquet
 from dilatant.data.records import Blocks, Record, parse_record
 from dilatant.data.sample import Sample

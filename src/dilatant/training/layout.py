@@ -10,6 +10,7 @@ import torch
 
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
+from dilatant.config.own_files import read_text
 from dilatant.config.parallel import ParallelConfig
 from dilatant.cost.memory import DEFAULT_ZERO, ZEROS, Zero
 from dilatant.models.multimodal import MultimodalModel
@@ -231,7 +232,7 @@ def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:
 
 def _read_plan(path: str) -> TrainingPlan:
     try:
-        return TrainingPlan.from_json(Path(path).read_text(encoding="utf-8"))
+        return TrainingPlan.from_json(read_text(Path(path)))
     except OSError as error:
         raise UserError(f"parallel.plan: {path!r} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -1,0 +1,89 @@
+"""Files in folders where somebody else may have put things: no link is followed, no pipe waited for, none read without
+end.
+
+A run folder, a checkpoint or an export may come from another person. What is opened to be written, cut or deleted in
+one goes through `require_plain` when the folder is opened, and through `open_in_place` where a file is written without
+being replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from dilatant.config.errors import UserError
+
+TRACKERS = frozenset({"wandb"})
+"""Folders in a run folder whose libraries put links of their own into them."""
+MOST_TEXT = 256 << 20
+"""Bytes of the longest text that is read whole: a plan of ten thousand ranks takes a tenth of it."""
+
+
+def require_plain(folder: Path, *, links: bool = False) -> None:
+    """Raise UserError where `folder` holds a link, a pipe, a socket or a device at any depth.
+
+    The folder itself may be a link, or lie behind one, for its user named it. links: links to files and folders are
+    left alone, as in the hub's cache, of which only reading is safe.
+    """
+    waiting = [folder]
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(place) as entries:
+                found = list(entries)
+        except OSError:
+            continue  # absent, no folder or unreadable: whoever opens it says so
+        for entry in found:
+            if entry.is_symlink() and not links:
+                raise UserError(
+                    f"{entry.path!r} is a link, which could lead out of {str(folder)!r}; remove it, or put what it "
+                    "leads to in its place"
+                )
+            if entry.is_dir(follow_symlinks=False):
+                if not (place == folder and entry.name in TRACKERS):
+                    waiting.append(Path(entry.path))
+            elif not entry.is_file() and os.path.exists(entry.path) and not entry.is_dir():
+                raise UserError(f"{entry.path!r} is no regular file; remove it")
+
+
+def open_in_place(path: Path) -> BinaryIO:
+    """Open a file of ours for reading and appending, and create it where it is absent.
+
+    A link, a pipe and a device are refused, and so is a file with several names (a hard link), since whatever is
+    written would reach its other names. Raises OSError.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise OSError(error.errno, f"{path.name} is a link; remove it") from None
+        raise
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return os.fdopen(descriptor, "a+b")
+    os.close(descriptor)
+    what = "has several names (hard links)" if stat.S_ISREG(status.st_mode) else "is no regular file"
+    raise OSError(0, f"{path.name} {what}; remove it, or put a copy in its place")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; a pipe or a device, which might never answer, is not opened. Raises OSError, and
+    ValueError for a name that no file can have."""
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.close()
+    raise OSError(0, "it is no regular file")
+
+
+def read_text(path: Path, most_bytes: int = MOST_TEXT) -> str:
+    """Return the text of a file that somebody else may have written. What the shell passes (`/dev/stdin`, `<(...)`) is
+    read, too. Raises OSError, also for more than `most_bytes`, and UnicodeDecodeError."""
+    with path.open("rb") if path.is_relative_to("/dev") else open_regular(path) as stream:
+        content = stream.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(0, f"it is longer than {most_bytes >> 20} MiB")
+    return content.decode()
