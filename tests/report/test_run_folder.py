@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def test_several_processes_may_write_the_same_file(tmp_path: Path) -> None:
 
     def write(number: int) -> None:
         for _ in range(25):
-            folders[number].write_config(texts[number])
+            folders[number].write_text("config.yaml", texts[number])
             assert (tmp_path / "config.yaml").read_text() in texts
 
     with ThreadPoolExecutor(4) as pool:
@@ -139,7 +140,7 @@ def umask() -> int:
 def test_a_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    run._metrics = (tmp_path / "metrics.jsonl").open("a")
+    run._metrics = (tmp_path / "metrics.jsonl").open("ab")
     with pytest.raises(UserError, match=r"cannot be written: No space left on device"):
         run.log({"step": 1})
     run.close()
@@ -182,7 +183,7 @@ def test_a_folder_with_other_things_in_it_may_become_a_run(tmp_path: Path) -> No
     for _ in range(2):
         folder = RunFolder(tmp_path)
         folder.lock()
-        folder.write_config("x")
+        folder.write_text("config.yaml", "x")
         folder.close()
 
 
@@ -214,3 +215,68 @@ def test_a_run_that_goes_on_keeps_its_records_and_drops_those_of_steps_that_neve
         found = [json.loads(line)["step"] for line in path.read_text().splitlines() if line != "no record"]
         assert found == [*kept, completed + 1]
         assert last_step(path) == completed + 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".lock", "metrics.jsonl", "metrics.damaged", "checkpoints", "plan", "checkpoints/step-00000001", "x/y"],
+)
+@pytest.mark.parametrize("target", ["file", "folder", "nothing"])
+def test_links_in_a_run_folder_are_refused_before_anything_is_written(
+    name: str, target: str, tmp_path: Path
+) -> None:
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_text("mine")
+    (run / name).parent.mkdir(parents=True)
+    (run / name).symlink_to(outside / target)
+    before = sorted(run.rglob("*"))
+    with pytest.raises(UserError, match=rf"{name}' is a link.*remove it"):
+        RunFolder(run).lock()
+    assert sorted(run.rglob("*")) == before
+    assert sorted(path.name for path in outside.rglob("*")) == ["file", "folder"]
+    assert (outside / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
+@pytest.mark.parametrize("linked", ["symlink_to", "hardlink_to"])
+def test_a_link_that_appears_later_is_not_written_through(name: str, linked: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text('{"step": 1}\n')
+    run = RunFolder(tmp_path / "run")
+    getattr(run.path / name, linked)(mine)
+    write = run.lock if name == ".lock" else partial(run.begin_metrics, 1, goes_on=True)
+    with pytest.raises(UserError, match=r"is a link|several names \(hard links\)"):
+        write()
+    assert mine.read_text() == '{"step": 1}\n'
+
+
+def test_lines_that_are_no_records_do_not_go_through_a_link(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    run = RunFolder(tmp_path / "run")
+    (run.path / "metrics.jsonl").write_text("echo harm\n")
+    (run.path / "metrics.damaged").symlink_to(mine)
+    with pytest.raises(UserError, match=r"metrics.damaged is a link"):
+        run.begin_metrics(0)
+    assert mine.read_text() == "mine"
+
+
+def test_pipes_in_a_run_folder_are_not_waited_for(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert last_step(tmp_path / "metrics.jsonl") == 0
+    with pytest.raises(UserError, match=r"metrics.jsonl' is no regular file"):
+        run.lock()
+
+
+def test_the_run_folder_itself_may_be_a_link_and_wandb_may_have_its_own(tmp_path: Path) -> None:
+    (tmp_path / "scratch" / "wandb" / "run-1").mkdir(parents=True)
+    (tmp_path / "scratch" / "wandb" / "latest-run").symlink_to("run-1")
+    (tmp_path / "runs").symlink_to("scratch")
+    folder = RunFolder(tmp_path / "runs")
+    folder.lock()
+    folder.begin_metrics(0)
+    folder.log({"step": 1})
+    folder.close()
+    assert steps(tmp_path / "scratch") == [1]

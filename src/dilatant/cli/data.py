@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, is_page, output_file, read_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, Trust, is_page, output_file, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +36,7 @@ def stats(
         ),
     ] = None,
     workers: Workers = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokens of every training sample in every unit: distributions, ratios, what balancing is worth, what training
@@ -49,7 +50,7 @@ def stats(
     from dilatant.report.stats_table import print_stats
 
     console = open_console(stderr=as_json)
-    resolved = read_config(config, overrides)
+    resolved = read_config(config, overrides, trust or None)
     samples = assemble_samples(resolved)
     with _progress(console) as progress:
         task = progress.add_task("measuring samples", total=None)
@@ -82,6 +83,7 @@ def lint(
         bool, typer.Option("--headers-only", help="Do not decode media: faster, but misses cut-off files.")
     ] = False,
     workers: Workers = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Find every sample, to train on or held out, that would fail in training. Exits with 1 when there is one."""
@@ -93,7 +95,7 @@ def lint(
     from dilatant.report.wording import counted
 
     console = open_console(stderr=as_json)
-    resolved = read_config(config, overrides)
+    resolved = read_config(config, overrides, trust or None)
     samples = assemble_samples(resolved)
     problems: list[Problem] = []
     checked = 0

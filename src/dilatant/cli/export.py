@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, RunPath, read_config
+from dilatant.cli.options import AsJson, RunPath, Trust, read_config
 from dilatant.config.errors import UserError
+from dilatant.config.own_files import require_plain
 
 
 def export(
@@ -18,6 +19,7 @@ def export(
         Path | None,
         typer.Option(help="Where to: a new folder, or an earlier export. The run's own export/ by default."),
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the newest valid checkpoint of a run in the Hugging Face layout; the best one, where the run keeps one."""
@@ -28,9 +30,10 @@ def export(
     saved = folder / "config.yaml"
     if not saved.is_file():
         raise UserError(f"{str(folder)!r} is not a run folder: it has no config.yaml")
+    require_plain(folder)
     target = to or folder / "export"
     check_target(target, folder)
-    config = read_config(saved)
+    config = read_config(saved, trust=trust)
 
     from dilatant.profiling.assemble import assemble_model, assemble_samples
     from dilatant.training.checkpoint import best_of, newest_valid

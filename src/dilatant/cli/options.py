@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +28,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 RunPath = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, written by `dilatant train`.", show_default=False)
 ]
-
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run code that the config names, although a run folder of somebody holds it.",
+    ),
+]
 
 Same = Callable[[str], bool]
 """Whether a text is of the kind of file that an option writes."""
@@ -105,11 +112,19 @@ def is_hardware_file(text: str) -> bool:
     return True
 
 
-def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:
-    """`load_config`, whose libraries are imported only now, so that `--help` starts at once."""
+def read_config(path: Path, overrides: Iterable[str] = (), trust: bool | None = None) -> Config:
+    """`load_config`, whose libraries are imported only now, so that `--help` starts at once. trust: False where the
+    user named a folder, and the config was found in it; None where the user named the config."""
     from dilatant.config import load_config
+    from dilatant.config.trust import names_code
 
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, trust)
+    if trust and not names_code(config.model_dump(mode="json")):
+        warnings.warn(
+            f"--trust-remote-code is unused: {str(path)!r} names no code; beside a model's id the key is "
+            "trust_remote_code: true",
+            stacklevel=1,
+        )
     if config.train.device == "cpu":
         # Before torch is imported, and for every process that this one starts: none of them sees a GPU.
         hide_gpus()

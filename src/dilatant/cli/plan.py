@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, is_page, is_plan, output_file, read_config
+from dilatant.cli.options import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    Trust,
+    is_page,
+    is_plan,
+    output_file,
+    read_config,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +59,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a model, its data and a cluster, and say why. Nothing is trained.
@@ -74,7 +84,7 @@ def plan(
     if why_not and fault_tolerance:
         raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
     console = open_console(stderr=as_json)
-    resolved = with_costs(read_config(config, overrides), costs)
+    resolved = with_costs(read_config(config, overrides, trust or None), costs)
     check_plan_folder(resolved)  # before the work, too
     problem = open_problem(resolved, console)
     asked = {

@@ -13,6 +13,7 @@ from dilatant.cli.options import (
     AsJson,
     ConfigPath,
     Overrides,
+    Trust,
     is_cost_file,
     is_hardware_file,
     output_file,
@@ -70,6 +71,7 @@ def profile(
             help="Measure for this one of cluster.groups (here are devices of its kind); --out keeps others.",
         ),
     ] = "",
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure every layer type of a model: forward, gradients, recomputation, memory, at several token counts.
@@ -90,7 +92,7 @@ def profile(
     from dilatant.report.terminal import print_line
 
     console = open_console(stderr=as_json)
-    resolved = read_config(config, overrides)
+    resolved = read_config(config, overrides, trust or None)
     train = resolved.train
     if group:
         target = target_of_group(resolved.cluster, group, train.precision, train.optimizer)

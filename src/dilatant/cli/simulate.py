@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import AsJson, Overrides, read_config
+from dilatant.cli.options import AsJson, Overrides, Trust, read_config
 from dilatant.cli.plan import Page, open_problem, show_places
 from dilatant.config.errors import UserError
 from dilatant.config.own_files import read_text
@@ -53,6 +53,7 @@ def simulate(
         int, typer.Option(min=0, help="With --failures: losses that must never cost the state of training.")
     ] = 1,
     page: Page = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Time a plan on any cluster. Of a YAML file the best plan for its cluster is timed; of a run over several
@@ -65,7 +66,7 @@ def simulate(
     from dilatant.report.say import open_console
 
     console = open_console(stderr=as_json)
-    given = _read(source, [*_cluster(cluster), *overrides])
+    given = _read(source, [*_cluster(cluster), *overrides], trust)
     trace = None if failures is None else load_node_trace(failures, seed=given.config.seed)
     problem = open_problem(given.config, console)
     if trace is not None:
@@ -96,12 +97,12 @@ class _Given:
     zero: Zero | None = None
 
 
-def _read(source: Path, overrides: list[str]) -> _Given:
+def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
     from dilatant.plan.plan import Plan
 
     path = source / "plan.json" if source.is_dir() else source
     if path.suffix != ".json":
-        return _Given(read_config(path, overrides), path.stem, path.parent)
+        return _Given(read_config(path, overrides, trust or None), path.stem, path.parent)
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError):
@@ -116,17 +117,17 @@ def _read(source: Path, overrides: list[str]) -> _Given:
             f"{path} needs the config.yaml that `dilatant plan` writes beside it: model and data are read from there"
         )
     measured = _measured(path.parent)
-    groups = read_config(beside, []).cluster.groups
+    groups = read_config(beside, [], trust).cluster.groups
     said = any(entry.startswith("cluster.") for entry in overrides)
     if measured is not None and not said and groups is None:
         overrides = [*overrides, f"cluster.gpus_per_node={len(plan.ranks)}"]
     if not any(entry.startswith("plan.costs=") for entry in overrides):
-        overrides = [*overrides, *_costs_beside(path.parent, beside, overrides)]
+        overrides = [*overrides, *_costs_beside(path.parent, beside, overrides, trust)]
     stages = [placed.stage for placed in plan.stages()]
     for name, degrees in (("tensor", {s.tp for s in stages}), ("context", {s.cp for s in stages})):
         if degrees != {1}:  # what its layers cost at these is asked for, too
             overrides = [f"plan.{name}_parallel={sorted({1, *degrees})}", *overrides]
-    config = read_config(beside, overrides)
+    config = read_config(beside, overrides, trust)
     folder = path.parent
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem
     return _Given(
@@ -165,7 +166,7 @@ def _measured(folder: Path) -> MeasuredStep | None:
         raise UserError(f"{path}: {error}") from None
 
 
-def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]:
+def _costs_beside(folder: Path, config: Path, overrides: list[str], trust: bool) -> list[str]:
     """The costs that the plan was made with, if they are of the hardware that is now asked for."""
     from dilatant.cost.model import load_costs
     from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
@@ -173,7 +174,7 @@ def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]
     path = next((p for p in (folder / "costs.yaml", folder / "plan" / "costs.yaml") if p.is_file()), None)
     if path is None:
         return []
-    resolved = read_config(config, overrides)
+    resolved = read_config(config, overrides, trust)
     target = plan_target(
         resolved.cluster, resolved.train.precision, resolved.train.zero, resolved.train.optimizer
     )

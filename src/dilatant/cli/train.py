@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import AsJson, Overrides, read_config, read_config_text
+from dilatant.cli.options import AsJson, Overrides, Trust, read_config, read_config_text
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def train(
             help="Prove with a header that both ends of every message between ranks mean the same; slower.",
         ),
     ] = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the model of a YAML file, or a model on data by their names. Ctrl-C or SIGTERM saves and stops;
@@ -69,12 +70,14 @@ def train(
         given = [name for name, value in alone.items() if value]
         if given:
             raise UserError(f"{given[0]} is for a start without a config file; the file says it")
-        raise typer.Exit(run(read_config(config, overrides), overwrite=overwrite, as_json=as_json))
+        raise typer.Exit(
+            run(read_config(config, overrides, trust or None), overwrite=overwrite, as_json=as_json)
+        )
     if not model or not data or not all((*data, *held_out)):
         raise UserError(
             "give a YAML file, or a model and data: dilatant train --model ID --data ID_OR_FOLDER [--lora]"
         )
-    text = _written_out(model, data, held_out, lora, output_dir, overrides)
+    text = _written_out(model, data, held_out, lora, output_dir, overrides, trust)
     if save_config is not None:
         if save_config.exists():
             raise UserError(f"--save-config {str(save_config)!r} is there already; name another file")
@@ -92,7 +95,13 @@ def train(
 
 
 def _written_out(
-    model: str, data: list[str], held_out: list[str], lora: bool, output_dir: str | None, overrides: list[str]
+    model: str,
+    data: list[str],
+    held_out: list[str],
+    lora: bool,
+    output_dir: str | None,
+    overrides: list[str],
+    trust: bool,
 ) -> str:
     """The YAML of a one-line start. Raises UserError for a model that cannot be opened."""
     import yaml
@@ -102,9 +111,11 @@ def _written_out(
     from dilatant.models.families import FAMILIES
     from dilatant.models.sources import load_pretrained_config
 
-    family = FAMILIES.get(load_pretrained_config(model, "--model").model_type)
+    family = FAMILIES.get(load_pretrained_config(model, "--model", trust).model_type)
     encoders = None if family is None else tuple(family.towers)
     tree = starting_config(model, data, held_out, encoders, lora, output_dir)
+    if trust:
+        tree["model"].get("language_model", tree["model"])["trust_remote_code"] = True
     for override in overrides:
         apply_override(tree, override)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

@@ -19,11 +19,12 @@ from dilatant.config.environment import expand_path
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import ModelConfig
 from dilatant.config.others_keys import CALLED_HERE
-from dilatant.config.own_files import read_text
+from dilatant.config.own_files import read_text, require_plain
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.resilience import ResilienceConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
+from dilatant.config.trust import require_word, run_folder_of
 from dilatant.config.yaml_text import MOST_BYTES, explain, read_yaml
 
 
@@ -118,13 +119,21 @@ def unit_problems(parallel: ParallelConfig, units: tuple[str, ...]) -> list[str]
     return problems
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Iterable[str] = (), trust_remote_code: bool | None = None
+) -> Config:
     """Read a YAML file and apply `a.b=c` overrides (values are YAML).
 
-    Relative paths in the file become absolute, so the saved config of a run means the same anywhere.
+    Relative paths in the file become absolute, so the saved config of a run means the same anywhere. trust_remote_code:
+    whether the user allows code that the file names (`trust_remote_code`, metrics of one's own) to run; by default a
+    file is the user's own word unless a run wrote it, which may be somebody else's (see `config/trust.py`). A config
+    that a run wrote has the folder that it lies in as `output_dir`, where nothing may be a link.
     Raises UserError that lists every problem with its key.
     """
-    path = Path(path)
+    path, overrides = Path(path), tuple(overrides)
+    run = run_folder_of(path)
+    if run is not None:
+        require_plain(run)
     try:
         tree = read_yaml(read_text(path, MOST_BYTES))
     except FileNotFoundError:
@@ -137,7 +146,12 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise UserError(f"config {str(path)!r} must be a mapping with 'model' and 'data'")
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree, base=path.resolve().parent, name=str(path))
+    if run is not None and not any(override.startswith("output_dir=") for override in overrides):
+        tree["output_dir"] = str(run)
+    config = parse_config(tree, base=path.resolve().parent, name=str(path))
+    if not trust_remote_code and (run is not None or trust_remote_code is False):
+        require_word(path, config.model_dump(mode="json"), overrides)
+    return config
 
 
 def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> Config:

@@ -160,6 +160,11 @@ def config_home() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
 
 
+def state_folder() -> Path:
+    """Where we note what a user decided, which is no setting and cannot be made again."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "dilatant"
+
+
 def cache_home() -> Path:
     """Where programs keep what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

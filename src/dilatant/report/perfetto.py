@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.plan.plan import Plan
+from dilatant.config.durable import write_durably
 from dilatant.report.wording import ACTION_NAMES
 from dilatant.schedule.measured import DataWait, MeasuredAction
 from dilatant.schedule.schedule import Action
@@ -30,7 +31,7 @@ def write_timeline(
     One track a rank. Slices carry the name "<unit> <action>", from which Perfetto takes the colour; numbers are in
     their arguments. Arrows lead along edges from the action that makes rows to the one that uses them.
     """
-    path.write_text(json.dumps(trace_events(actions, plan, arrows, waits)) + "\n", encoding="utf-8")
+    write_durably(path, json.dumps(trace_events(actions, plan, arrows, waits)) + "\n")
 
 
 def trace_events(

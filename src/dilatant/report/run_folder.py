@@ -16,10 +16,15 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dilatant.config import UserError
 from dilatant.config.durable import LEFTOVERS, write_durably
+from dilatant.config.own_files import open_in_place, open_regular, require_plain
+from dilatant.config.trust import note_word
+
+if TYPE_CHECKING:
+    from dilatant.config import Config
 
 _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),
@@ -39,8 +44,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):  # a name of its own: all ranks of a run try at once
                 pass
-        self._metrics: TextIO | None = None
-        self._lock: TextIO | None = None
+        self._metrics: BinaryIO | None = None
+        self._lock: BinaryIO | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -61,6 +66,7 @@ class RunFolder:
         decides by. Raises UserError that names the process which holds it already, and for a folder that is no run's
         and holds what a run would replace.
         """
+        require_plain(self.path)
         with self._writing():
             foreign = None if self._is_of_a_run() else self._first_foreign()
             if foreign is not None:
@@ -68,12 +74,12 @@ class RunFolder:
                     f"output_dir {str(self.path)!r} holds {foreign!r}, which no run wrote and this one would replace; "
                     "choose a folder of its own"
                 )
-            lock = (self.path / ".lock").open("a+", encoding="utf-8")
+            lock = open_in_place(self.path / ".lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            holder = lock.read(200).strip() or "another process"
+            holder = lock.read(200).decode(errors="replace").strip() or "another process"
             lock.close()
             raise UserError(
                 f"{str(self.path)!r} is in use by {holder}; wait for it, or choose another output_dir"
@@ -84,7 +90,7 @@ class RunFolder:
         self._lock = lock
         with self._writing():
             lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             lock.flush()
             for leftover in self.path.glob(LEFTOVERS):
                 leftover.unlink(missing_ok=True)
@@ -96,9 +102,10 @@ class RunFolder:
     def _first_foreign(self) -> str | None:
         return next((name for name in _WRITTEN if os.path.lexists(self.path / name)), None)
 
-    def write_config(self, text: str) -> None:
-        """Save the resolved config."""
-        self.write_text(self.config.name, text)
+    def write_config(self, config: Config) -> None:
+        """Save the resolved config, whose code the user has allowed to run (see `config/trust.py`)."""
+        self.write_text(self.config.name, config.to_yaml())
+        note_word(self.path, config.model_dump(mode="json"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         """Save `value` as `name` in the folder; a reader never sees half of it."""
@@ -131,14 +138,14 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         with self._writing():
             if goes_on and 0 < last_step(path) <= completed_steps and _ends_with_a_line(path):
-                self._metrics = path.open("a", encoding="utf-8")
+                self._metrics = open_in_place(path)
                 return None
             kept, damaged = _records(path, completed_steps)
             if damaged:
-                with (self.path / "metrics.damaged").open("ab") as aside:
+                with open_in_place(self.path / "metrics.damaged") as aside:
                     aside.writelines(line + b"\n" for line in damaged)
             write_durably(path, "".join(f"{line}\n" for line in kept))
-            self._metrics = path.open("a", encoding="utf-8")
+            self._metrics = open_in_place(path)
         if not damaged:
             return None
         return f"{len(damaged)} lines of {path} are no records; they were moved to metrics.damaged beside it"
@@ -148,7 +155,7 @@ class RunFolder:
         if self._metrics is None:
             raise RuntimeError("begin_metrics first")
         with self._writing():
-            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.write(json.dumps(record).encode() + b"\n")
             self._metrics.flush()
 
     def close(self) -> None:
@@ -172,7 +179,7 @@ class RunFolder:
 def last_step(path: Path) -> int:
     """The last step in a metrics.jsonl that others may be writing to; 0 before the first. Reads the file's end only."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             length = _TAIL_BYTES
             while True:

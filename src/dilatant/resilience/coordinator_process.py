@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dilatant.config.durable import write_durably
+from dilatant.config.own_files import open_in_place, read_text
 from dilatant.resilience.job import Ask
 from dilatant.resilience.process import (
     NO_MAJORITY_EXIT_CODE,
@@ -41,10 +42,10 @@ COMMIT = "commit"
 def read_record(folder: Path) -> Record | None:
     """What the last coordinator of a run wrote down. Raises ValueError for something else."""
     try:
-        return msgspec.json.decode((folder / STATE).read_bytes(), type=Record)
+        return msgspec.json.decode(read_text(folder / STATE), type=Record)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{folder / STATE}: {error}") from None
 
 
@@ -179,8 +180,8 @@ class Service:
             "members": list(coordinator.members),
             "reason": coordinator.stopped or coordinator.reason,
         }
-        with suppress(OSError), (self._folder / EVENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")  # a full disk costs the history, not the run
+        with suppress(OSError), open_in_place(self._folder / EVENTS) as file:
+            file.write(json.dumps(event).encode() + b"\n")  # a full disk costs the history, not the run
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
 from dilatant.comm.store import Store, connect
 from dilatant.config import Config, UserError
+from dilatant.config.own_files import open_in_place
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.generation_plan import GenerationPlans, tell_plan
@@ -303,8 +304,8 @@ class _Rank:
                 **salvaged,
                 "stays": trainer.stays,
             }
-            with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            with open_in_place(self._folder.path / FOLDER / REBUILDS) as file:
+                file.write(json.dumps(record).encode() + b"\n")
         return Held(order.generation, trainer, planned, order.members, order.workers)
 
     def _trainer(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.errors import UserError
+from dilatant.config.own_files import MOST_TEXT, open_regular
 from dilatant.report.run_folder import last_step
 from dilatant.resilience.coordinator_process import COMMIT, EVENTS, read_record
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE
@@ -122,7 +123,8 @@ def _is_introduction(line: dict[str, Any]) -> bool:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON lines of a file that others may be writing to."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open_regular(path) as file:
+            text = file.read(MOST_TEXT).decode(errors="replace")
     except OSError:
         return
     for line in text.splitlines():

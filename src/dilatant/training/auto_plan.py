@@ -115,7 +115,7 @@ def _kept_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None, st
     """The plan that this run trained with before, or why it does not hold for so many devices."""
     path = folder.path / "plan.json"
     try:
-        if load_config(folder.config).parallel.is_laid_out:
+        if load_config(folder.config, trust_remote_code=True).parallel.is_laid_out:
             return None, ""  # by hand, and now somebody asks for a plan
         plan = TrainingPlan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UserError):
@@ -134,7 +134,7 @@ def _kept_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None, st
 def _planned_devices(folder: RunFolder, plan: TrainingPlan) -> int:
     """The devices that the plan was made for, of which it may leave some idle."""
     with suppress(OSError, UserError):
-        cluster = load_config(folder.path / "plan" / "config.yaml").cluster
+        cluster = load_config(folder.path / "plan" / "config.yaml", trust_remote_code=True).cluster
         return cluster.num_devices or cluster.nodes * (cluster.gpus_per_node or len(plan.plan.ranks))
     return len(plan.plan.ranks)
 

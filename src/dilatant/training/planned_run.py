@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
+from dilatant.config.own_files import require_plain
 from dilatant.cost.memory import ZEROS
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.roles import roles_of
@@ -111,6 +112,7 @@ _REPORT = "report.json"
 def check_plan_folder(config: Config) -> None:
     """Raise UserError where the run folder's plan/ holds what no plan wrote."""
     folder = Path(config.output_dir) / "plan"
+    require_plain(folder.parent)
     foreign = [name for name in ("plan.json", "config.yaml", "costs.yaml") if (folder / name).exists()]
     if foreign and not (folder / _REPORT).is_file():
         raise UserError(
@@ -127,7 +129,7 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
     folder = RunFolder(Path(problem.config.output_dir) / "plan")
     folder.write_text(_REPORT, report.to_json() + "\n")  # first, for it tells that the folder is ours
     folder.write_text("plan.json", training_plan(problem, winner).to_json())
-    folder.write_config(problem.config.to_yaml())
+    folder.write_config(problem.config)
     folder.write_text("costs.yaml", problem.measured.to_yaml())
     write_plan_page(report, folder.path / "plan.html")
     return folder.path

@@ -105,7 +105,7 @@ def begin_folder(
     run. discards: the checkpoints that are there."""
     if discards:
         shutil.rmtree(folder.checkpoints, ignore_errors=True)
-    folder.write_config(config.to_yaml())
+    folder.write_config(config)
     folder.write_text("plan.json", planned.to_json())
     _show_data(config, prepared.samples, folder, console_for(show))
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import Config, UserError
+from dilatant.config.own_files import require_plain
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.training.checkpoint import damage, identity, list_checkpoints, newest_valid
@@ -36,6 +37,7 @@ def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Cons
             )
         return Start(checkpoint.path if checkpoint else None)
     if resume != "never":
+        require_plain(Path(resume))
         problem = damage(Path(resume))
         if problem is not None:
             raise UserError(f"train.resume: {resume!r} is not a usable checkpoint: {problem}")
