@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -45,5 +47,22 @@ def test_ctrl_c_while_the_command_is_imported_leaves_no_trace(monkeypatch: pytes
             raise KeyboardInterrupt
 
     monkeypatch.setitem(sys.modules, "dilatant.cli.app", Interrupted("dilatant.cli.app"))
-    with pytest.raises(SystemExit, match="130"):
-        main()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit, match="130"):
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_raises_nothing_through_a_module_that_is_being_imported(tmp_path: Path) -> None:
+    (tmp_path / "extension.py").write_text(
+        "import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept BaseException: print('raised', flush=True)"
+    )
+    (tmp_path / "app.py").write_text("import extension\ndef main(): print('went on')")
+    call = (
+        "import dilatant.cli as cli; cli.__path__ = ['.']; from dilatant.__main__ import main; "
+        "import sys; sys.path.insert(0, '.'); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", call], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilatant.cli import asking
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,7 @@ class _Conversation:
             except UserError as error:
                 problems = [str(error)]
             if problems:
-                print(problems[0].removeprefix("--"), file=sys.stderr)
+                print(printable(problems[0].removeprefix("--")), file=sys.stderr)
             else:
                 self._media += shown
         elif command == "/system":
@@ -120,7 +121,7 @@ class _Conversation:
             self._turns, self._media = [], []
         elif command.startswith("/") and "/" not in command[1:]:
             if command != "/help":
-                print(f"{command} is no command", file=sys.stderr)
+                print(printable(f"{command} is no command"), file=sys.stderr)
             print(HELP, file=sys.stderr)
         elif not asking.is_text(line):
             print("that is not UTF-8 text", file=sys.stderr)
@@ -129,6 +130,10 @@ class _Conversation:
 
     def _answer(self, question: str) -> None:
         from transformers import TextStreamer
+
+        class Shown(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                super().on_finalized_text(printable(text), stream_end)
 
         from dilatant.data.encode import encode_prompt
         from dilatant.data.errors import SampleError
@@ -143,7 +148,7 @@ class _Conversation:
             )
         except SampleError as error:
             self._media = []
-            print(f"that cannot be asked: {error.problem}", file=sys.stderr)
+            print(printable(f"that cannot be asked: {error.problem}"), file=sys.stderr)
             return
         tokenizer = self._exported.tokenizer
         try:
@@ -153,7 +158,7 @@ class _Conversation:
                 [prompt],
                 self._device,
                 self._max_new_tokens,
-                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                streamer=Shown(tokenizer, skip_prompt=True, skip_special_tokens=True),
                 **self._sampling,
             )
         except KeyboardInterrupt:

@@ -14,6 +14,7 @@ import typer
 from dilatant.cli import asking
 from dilatant.cli.options import AsJson
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ def generate(
     model = exported.model.to(device)
     if not exported.encoding.targets:
         (answer,) = generate_answers(model, exported.tokenizer, [encoded], device, max_new_tokens, **sampling)
-        print(json.dumps({"answer": answer}) if as_json else answer)
+        print(json.dumps({"answer": answer}) if as_json else printable(answer))
         return
     assert isinstance(model, MultimodalModel)  # whatever draws is
     parts = answer_with_pictures(
@@ -138,7 +139,7 @@ def generate(
     shown = "".join(
         part if isinstance(part, str) else f"[{next(named, 'a picture; give --out')}]" for part in parts
     )
-    print(json.dumps({"answer": shown, "images": [*map(str, paths)]}) if as_json else shown)
+    print(json.dumps({"answer": shown, "images": [*map(str, paths)]}) if as_json else printable(shown))
     if out is not None and not pictures:
         starts = " or ".join(repr(target.start) for target in exported.encoding.targets)
         warnings.warn(

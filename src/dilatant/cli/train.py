@@ -13,6 +13,7 @@ import typer
 
 from dilatant.cli.options import AsJson, Overrides, Trust, read_config, read_config_text
 from dilatant.config.errors import UserError
+from dilatant.config.printable import printable
 
 if TYPE_CHECKING:
     from dilatant.config import Config
@@ -142,12 +143,12 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     try:
         result = train(config, overwrite=overwrite, show="stderr" if as_json else "stdout")
     except Stopped as stopped:
-        print(f"stopped; go on with\n  dilatant resume {config.output_dir}", file=sys.stderr)
+        print(printable(f"stopped; go on with\n  dilatant resume {config.output_dir}"), file=sys.stderr)
         return stopped.exit_code
     except WorkerFailed as failure:
         if failure.details:
-            print(failure.details, file=sys.stderr)
-        print(f"error: {failure}", file=sys.stderr)
+            print(printable(failure.details), file=sys.stderr)
+        print(printable(f"error: {failure}"), file=sys.stderr)
         return failure.exit_code
     if result.is_first:
         _show(result, began, as_json)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
+
+from dilatant.config.printable import printable
+
+
+class Terminal(Console):
+    """The console of every command: what users and files wrote cannot move the cursor, colour or retitle anything."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def open_console(stderr: bool = False, quiet: bool = False) -> Console:
     """A console that reads no markup, in lines and cells of tables alike."""
-    return Console(stderr=stderr, quiet=quiet, markup=False)
+    return Terminal(stderr=stderr, quiet=quiet, markup=False)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

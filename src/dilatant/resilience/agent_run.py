@@ -24,6 +24,7 @@ from dilatant.comm.token import REMEDY, shared_token
 from dilatant.config.config import Config
 from dilatant.config.environment import Place
 from dilatant.config.errors import UserError
+from dilatant.config.printable import printable
 from dilatant.resilience.agent_process import NO_COORDINATOR, Service
 from dilatant.resilience.job import Ask, Job, WorkerStart
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Start
@@ -118,7 +119,7 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
         if not service.is_out:
             is_temporary = service.ended == NO_COORDINATOR or TOO_FEW in service.ended
             return TOO_FEW_EXIT_CODE if is_temporary else 1
-        print(f"this machine was left out: {service.ended}", file=sys.stderr, flush=True)
+        print(printable(f"this machine was left out: {service.ended}"), file=sys.stderr, flush=True)
         if attempt >= job.restarts:
             return 1
     raise AssertionError

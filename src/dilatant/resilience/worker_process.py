@@ -15,6 +15,7 @@ import msgspec
 from dilatant.config.config import parse_config
 from dilatant.config.environment import hide_gpus
 from dilatant.config.errors import UserError
+from dilatant.config.printable import printable
 from dilatant.config.yaml_text import read_yaml
 from dilatant.resilience.job import WorkerStart
 from dilatant.resilience.process import end_with_parent
@@ -33,7 +34,7 @@ def main() -> None:
     try:
         train(start)
     except UserError as error:
-        print(f"error: {start.node}: {error}", file=sys.stderr)
+        print(printable(f"error: {start.node}: {error}"), file=sys.stderr)
         code = 1
     except Exception:
         traceback.print_exc()
