@@ -31,6 +31,7 @@ from dilatant.cli import (
     status,
     train,
 )
+from dilatant.comm.temporary import remove_left_folders
 from dilatant.config.errors import UserError
 from dilatant.report.say import open_console, warnings_as_lines
 
@@ -82,6 +83,7 @@ def main() -> None:
     folders go."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    remove_left_folders()
     try:
         run()
     except SystemExit as ended:

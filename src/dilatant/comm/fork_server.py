@@ -10,6 +10,9 @@ import shutil
 import signal
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
+
+from dilatant.comm.temporary import OWNER, TemporaryFolder
 
 RANK_PRELOAD = (
     "dilatant.training.run",
@@ -31,6 +34,9 @@ def warm_up(preload: Sequence[str] = RANK_PRELOAD) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    folder = own_folder()
+    if folder is not None and not Path(folder, OWNER).exists():
+        util.Finalize(None, TemporaryFolder(path=folder).close, exitpriority=-101)
 
 
 def own_folder() -> str | None:

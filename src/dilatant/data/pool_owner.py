@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import pickle
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 import traceback
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.comm.fork_server import own_folder
+from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.durable import write_durably
 from dilatant.data.encoding import Encoding
 from dilatant.data.pool import Dataset
@@ -41,8 +40,6 @@ FAILED_STARTS = 3
 """After so many in a row the pool is given up."""
 DEATHS_KEPT = 16
 TICK_SECONDS = 0.5
-LONGEST_FOLDER = 70
-"""Characters of the folder for temporary files; a socket's whole path has 103 at most."""
 REASON = "reason"
 """File in the sockets' folder that says why a pool was given up."""
 
@@ -114,7 +111,8 @@ class _Crew:
         self._job = job
         self._decode_seconds = decode_seconds
         self._context = multiprocessing.get_context("forkserver")
-        self.folder = _private_folder()
+        self._temporary = TemporaryFolder()
+        self.folder = self._temporary.path
         self.hands: list[_Hand] = []
         self._wake, self._wakes = multiprocessing.Pipe(duplex=False)
         self._lock = threading.Lock()  # held while workers are started or ended
@@ -257,7 +255,7 @@ class _Crew:
             if not self.is_closed:
                 self._end_all()
         self._wakes.send_bytes(b".")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._temporary.close()
 
 
 def _death(hand: _Hand, decode_seconds: float) -> Death:
@@ -273,9 +271,3 @@ def _death(hand: _Hand, decode_seconds: float) -> Death:
     else:
         how = f"ended with exit code {code}"
     return Death(hand.process.pid, how, False)
-
-
-def _private_folder() -> str:
-    """A new folder for this user alone, with a path short enough for the sockets in it."""
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="dilatant-", dir=usual if len(usual) < LONGEST_FOLDER else "/tmp")

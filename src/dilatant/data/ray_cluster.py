@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.environment import has_ray_token, ray_address, show_ray_token
 from dilatant.config.errors import UserError
 
@@ -70,18 +69,17 @@ class Connection:
     """
 
     def __init__(self, address: str, token: str = "", cpus: int = 1, store_bytes: int = 1 << 30) -> None:
-        self._folder: str | None = None
+        self._folder: TemporaryFolder | None = None
         options: dict[str, Any] = {"address": address}
         if address == LOCAL:
             token = secrets.token_hex(32)
-            usual = tempfile.gettempdir()
-            self._folder = tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) < 24 else "/tmp")
+            self._folder = TemporaryFolder("ray-", longest=24)
             options |= {
                 "num_cpus": cpus,
                 "num_gpus": 0,
                 "object_store_memory": max(store_bytes, 80 << 20),
                 "include_dashboard": False,
-                "_temp_dir": self._folder,
+                "_temp_dir": self._folder.path,
                 "_node_ip_address": "127.0.0.1",
             }
         if token:
@@ -106,7 +104,7 @@ class Connection:
         with suppress(Exception):
             ray.shutdown()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
 
 @contextmanager

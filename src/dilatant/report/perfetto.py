@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dilatant.plan.plan import Plan
 from dilatant.config.durable import write_durably
+from dilatant.plan.plan import Plan
 from dilatant.report.wording import ACTION_NAMES
 from dilatant.schedule.measured import DataWait, MeasuredAction
 from dilatant.schedule.schedule import Action
