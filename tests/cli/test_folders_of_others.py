@@ -75,3 +75,32 @@ def test_no_verb_follows_a_link_of_a_run_folder(verb: str, theirs: Path, dilatan
 def test_the_users_word_lets_the_code_run(theirs: Path, dilatant: Dilatant) -> None:
     dilatant(*VERBS["stats"], "--trust-remote-code")
     assert (theirs.parent / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ([1], "'step' is not a mapping"),
+        ({"num_microbatches": 10**12}, "step.num_microbatches"),
+        ({"num_microbatches": "x"}, "step.num_microbatches"),
+        ({"schedule": "x\x1b[31m"}, "step.schedule"),
+        ({"row_tokens": -5}, "step.row_tokens"),
+        ({"zero": ["node"]}, "step.zero"),
+    ],
+)
+def test_a_plan_file_of_somebody_is_checked_before_it_is_simulated(
+    step: object, says: str, theirs: Path, dilatant: Dilatant
+) -> None:
+    plan = theirs / "plan.json"
+    plan.write_text(json.dumps({**json.loads(plan.read_text()), "step": step}))
+    code, _, err = dilatant("simulate", "run")
+    assert code == 2, err
+    assert says in err
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_a_model_folder_of_somebody_runs_none_of_its_code(verb: str, theirs: Path, dilatant: Dilatant) -> None:
+    asked = ("--prompt", "x") if verb == "generate" else ()
+    code, _, err = dilatant(verb, "run/model", *asked)
+    assert code == 2, err
+    assert not (theirs.parent / "harm").exists()

@@ -108,7 +108,11 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
     except (OSError, UnicodeDecodeError):
         raise UserError(f"plan {str(path)!r} cannot be read; `dilatant plan CONFIG` writes one") from None
     try:
-        plan, step = Plan.from_json(text), json.loads(text).get("step", {})
+        plan = Plan.from_json(text)
+
+        from dilatant.training.layout import TrainingPlan
+
+        trained, step = TrainingPlan.from_json(text), json.loads(text).get("step", {})
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     beside = path.parent / "config.yaml"
@@ -139,18 +143,8 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
         measured,
         step.get("schedule"),
         step.get("row_tokens"),
-        config.train.zero or _zero(path, step),
+        config.train.zero or trained.zero,
     )
-
-
-def _zero(path: Path, step: dict[str, Any]) -> Zero:
-    """Who shares optimizer state under a plan file, of which older ones do not say it."""
-    from dilatant.cost.memory import DEFAULT_ZERO, ZEROS
-
-    zero = step.get("zero", DEFAULT_ZERO)
-    if zero not in ZEROS:
-        raise UserError(f"{path}: step.zero is {zero!r}; there are {', '.join(ZEROS)}")
-    return zero
 
 
 def _measured(folder: Path) -> MeasuredStep | None:
@@ -262,9 +256,11 @@ def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Pred
     from dilatant.report.step_comparison import Prediction
     from dilatant.report.wording import origin_text
 
-    return Prediction(
-        predicted_step(planned.problem, plan, measured), origin_text(planned.problem.measured.origin)
-    )
+    try:
+        step = predicted_step(planned.problem, plan, measured)
+    except (KeyError, IndexError) as error:
+        raise UserError(f"step.json is of another plan than plan.json: it lacks {error}; remove it") from None
+    return Prediction(step, origin_text(planned.problem.measured.origin))
 
 
 def _beside(

@@ -32,6 +32,8 @@ from dilatant.schedule.pipeline_shape import Family
 from dilatant.schedule.step_assignment import Microbatching
 
 MICROBATCHES = 4
+MOST_MICROBATCHES = 1 << 20
+"""More than any step has; a file that names more would fill the memory."""
 SCHEDULE = "eager"
 INTERLEAVED = "interleaved"
 ASSIGNMENT: Policy = "balanced"
@@ -80,8 +82,10 @@ class TrainingPlan:
         schedule = step.get("schedule", SCHEDULE)
         assignment = step.get("assignment", ASSIGNMENT)
         zero = step.get("zero", DEFAULT_ZERO)  # which older files do not say
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"step.num_microbatches is {count!r}; it must be a whole number from 1 on")
+        if not isinstance(count, int) or not 1 <= count <= MOST_MICROBATCHES:
+            raise ValueError(
+                f"step.num_microbatches is {count!r}; it must be a whole number from 1 to {MOST_MICROBATCHES:,}"
+            )
         if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
             raise ValueError(f"step.row_tokens is {tokens!r}; it must be a whole number from 1 on, or null")
         if schedule not in FAMILIES and schedule != "serial":
