@@ -99,7 +99,9 @@ def test_a_plan_file_of_somebody_is_checked_before_it_is_simulated(
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat"])
-def test_a_model_folder_of_somebody_runs_none_of_its_code(verb: str, theirs: Path, dilatant: Dilatant) -> None:
+def test_a_model_folder_of_somebody_runs_none_of_its_code(
+    verb: str, theirs: Path, dilatant: Dilatant
+) -> None:
     asked = ("--prompt", "x") if verb == "generate" else ()
     code, _, err = dilatant(verb, "run/model", *asked)
     assert code == 2, err

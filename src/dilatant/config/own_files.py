@@ -69,6 +69,18 @@ def open_in_place(path: Path) -> BinaryIO:
     raise OSError(0, f"{path.name} {what}; remove it, or put a copy in its place")
 
 
+def is_kept_safely(path: Path) -> bool:
+    """Return True for a file of a cache that no other user can have put there: it is no link and belongs to this user,
+    or its folder is not one that everybody may write to."""
+    try:
+        status, folder = path.lstat(), path.parent.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and (
+        status.st_uid == os.geteuid() or not folder.st_mode & stat.S_IWOTH
+    )
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; a pipe or a device, which might never answer, is not opened. Raises OSError, and
     ValueError for a name that no file can have."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dilatant.config.environment import cache_folder
 from dilatant.config.errors import UserError
+from dilatant.config.own_files import is_kept_safely
 from dilatant.data.array_file import Arrays, read_arrays, write_arrays
 
 
@@ -27,8 +28,10 @@ class Cache:
     named: bool = False
 
     def known(self, name: str, key: str | None = None) -> Arrays | None:
-        """What is kept under a name and key, unless it is missing or damaged. key: None takes any."""
-        return read_arrays(self._path(name), key)
+        """Return what is kept under a name and key, unless it is missing, damaged, or another user's in a folder that
+        everybody may write to. key: None takes any."""
+        path = self._path(name)
+        return read_arrays(path, key) if is_kept_safely(path) else None
 
     def kept(
         self,
@@ -48,7 +51,9 @@ class Cache:
         _refuse_while_being_started()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._path(name).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+            lock = os.open(
+                self._path(name).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666
+            )
         except OSError as error:
             self._cannot_write(error)
             return make()

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dilatant.config.errors import UserError
+from dilatant.config.own_files import is_kept_safely
 from dilatant.data.errors import MediaError, may_pass
 from dilatant.data.open_media import open_media
 from dilatant.data.sample import Media
@@ -47,8 +48,10 @@ class Latents:
 
     def find(self, key: str) -> NDArray[np.float32] | None:
         """What is kept under a key; None where it is missing, damaged, or of something else."""
+        if not is_kept_safely(path := self._path(key)):
+            return None
         try:
-            with safe_open(self._path(key), framework="numpy") as file:
+            with safe_open(path, framework="numpy") as file:
                 values, about = file.get_tensor(NAME), file.metadata() or {}
         except (OSError, SafetensorError, ValueError, TypeError):
             return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dilatant.config import UserError
 from dilatant.config.environment import cache_folder
+from dilatant.config.own_files import is_kept_safely
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs, save_costs
 from dilatant.profiling.describe_model import ModelDescription
@@ -43,8 +44,11 @@ def kept_costs(
 ) -> CostModel | None:
     """The costs that were kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows
     not much shorter than `longest` tokens."""
+    path = _path(target.hardware.name, target.dtype, model)
+    if not is_kept_safely(path):
+        return None
     try:
-        costs = load_costs(_path(target.hardware.name, target.dtype, model), target.hardware.name)
+        costs = load_costs(path, target.hardware.name)
     except (OSError, UserError):
         return None
     if costs.dtype != target.dtype or costs.longest * REACH < longest or misfits(costs, model):
