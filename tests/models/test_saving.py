@@ -15,6 +15,8 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from dilatant.config import UserError
 from dilatant.models.multimodal import Encoder, MultimodalModel
 
+ENTRY = {"projector": "linear", "placeholder_id": 9, "merge": "placeholder", "features": "all", "code": []}
+
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
     first, second = one.state_dict(), other.state_dict()
@@ -146,3 +148,30 @@ def test_the_dtype_that_is_asked_for_is_that_of_every_part(tmp_path: Path) -> No
     vision_language().save_pretrained(tmp_path)
     loaded = MultimodalModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"encoders": []},
+        {"encoders": {"vision": {}}},
+        {"encoders": {"../../vision": ENTRY}},
+        {"encoders": {"/vision": ENTRY}},
+        {"encoders": {"vision": {**ENTRY, "projector": -1}}},
+        {"encoders": {"vision": {**ENTRY, "merge": "../x"}}},
+        {"encoders": {"vision": {**ENTRY, "placeholder_id": []}}},
+        {"encoders": {"vision": {**ENTRY, "code": None}}},
+        {"generators": {"../image": {}}},
+        {"generators": [1]},
+        {"code": 1},
+        {"media_attention": {}},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_somebody_is_checked_before_anything_is_opened(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    manifest = {"format": 1, "encoders": {"vision": ENTRY}, "generators": {}, "code": [], **change}
+    (tmp_path / "multimodal.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"multimodal.json' is damaged: "):
+        MultimodalModel.from_pretrained(tmp_path)

@@ -17,8 +17,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -50,6 +51,26 @@ class SavedModel:
     media_attention: str
     projectors: dict[str, dict[str, Tensor]]
     generators: dict[str, Generator]
+
+
+class _EncoderEntry(msgspec.Struct):
+    """What a manifest says of an encoder."""
+
+    projector: str | None
+    placeholder_id: int
+    merge: Literal["placeholder", "prepend"]
+    features: Literal["all", "patch"]
+    code: list[str]
+    tokens_per_row: int | None = None
+
+
+class _Manifest(msgspec.Struct):
+    """The form of a manifest, which may be somebody else's."""
+
+    encoders: dict[str, _EncoderEntry]
+    code: list[str]
+    generators: dict[str, dict[str, Any]] = {}
+    media_attention: Literal["causal", "bidirectional", "embedded"] = "causal"
 
 
 def save_model(
@@ -149,10 +170,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{str(folder)!r} is not a saved multimodal model: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{str(folder / MANIFEST)!r} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(f"{str(folder / MANIFEST)!r} is not of format {FORMAT}, which this version reads")
+    try:
+        units = msgspec.convert(manifest, _Manifest)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{str(folder / MANIFEST)!r} is damaged: {error}") from None
+    if strange := [name for name in (*units.encoders, *units.generators) if not name.isidentifier()]:
+        raise UserError(f"{str(folder / MANIFEST)!r} is damaged: {strange[0]!r} is no name of a unit")
     return manifest
 
 

@@ -123,7 +123,7 @@ class RunFolder:
         try:
             history = json.loads((self.path / "eval.json").read_text(encoding="utf-8"))["history"]
             return [entry for entry in history if entry["step"] <= completed_steps]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
 
     def begin_metrics(self, completed_steps: int, goes_on: bool = False) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import LoraConfig, ModelConfig
+from dilatant.config.own_files import read_text
 from dilatant.models.lora import MAGNITUDE, PREFIX, adapter_config, beside, is_adapter, plain_key
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import stage_tensors
@@ -93,8 +94,8 @@ def adapter_keys(adapted: Adapted, files: Iterable[str], lora: LoraConfig, folde
 def adapter_settings(folder: Path) -> Mapping[str, Any]:
     """What `adapter_config.json` says. Raises UserError."""
     try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = json.loads(read_text(folder / "adapter_config.json"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model.lora.adapter: {str(folder)!r} is no adapter of peft: {error}") from None
     return settings if isinstance(settings, dict) else {}
 

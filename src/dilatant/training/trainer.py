@@ -415,7 +415,7 @@ class Trainer:
                 f"the data ended after step {self.step} of {self.total_steps}; a stream must repeat, or set train.steps"
             )
         batch = inputs.batch
-        self._data_wait = DataWait(self.rank, turned, time.time() - turned, batch.slowest)
+        self._data_wait = DataWait(self.rank, turned, time.perf_counter() - began, batch.slowest)
         rate = self._rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step)
