@@ -9,10 +9,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from dilatant.config import UserError
+from dilatant.config.durable import write_durably
 from dilatant.config.environment import cache_folder
 from dilatant.config.own_files import is_kept_safely
 from dilatant.cost.layer import LayerCost
-from dilatant.cost.model import CostModel, Degree, load_costs, save_costs
+from dilatant.cost.model import CostModel, Degree, load_costs
 from dilatant.profiling.describe_model import ModelDescription
 from dilatant.profiling.layer_costs import misfits
 from dilatant.profiling.layer_shards import degrees_by_kind
@@ -35,7 +36,7 @@ def keep_costs(costs: CostModel, model: ModelDescription) -> bool:
     path = _path(costs.hardware, costs.dtype, model)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_costs(costs, path)
+        write_durably(path, costs.to_yaml())  # never through a link in a shared cache
     return True
 
 
