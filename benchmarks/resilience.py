@@ -14,6 +14,10 @@ process, so a vote takes what one worker's takes, and for every other one what t
 decision and its answer, all of which are measured, warm.
 
     python benchmarks/resilience.py --json benchmarks/results/resilience.json
+
+Attacked (--crowd, alone): steps of a run at whose ports so many strangers are, beside those without (see crowd.py).
+
+    python benchmarks/resilience.py --crowd 64 500 --json benchmarks/results/resilience_crowd.json
 """
 
 from __future__ import annotations
@@ -221,10 +225,22 @@ def main() -> None:
     parser.add_argument(
         "--sleep", type=float, default=0.085, help="seconds of a step that trains; about 0.05 with --all"
     )
+    parser.add_argument(
+        "--crowd", type=int, nargs="+", help="strangers at each port; nothing else is measured"
+    )
+    parser.add_argument("--crowd-seconds", type=float, default=15.0, help="of each window of steps")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"load before: {load:.1f} on {os.cpu_count()} cores")
+    if options.crowd:
+        from crowd import crowded
+
+        attacked = crowded(options.crowd, options.crowd_seconds)
+        if options.json:
+            document = {"machine": machine(), "load_before": load, **attacked}
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        return
     trains = options.ranks if options.all else 1
     trained = train(options.ranks, trains, options.turns, options.sleep) if options.ranks else None
     measured = {}

@@ -45,7 +45,8 @@ class Machines:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
         self._folder = folder
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "DILATANT_TOKEN": os.urandom(16).hex()}
+        self.token = os.urandom(16).hex()
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "DILATANT_TOKEN": self.token}
         layout = {"units": {"language": {"replicas": machines}}, "colocated": {"vision": "language"}}
         resilience = {"enabled": True, "listen": f"127.0.0.1:{self._port}"}
         self._overrides = [*overrides(folder / "run", data), "train.steps=1000000"]

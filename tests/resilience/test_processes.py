@@ -17,6 +17,7 @@ import pytest
 
 from dilatant.comm.store_protocol import Refused
 from dilatant.config.errors import UserError
+from dilatant.resilience import wire
 from dilatant.resilience.agent_run import AgentOptions, run_agent
 from dilatant.resilience.coordinator_process import STATE, read_record
 from dilatant.resilience.job import Job
@@ -288,6 +289,23 @@ def test_a_connection_that_goes_wrong_after_a_message_is_said_to_be_closed() -> 
     assert heard == [Done(1), None]
     client.close()
     listener.close()
+
+
+def test_a_peer_that_reads_nothing_does_not_hold_up_who_serves_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "SEND_SECONDS", 1)
+    client, server, *_ = pair()
+
+    def send_more_than_buffers_hold() -> None:
+        for _ in range(16):
+            server.send(Prepared(1, 1, {str(number): number for number in range(1 << 16)}))
+
+    with pytest.raises(LinkClosed):
+        send_more_than_buffers_hold()
+    with pytest.raises(LinkClosed):
+        server.receive()
+    client.close()
 
 
 def test_a_message_of_another_kind_ends_the_connection() -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dilatant.resilience import launch
-from dilatant.resilience.launch import COORDINATOR, _answers, _Supervisor
+from dilatant.resilience import launch, process
+from dilatant.resilience.launch import COORDINATOR, _Supervisor
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.values import Settings
+from dilatant.resilience.wire import connect
 
 SECONDS = 60.0
 """A bound for a machine under any load."""
@@ -22,14 +23,23 @@ SECONDS = 60.0
 
 @pytest.fixture
 def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Supervisor, Start]]:
-    for name, seconds in (("ASK_SECONDS", 0.1), ("ANSWER_SECONDS", 2.0), ("UNATTENDED_SECONDS", 3.0)):
-        monkeypatch.setattr(launch, name, seconds)
+    monkeypatch.setattr(process, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(process, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(launch, "UNATTENDED_SECONDS", 3.0)
     start = Start("127.0.0.1", 0, (b"t" * 32).hex(), Settings(lease_seconds=0.1), str(tmp_path))
     first = Child(COORDINATOR, start)
     start = Start("127.0.0.1", first.port, start.token, start.settings, str(tmp_path))
     supervisor = _Supervisor(first, start, [], [], 0)
     yield supervisor, start
     supervisor.close().close()
+
+
+def answers(start: Start) -> bool:
+    try:
+        connect(start.host, start.port, bytes.fromhex(start.token), 5.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def becomes(true: Callable[[], bool]) -> bool:
@@ -44,19 +54,40 @@ def test_a_coordinator_that_is_lost_or_stands_still_is_replaced(
     supervised: tuple[_Supervisor, Start], fault: int
 ) -> None:
     supervisor, start = supervised
-    assert becomes(lambda: _answers(start, 5.0))
+    assert becomes(lambda: answers(start))
     first = supervisor._coordinator.process.pid
     os.kill(first, fault)
     assert becomes(lambda: supervisor._coordinator.process.pid != first)
-    assert becomes(lambda: _answers(start, 5.0))
+    assert becomes(lambda: answers(start))
     assert not supervisor.failure
+
+
+def test_a_crowd_at_its_port_costs_a_run_neither_coordinator_nor_the_right_token(
+    supervised: tuple[_Supervisor, Start],
+) -> None:
+    """Idle ones, some that drip bytes and some that shout."""
+    supervisor, start = supervised
+    assert becomes(lambda: answers(start))
+    first = supervisor._coordinator.process.pid
+    crowd = [socket.create_connection((start.host, start.port)) for _ in range(500)]
+    ended = time.monotonic() + 1.3 * process.ANSWER_SECONDS
+    while time.monotonic() < ended:
+        for place, stranger in enumerate(crowd[:120]):
+            try:
+                stranger.send(b"x" if place % 2 else b"\xff" * 4096)
+            except OSError:
+                crowd[place] = socket.create_connection((start.host, start.port))
+        assert answers(start)
+    assert supervisor._coordinator.process.pid == first
+    for stranger in crowd:
+        stranger.close()
 
 
 def test_a_run_whose_coordinator_cannot_come_back_ends_and_says_so(
     supervised: tuple[_Supervisor, Start], capfd: pytest.CaptureFixture[str]
 ) -> None:
     supervisor, start = supervised
-    assert becomes(lambda: _answers(start, 5.0))
+    assert becomes(lambda: answers(start))
     Path(start.folder, "coordinator.json").write_text("nothing of ours")
     os.kill(supervisor._coordinator.process.pid, signal.SIGKILL)
     assert becomes(lambda: bool(supervisor.failure))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ from dilatant.config.errors import UserError
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 ANSWER_SECONDS = 15.0
 """What the server has for an answer that waits for nothing, and beyond the timeout of one that does."""
+
+
+WORD_SECONDS = 10.0
+"""After which whoever waits for a store says so."""
 
 
 class StoreGone(RuntimeError):
@@ -152,13 +157,8 @@ class _Connection:
     def __init__(self, server: _Server) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._socket = socket.create_connection((server.host, server.port), ANSWER_SECONDS)
-        try:
-            keep_alive(self._socket)
-            protocol.authenticate(self._socket, server.token)
-        except BaseException:
-            self._socket.close()
-            raise
+        self._socket, *_ = protocol.dial(server.host, server.port, server.token, ANSWER_SECONDS)
+        keep_alive(self._socket)
         self.local_address: str = self._socket.getsockname()[0]
 
     def ask(self, fields: Sequence[bytes], timeout_seconds: float | None) -> list[bytes]:
@@ -193,7 +193,8 @@ def connect(
     """The store at an address, which may not listen yet. Raises UserError when the token is not its own, or nothing
     answers in time."""
     server = _Server(host, port, token, on_one_machine)
-    deadline = time.monotonic() + timeout_seconds
+    began, is_said = time.monotonic(), False
+    deadline = began + timeout_seconds
     while True:
         try:
             return Store(server, "", _Connection(server))
@@ -203,7 +204,12 @@ def connect(
                 f"differ; {REMEDY}"
             ) from None
         except (OSError, ValueError) as error:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > began + WORD_SECONDS and not is_said:
+                is_said = True
+                where = f"{host}:{port} ({error}), up to {timeout_seconds:g} s"
+                print(f"waits for the store of the run at {where}", file=sys.stderr, flush=True)
+            if now > deadline:
                 raise UserError(
                     f"no store of the run answers at {host}:{port} within {timeout_seconds:g} s ({error}): rank 0 did "
                     "not start there, or a firewall is in between"

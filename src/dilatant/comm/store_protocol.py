@@ -12,6 +12,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
 
 GREETING = b"dilatant-store-1"
@@ -22,6 +23,7 @@ ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 MAX_FRAME_BYTES = 1 << 24
 """Addresses, names and error messages are kilobytes; nobody may ask a side to hold more than this."""
 MAX_FIELDS = 1 << 16
+CROWDED_SECONDS = 3.0
 REFUSED = b"refused".ljust(PROOF_BYTES, b"\0")
 """What the server sends in place of its proof to a client without the token."""
 
@@ -80,16 +82,43 @@ def frame_bytes(prefix: bytes) -> int:
     return int(length)
 
 
-def authenticate(connection: socket.socket, token: bytes) -> None:
-    """The client's half of the challenge, on a fresh connection. Raises Refused, ProtocolError or OSError."""
-    challenge = receive_exactly(connection, CHALLENGE_BYTES)
+def dial(host: str, port: int, token: bytes, seconds: float) -> tuple[socket.socket, bytes, bytes]:
+    """A connection whose two sides have proved the token, and the random bytes of server and client.
+
+    seconds: for all of it. Strangers who crowd a server may push out a connection before its handshake: another one is
+    tried then, for up to CROWDED_SECONDS. Raises Refused, ProtocolError or OSError.
+    """
+    began = time.monotonic()
+    deadline = began + seconds
+    while True:
+        connection = socket.create_connection((host, port), max(0.001, deadline - time.monotonic()))
+        try:
+            # On one machine, TCP connects a port that nobody listens at to itself, now and then: it is taken then.
+            if connection.getsockname() == connection.getpeername():
+                at_once = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)  # free it
+                raise ConnectionRefusedError(f"nobody listens at {host}:{port} yet")
+            return connection, *_authenticate(connection, token, deadline)
+        except BaseException as error:
+            connection.close()
+            is_final = isinstance(error, Refused | ConnectionRefusedError) or not isinstance(
+                error, ConnectionError
+            )
+            if is_final or time.monotonic() > min(deadline, began + CROWDED_SECONDS):
+                raise
+        time.sleep(0.02)
+
+
+def _authenticate(connection: socket.socket, token: bytes, deadline: float) -> tuple[bytes, bytes]:
+    """The client's half of the challenge."""
+    challenge = receive_exactly(connection, CHALLENGE_BYTES, deadline)
     if not challenge.startswith(GREETING):
-        raise ProtocolError("what listens there is no store of this version of dilatant")
+        raise ProtocolError("what listens there is none of ours, or of another version of dilatant")
     theirs, own = challenge[len(GREETING) :], secrets.token_bytes(NONCE_BYTES)
     connection.sendall(own + proof(token, b"client", theirs, own))
-    answer = receive_exactly(connection, PROOF_BYTES)
-    if not proves(answer, token, b"server", theirs, own):
-        raise Refused("the token of this process is not that of the store")
+    if not proves(receive_exactly(connection, PROOF_BYTES, deadline), token, b"server", theirs, own):
+        raise Refused("the token of this process is not that of the run")
+    return theirs, own
 
 
 def request(connection: socket.socket, fields: Sequence[bytes]) -> list[bytes]:
@@ -98,10 +127,17 @@ def request(connection: socket.socket, fields: Sequence[bytes]) -> list[bytes]:
     return unpack(receive_exactly(connection, frame_bytes(receive_exactly(connection, _LENGTH.size))))
 
 
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """The next `count` bytes. Raises ConnectionError when the other side closes before, or OSError."""
+def receive_exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    """The next `count` bytes. Raises ConnectionError when the other side closes before, or OSError.
+
+    deadline: for all of them, by `time.monotonic`; without one, each read has the timeout of the socket.
+    """
     parts = bytearray()
     while len(parts) < count:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the other side does not answer in time")
+            connection.settimeout(left)
         part = connection.recv(min(count - len(parts), 1 << 16))
         if not part:
             raise ConnectionError("the other side closed the connection")

@@ -1,14 +1,13 @@
 """The server of the rendezvous store: keys, values and queues of one run, for those who hold its token.
 
-One thread and one selector serve all ranks. Imports no torch. A connection that has not authenticated can make the
-server hold no more than a challenge's answer, and is closed when it takes longer than `HANDSHAKE_SECONDS`.
+One thread and one selector serve all ranks. Imports no torch. `Newcomers` bounds what connections without the token
+cost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
-import secrets
 import selectors
 import socket
 import threading
@@ -18,10 +17,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from dilatant.comm import store_protocol as protocol
+from dilatant.comm.newcomers import BACKLOG, Newcomer, Newcomers
 
-HANDSHAKE_SECONDS = 10.0
-MAX_UNAUTHENTICATED = 256
-"""Connections that have not authenticated yet; the oldest gives way to the next."""
 MAX_STORED_BYTES = 1 << 30
 _LENGTH_BYTES = 4
 
@@ -29,9 +26,6 @@ _LENGTH_BYTES = 4
 @dataclass(eq=False, slots=True)
 class _Client:
     connection: socket.socket
-    nonce: bytes
-    since: float
-    authenticated: bool = False
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
     writes: bool = False
@@ -55,18 +49,19 @@ class StoreServer:
     def __init__(self, host: str, port: int, token: bytes) -> None:
         if not token:
             raise ValueError("a store without a token would serve everybody")
-        self._token = token
         self._listener = _listen(host, port)
+        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = defaultdict(deque)
         self._stored_bytes = 0
         self._clients: dict[socket.socket, _Client] = {}
         self._waiters: dict[bytes, set[_Client]] = defaultdict(set)
-        self._deadlines: list[tuple[float, int, _Client, _Waiting | None]] = []
+        self._deadlines: list[tuple[float, int, _Client, _Waiting]] = []
         self._num_deadlines = 0
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
+        self._newcomers = Newcomers(token, self._selector)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="dilatant-store", daemon=True)
@@ -86,14 +81,17 @@ class StoreServer:
                     self._close_all()
                     return
                 if key.fileobj is self._listener:
-                    self._accept()
-                    continue
-                client = self._clients.get(cast(socket.socket, key.fileobj))
-                if client is not None:
+                    self._newcomers.accept(self._listener)
+                elif isinstance(key.data, Newcomer):
+                    if (proved := self._newcomers.read(key.data)) is not None:
+                        self._admit(proved.connection)
+                elif (client := self._clients.get(cast(socket.socket, key.fileobj))) is not None:
                     self._on_ready(client, events)
+            self._newcomers.expire()
             self._expire(time.monotonic())
 
     def _close_all(self) -> None:
+        self._newcomers.close()
         for client in [*self._clients.values()]:
             self._drop(client)
         self._selector.close()
@@ -101,37 +99,27 @@ class StoreServer:
         self._woken.close()
 
     def _seconds_to_next_deadline(self) -> float | None:
-        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
+        seconds = self._newcomers.seconds_to_deadline()
+        if not self._deadlines:
+            return seconds
+        left = max(0.0, self._deadlines[0][0] - time.monotonic())
+        return left if seconds is None else min(left, seconds)
 
-    def _set_deadline(self, seconds: float, client: _Client, waiting: _Waiting | None = None) -> None:
+    def _set_deadline(self, seconds: float, client: _Client, waiting: _Waiting) -> None:
         self._num_deadlines += 1  # two entries never compare by their clients
         heapq.heappush(self._deadlines, (time.monotonic() + seconds, self._num_deadlines, client, waiting))
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, client, waiting = heapq.heappop(self._deadlines)
-            if waiting is None and not client.authenticated:
-                self._drop(client)
-            elif waiting is not None and client.waiting is waiting:
+            if client.waiting is waiting:
                 self._stop_waiting(client)
                 self._answer(client, [b"timeout"])
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it is gone again, or descriptors have run out: those who are here are served on
-            time.sleep(0.01)
-            return
-        newcomers = [client for client in self._clients.values() if not client.authenticated]
-        if len(newcomers) >= MAX_UNAUTHENTICATED:
-            self._drop(min(newcomers, key=lambda client: client.since))
-        connection.setblocking(False)
+    def _admit(self, connection: socket.socket) -> None:
         keep_alive(connection)
-        client = _Client(connection, secrets.token_bytes(protocol.NONCE_BYTES), time.monotonic())
-        self._clients[connection] = client
+        self._clients[connection] = _Client(connection)
         self._selector.register(connection, selectors.EVENT_READ)
-        self._set_deadline(HANDSHAKE_SECONDS, client)
-        self._send(client, protocol.GREETING + client.nonce)
 
     def _on_ready(self, client: _Client, events: int) -> None:
         try:
@@ -148,18 +136,6 @@ class StoreServer:
             self._drop(client)
 
     def _read(self, client: _Client) -> None:
-        if not client.authenticated:
-            if len(client.incoming) < protocol.ANSWER_BYTES:
-                return
-            theirs = bytes(client.incoming[: protocol.NONCE_BYTES])
-            given = bytes(client.incoming[protocol.NONCE_BYTES : protocol.ANSWER_BYTES])
-            del client.incoming[: protocol.ANSWER_BYTES]
-            if not protocol.proves(given, self._token, b"client", client.nonce, theirs):
-                with contextlib.suppress(OSError):
-                    client.connection.send(protocol.REFUSED)
-                raise protocol.ProtocolError("wrong token")
-            client.authenticated = True
-            self._send(client, protocol.proof(self._token, b"server", client.nonce, theirs))
         while client.connection in self._clients and len(client.incoming) >= _LENGTH_BYTES:
             length = protocol.frame_bytes(bytes(client.incoming[:_LENGTH_BYTES]))
             if len(client.incoming) < _LENGTH_BYTES + length:
@@ -302,7 +278,7 @@ def keep_alive(connection: socket.socket) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET if host else socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     return socket.create_server(
-        (host, port), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6
+        (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=family == socket.AF_INET6
     )
 
 

@@ -187,9 +187,9 @@ class Service:
 def main() -> None:
     """Read how to start from standard input, whose end is that of whoever started this."""
     start = read_start()
-    end_with_parent()
     try:
         service = Service(start)
+        end_with_parent()
         signal.signal(signal.SIGTERM, lambda *_: service.end())
         write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
         say(port=service.port, pid=os.getpid())

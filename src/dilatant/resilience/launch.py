@@ -29,7 +29,6 @@ from dilatant.resilience.history import PAGE, TRACE, write_history
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
 from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
-from dilatant.resilience.wire import connect
 from dilatant.training.rank import RunResult, Show, console_for
 from dilatant.training.starting_point import Start as StartingPoint
 
@@ -39,8 +38,6 @@ WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
 RESTART_SECONDS = 1.0
 """After which a lost node is started again: its start would take cores from those who recover."""
-ASK_SECONDS, ANSWER_SECONDS = 5.0, 10.0
-"""How often the coordinator is asked whether it is there, and what it has to answer at least."""
 BETWEEN_STARTS_SECONDS, UNATTENDED_SECONDS = 0.25, 30.0
 """Of coordinators that end at once: their port may be taken for a while, the disk may be full."""
 
@@ -183,7 +180,7 @@ class _Supervisor:
         self._restarts = restarts
         self._restarted: queue.SimpleQueue[tuple[int, list[Seat]]] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._asked = self._spoke = self._stood = time.monotonic()
+        self._began = self._stood = time.monotonic()
         self.failure = ""
         """Why the run cannot go on, where that lies with the coordinator."""
         self._thread = threading.Thread(target=self._run, name="dilatant-supervisor", daemon=True)
@@ -217,13 +214,8 @@ class _Supervisor:
         """One that has died, or stands still, is replaced; if none can stand for long, the run ends."""
         now = time.monotonic()
         if self._coordinator.is_alive:
-            if now - self._asked < ASK_SECONDS:
-                return
-            self._asked = now
-            patience = max(ANSWER_SECONDS, 3 * self._restart.settings.lease_seconds)
-            if _answers(self._restart, patience):
-                self._spoke = self._stood = time.monotonic()
-            if time.monotonic() - self._spoke < patience:  # it may just be starting
+            if not self._coordinator.stands_still():
+                self._stood = now if self._coordinator.has_answered else self._stood
                 return
             self._coordinator.process.kill()
             self._coordinator.process.wait()
@@ -236,11 +228,11 @@ class _Supervisor:
             )
             _kill(list(range(len(self._seats))))
             return
-        elif now - self._spoke < BETWEEN_STARTS_SECONDS:
+        elif now - self._began < BETWEEN_STARTS_SECONDS:
             return
         self._coordinator.close()
         self._coordinator = Child(COORDINATOR, self._restart)
-        self._asked = self._spoke = time.monotonic()
+        self._began = time.monotonic()
 
     def _run(self) -> None:
         ended_at: dict[int, float] = {}
@@ -275,15 +267,6 @@ def _port(child: Child) -> int:
         return child.port
     except RuntimeError as error:
         raise UserError(f"resilience.enabled: {error}; what it wrote is above") from None
-
-
-def _answers(coordinator: Start, seconds: float) -> bool:
-    """Whether there is one that speaks: a stopped process still has its port."""
-    try:
-        connect(coordinator.host, coordinator.port, bytes.fromhex(coordinator.token), seconds).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def known_record(folder: Path) -> Record | None:

@@ -117,7 +117,7 @@ def _coordinator(start: Start) -> Child:
 def _own_agent(leading: Leading, stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
     host = leading.host if is_loopback(leading.host) else LOOPBACK
     agent = subprocess.Popen(
-        [sys.executable, "-m", "dilatant", "agent", "--coordinator", f"{host}:{leading.port}"],
+        [sys.executable, "-P", "-m", "dilatant", "agent", "--coordinator", f"{host}:{leading.port}"],
         start_new_session=True,  # Ctrl-C is for this process, which asks all to end
     )
 
@@ -133,7 +133,7 @@ def _own_agent(leading: Leading, stack: contextlib.ExitStack) -> subprocess.Pope
 
 
 class _Led:
-    """The coordinator, started again when it dies."""
+    """The coordinator, started again when it dies or stands still."""
 
     def __init__(self, child: Child, start: Start) -> None:
         self._child = child
@@ -151,6 +151,9 @@ class _Led:
             record = known_record(self._folder)
             if record is not None and record.stopped:
                 return record
+            if self._child.stands_still():
+                self._child.process.kill()
+                self._child.process.wait()
             if not self._child.is_alive and self._child.process.returncode != SUPERSEDED_EXIT_CODE:
                 self._child.close()
                 self._child = Child(COORDINATOR, replace(self._start))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +21,9 @@ from dilatant.resilience.protocol.values import Settings
 
 TOO_FEW_EXIT_CODE = 75
 """EX_TEMPFAIL: try again later, with more nodes."""
+ASK = b"?"
+ASK_SECONDS, ANSWER_SECONDS = 5.0, 10.0
+"""How often a process is asked whether it stands still, and what it has to answer at least."""
 SUPERSEDED_EXIT_CODE, NO_MAJORITY_EXIT_CODE = 3, 4
 """Of coordinators: another one leads; too few members came to lead them."""
 
@@ -50,16 +56,22 @@ class Child:
 
     def __init__(self, module: str, start: Start) -> None:
         self._module = module
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for who started it
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(asdict(start)).encode() + b"\n")
-        self.process.stdin.flush()
+        self._pair, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                stdin=theirs,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for who started it
+            )
+        with suppress(OSError):  # it has ended already
+            self._pair.sendall(json.dumps(asdict(start)).encode() + b"\n")
+        self._pair.setblocking(False)
+        self._patience_seconds = max(ANSWER_SECONDS, 3 * start.settings.lease_seconds)
+        self._ask_at = time.monotonic()
+        self._asked_at: float | None = None
+        self.has_answered = False
+        """Whether the process has answered `stands_still` once, and so has begun."""
         self._said: dict[str, Any] | None = None
 
     @property
@@ -77,6 +89,23 @@ class Child:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
+    def stands_still(self) -> bool:
+        """Return True when the process has owed an answer for ANSWER_SECONDS, or three leases. To be called often.
+
+        It is asked over a connection that no other process has: a stopped one still has its port, and strangers may
+        crowd the port of one that works.
+        """
+        now = time.monotonic()
+        with suppress(OSError):  # nothing is there, or the process has ended
+            if self._pair.recv(1 << 10):
+                self._ask_at, self._asked_at, self.has_answered = now + ASK_SECONDS, None, True
+        if now >= self._ask_at:  # again, too: one that is starting may miss the first
+            self._ask_at = now + ASK_SECONDS
+            self._asked_at = now if self._asked_at is None else self._asked_at
+            with suppress(OSError):
+                self._pair.send(ASK)
+        return self._asked_at is not None and now - self._asked_at > self._patience_seconds
+
     def close(self, seconds: float = 0.0) -> None:
         """Let it end within some seconds, else end it. May be called twice."""
         try:
@@ -84,9 +113,9 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
+        self._pair.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 def read_start() -> Start:
@@ -96,12 +125,13 @@ def read_start() -> Start:
 
 
 def end_with_parent() -> None:
-    """End this process when whoever started it has: its standard input then does."""
+    """End this process when whoever started it has: its standard input then does. Meanwhile, answer what it asks."""
 
     def watch() -> None:
         # Not through Python's buffer, whose lock the end of the interpreter would wait for.
-        while os.read(0, 1):
-            pass
+        while asked := os.read(0, 1):
+            with suppress(OSError):
+                os.write(0, asked)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

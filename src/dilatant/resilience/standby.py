@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import threading
@@ -75,6 +76,8 @@ class Standby:
                 if not is_leading and self._record().term > before:
                     is_leading = True
                     print("this machine leads the run now", file=sys.stderr, flush=True)
+                if child.stands_still():
+                    child.close()
                 if child.is_alive:
                     if self._closed.is_set() and not is_leading:
                         return
@@ -92,8 +95,11 @@ class Standby:
     def _export(self) -> None:
         """What `dilatant train` does last, whose machine is gone; torch is for another process."""
         run = str(self._folder.parent)
-        if subprocess.run([sys.executable, "-m", "dilatant", "export", run], check=False).returncode:
-            print(f"warning: the run is finished, but not exported: `dilatant export {run}`", file=sys.stderr)
+        if subprocess.run([sys.executable, "-P", "-m", "dilatant", "export", run], check=False).returncode:
+            print(
+                f"warning: the run is finished, but not exported: `dilatant export {shlex.quote(run)}`",
+                file=sys.stderr,
+            )
 
     def _answers(self) -> bool:
         """Whether a coordinator speaks there: a stopped process still has its port."""

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import hmac
 import queue
-import secrets
 import selectors
 import socket
 import struct
@@ -25,6 +24,7 @@ from typing import Any
 import msgspec
 
 from dilatant.comm import store_protocol as store
+from dilatant.comm.newcomers import BACKLOG, Newcomers
 from dilatant.comm.store_server import keep_alive
 from dilatant.resilience.job import Ask, Job
 from dilatant.resilience.protocol import agent, values
@@ -37,8 +37,11 @@ _MAC_BYTES = 32
 _READ_BYTES = 1 << 16
 PORT_SECONDS = 2.0
 """How long a port that is in use is asked for again."""
-MAX_HANDSHAKES = 64
-"""Connections that have not shown the token yet; more are closed at once."""
+CROWDED_SECONDS = 0.01
+"""Pause between rounds of accepting a crowd, so that strangers who come back at once do not take a core."""
+SEND_SECONDS = 5
+"""A peer that reads nothing for so long, while what is sent to it has filled all buffers, is given up: whoever sends
+serves others, too."""
 
 
 class LinkClosed(ConnectionError):
@@ -97,6 +100,8 @@ class Link:
             try:
                 self.socket.sendall(_HEAD.pack(len(body), VERSION) + mac + body)
             except OSError as error:
+                with contextlib.suppress(OSError):  # half a frame may be out; who reads hears of the end
+                    self.socket.shutdown(socket.SHUT_RDWR)
                 raise LinkClosed(str(error)) from None
 
     def receive(self) -> Any:
@@ -170,45 +175,20 @@ class Link:
 
 def connect(host: str, port: int, token: bytes, timeout_seconds: float = 10.0) -> Link:
     """Raises OSError, or ValueError for a server of another kind."""
-    connection = socket.create_connection((host, port), timeout_seconds)
-    try:
-        # On one machine, TCP connects a port that nobody listens at to itself, now and then: it would then be taken.
-        if connection.getsockname() == connection.getpeername():
-            connection.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )  # free it at once
-            raise ConnectionRefusedError(f"nobody listens at {host}:{port} yet")
-        challenge = store.receive_exactly(connection, store.CHALLENGE_BYTES)
-        if not challenge.startswith(store.GREETING):
-            raise store.ProtocolError("what listens there is none of ours")
-        theirs, own = challenge[len(store.GREETING) :], secrets.token_bytes(store.NONCE_BYTES)
-        connection.sendall(own + store.proof(token, b"client", theirs, own))
-        if not store.proves(
-            store.receive_exactly(connection, store.PROOF_BYTES), token, b"server", theirs, own
-        ):
-            raise store.Refused("the token of this process is not that of the run")
-        return _ready(connection, token, theirs, own, is_client=True)
-    except BaseException:
-        connection.close()
-        raise
+    return _ready(*store.dial(host, port, token, timeout_seconds), token, is_client=True)
 
 
 def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.0) -> Link:
-    """The server's half. Raises OSError or ValueError; the connection is closed then."""
-    try:
-        connection.settimeout(timeout_seconds)
-        own = secrets.token_bytes(store.NONCE_BYTES)
-        connection.sendall(store.GREETING + own)
-        answer = store.receive_exactly(connection, store.ANSWER_BYTES)
-        theirs, given = answer[: store.NONCE_BYTES], answer[store.NONCE_BYTES :]
-        if not store.proves(given, token, b"client", own, theirs):
-            connection.sendall(store.REFUSED)
-            raise store.Refused("a connection without the run's token")
-        connection.sendall(store.proof(token, b"server", own, theirs))
-        return _ready(connection, token, own, theirs, is_client=False)
-    except BaseException:
-        connection.close()
-        raise
+    """The server's half, for one connection. Raises OSError; the connection is closed then."""
+    with selectors.DefaultSelector() as selector:
+        newcomers = Newcomers(token, selector, timeout_seconds)
+        newcomers.greet(connection)
+        while newcomers:
+            for key, _ in selector.select(newcomers.seconds_to_deadline()):
+                if (proved := newcomers.read(key.data)) is not None:
+                    return _ready(*proved, token, is_client=False)
+            newcomers.expire()
+    raise ConnectionError("a connection without the run's token")
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -216,7 +196,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
     deadline = time.monotonic() + PORT_SECONDS
     while True:
         try:
-            return socket.create_server((host, port), backlog=256, reuse_port=False)
+            return socket.create_server((host, port), backlog=BACKLOG, reuse_port=False)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
@@ -234,7 +214,7 @@ class Received:
 class Connections:
     """Messages of all who connect with the token, and of links that are added, for one thread that waits for them.
 
-    Nobody who connects holds it up: handshakes have threads of their own.
+    Nobody who connects holds it up: handshakes have a thread of their own, and one that does not read is given up.
     """
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
@@ -278,26 +258,21 @@ class Connections:
             self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _accept(self) -> None:
-        handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
-
-        def shake_hands(connection: socket.socket) -> None:
-            try:
-                self.add(accept(connection, self._token))
-            except (OSError, ValueError):
-                return
-            finally:
-                handshakes.release()
-
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                time.sleep(0.01)
-                continue
-            if not handshakes.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=shake_hands, args=(connection,), daemon=True).start()
+        self._listener.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            newcomers = Newcomers(self._token, selector)
+            selector.register(self._listener, selectors.EVENT_READ)
+            while True:
+                is_crowded = False
+                for key, _ in selector.select(newcomers.seconds_to_deadline()):
+                    if key.data is None:
+                        is_crowded = newcomers.accept(self._listener)
+                    elif (proved := newcomers.read(key.data)) is not None:
+                        with contextlib.suppress(OSError):  # it is gone again
+                            self.add(_ready(*proved, self._token, is_client=False))
+                newcomers.expire()
+                if is_crowded:
+                    time.sleep(CROWDED_SECONDS)
 
 
 def close_all(links: Iterable[Link]) -> None:
@@ -305,9 +280,10 @@ def close_all(links: Iterable[Link]) -> None:
         link.close()
 
 
-def _ready(connection: socket.socket, token: bytes, first: bytes, second: bytes, is_client: bool) -> Link:
+def _ready(connection: socket.socket, first: bytes, second: bytes, token: bytes, is_client: bool) -> Link:
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(connection)
+    if not is_client:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
     key = hmac.new(token, b"dilatant-link" + first + second, hashlib.sha256).digest()
     return Link(connection, key, is_client)
