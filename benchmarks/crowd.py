@@ -32,7 +32,7 @@ MACHINES = 2
 RETURN_SECONDS = 0.5
 DRIP_SECONDS = 3.0
 ASK_SECONDS = 0.5
-BEGIN_SECONDS = 180.0
+BEGIN_SECONDS = 400.0
 SHOUT = (b"\xff" * 65536, b"\x00\xff\xff\xff" * 1024, b"GET / HTTP/1.1\r\n\r\n" * 8)
 KINDS = ("idle", "dripping", "shouting")
 

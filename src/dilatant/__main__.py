@@ -5,15 +5,25 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 from types import FrameType
 
 INTERRUPTED_EXIT = 128 + signal.SIGINT
+
+
+def fill_streams() -> None:
+    """Where standard streams are closed, let them lead nowhere: what is printed is lost, and no file that is opened
+    later takes their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the end
 
 
 def main() -> None:
     """Entry point of the command. Ctrl-C ends it without a trace from the first import on."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    fill_streams()
     try:
         from dilatant.cli.app import main as run
     except KeyboardInterrupt:

@@ -24,10 +24,14 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def dilatant(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Dilatant]:
-    """Run the command line in this process: returns exit code, standard output and standard error."""
+    """Run the command line in this process, in the folder of the config that it is given: returns exit code, standard
+    output and standard error."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         capfd.readouterr()
+        configs = (Path(str(each)) for each in arguments if str(each).endswith(".yaml"))
+        if (config := next(configs, Path())).is_absolute() and config.is_file():
+            monkeypatch.chdir(config.parent)
         monkeypatch.setattr("sys.argv", ["dilatant", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             run()

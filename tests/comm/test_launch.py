@@ -167,8 +167,88 @@ def test_incomplete_variables_say_what_is_missing() -> None:
         place_from({"JOB_COMPLETION_INDEX": "1"})
 
 
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1234",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_PORT": "a:1"}
+
+
+def test_the_variables_of_mpirun_are_understood_or_refused() -> None:
+    assert place_from(OMPI) == Place("mpirun", 3, 4, 1, 2, "node0", 1234, True)
+    assert place_from({**SLURM, **OMPI, "SLURM_NTASKS": "2"}) == place_from(
+        OMPI
+    )  # of the helper that srun started
+    with pytest.raises(UserError, match="started by mpirun, but MASTER_ADDR is not set"):
+        place_from({key: value for key, value in OMPI.items() if key != "MASTER_ADDR"})
+    one, other = (place_from({**HYDRA, "PMI_PORT": port}) for port in ("a:1", "a:2"))
+    assert one is not None
+    assert other is not None
+    assert (one.host, one.one_machine, one.rank) == ("127.0.0.1", True, 1)
+    assert one.port != other.port  # two runs of one machine
+    assert place_from({**HYDRA, "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) is None
+    for alone in ({"PMIX_RANK": "0"}, {"PMI_RANK": "1", "PMI_SIZE": "2"}):
+        with pytest.raises(UserError, match="set RANK, WORLD_SIZE"):
+            place_from(alone)
+    assert place_from({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"}) is None
+
+
 @pytest.mark.parametrize(
-    ("nodes", "host"), [("gpu[03-05,9],cpu1", "gpu03"), ("a1,b2", "a1"), ("solo", "solo"), ("", None)]
+    ("variables", "says"),
+    [
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"RANK": "-1"}, "rank -1 of 8"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "rank 0 of 0"),
+        ({"LOCAL_RANK": "4"}, "local rank 4 of 4"),
+        ({"RANK": "two"}, "not numbers"),
+        ({"MASTER_PORT": "99999"}, "no port"),
+    ],
+)
+def test_a_rank_that_there_is_not_is_refused_at_once(variables: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        place_from({**TORCHRUN, **variables})
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "tasks"),
+    [
+        ("3,2", "0", 3),
+        ("3,2", "1", 2),
+        ("2(x3),1", "2", 2),
+        ("2(x3),1", "3", 1),
+        ("4(x2)", "1", 4),
+        ("4", "", 4),
+    ],
+)
+def test_tasks_of_a_node_are_read_as_slurm_writes_them(counts: str, node: str, tasks: int) -> None:
+    place = place_from(
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
+    )
+    assert place is not None
+    assert place.local_size == tasks
+
+
+def test_a_step_whose_only_word_is_its_own_number_of_tasks_is_one() -> None:
+    variables = {key: value for key, value in SLURM.items() if key != "SLURM_NTASKS"}
+    assert place_from({**variables, "SLURM_STEP_NUM_TASKS": "4"}) == place_from(SLURM)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("a1,b2", "a1"),
+        ("solo", "solo"),
+        ("", None),
+        ("foo-[10-20]-[01-02],bar", "foo-10-01"),
+        ("rack[1,3-4]node[1-4]", "rack1node1"),
+        ("gpu[001-002]-ib", "gpu001-ib"),
+        ("n[1-2].cluster.local", "n1.cluster.local"),
+    ],
 )
 def test_the_first_host_of_a_node_list(nodes: str, host: str | None) -> None:
     assert first_host(nodes) == host

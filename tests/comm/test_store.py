@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 
-from dilatant.comm import newcomers
+from dilatant.comm import newcomers, rendezvous, store
 from dilatant.comm.store import Store, StoreGone, connect
 from dilatant.comm.store_server import StoreServer
 from dilatant.config.errors import UserError
@@ -155,11 +155,25 @@ def test_strangers_push_out_each_other_and_nobody_with_the_token(server: StoreSe
         connection.close()
 
 
-def test_a_store_that_nobody_opens_is_one_clear_error() -> None:
+def test_a_store_that_nobody_opens_is_one_clear_error_after_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(store, "WORD_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(UserError, match=f"no store of the run answers at 127.0.0.1:{port}"):
         connect("127.0.0.1", port, TOKEN, True, timeout_seconds=0.3)
+    (word,) = capsys.readouterr().err.splitlines()
+    assert word.startswith(f"waits for the store of the run at 127.0.0.1:{port}")
+
+
+def test_ranks_that_do_not_come_are_named_meanwhile(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "WORD_AFTER", timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError):
+        rendezvous.join(_connect(server), 0, 0, 3, "inbox", timedelta(seconds=0.3))
+    assert capsys.readouterr().err == "waits for rank 1, 2 to join, up to 0.3 s\n"
 
 
 def test_clients_notice_at_once_that_the_store_is_gone(server: StoreServer) -> None:

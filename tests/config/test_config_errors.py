@@ -138,6 +138,14 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("train.schedule.final_ratio=1.5", "train.schedule.final_ratio"),
         ("seed=99999999999999999999", "seed: Input should be less than 4294967296"),
         ("seed=-1", "seed"),
+        ("data.train=x.jsonl", "data.train must be a list, as in [{path: x.jsonl}]"),
+        ("data.train=[x.jsonl]", "data.train.0 must be a section, as in {path: x.jsonl}"),
+        ("data.train={path: x.jsonl}", "data.train must be a list, as in [{path: x.jsonl}]"),
+        ("model.freeze=vision.encoder", "model.freeze must be a list, as in [vision.encoder]"),
+        ("model.freeze=null", "model.freeze must be a list, as in [] for none"),
+        ("train.steps=1.5e0", "train.steps"),
+        ("data.train.0={prompt: What is it? }: a", "not valid YAML: "),
+        ("data.train.0={prompt: [}", "in quotes of its own"),
         ("train=3", "train must be a section with keys such as steps"),
         (
             "parallel={units: {visoin: {}, language: {}}}",
@@ -170,6 +178,19 @@ def test_a_mistake_names_key_and_remedy(tmp_path: Path, override: str, says: str
 
 def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, GOOD), ["train.report_to=wandb"]).train.report_to == ("wandb",)
+
+
+@pytest.mark.parametrize("word", ["none", "[none]", "null", "[]"])
+def test_no_tracker_is_said_as_elsewhere(tmp_path: Path, word: str) -> None:
+    assert load_config(write(tmp_path, GOOD), [f"train.report_to={word}"]).train.report_to == ()
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, GOOD), ["train.steps=1e3", "train.optimizer.eps=1e-6", "output_dir=1e3"]
+    )
+    assert (config.train.steps, config.train.optimizer.eps) == (1000, 1e-6)
+    assert config.output_dir.endswith("/1e3")
 
 
 def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:

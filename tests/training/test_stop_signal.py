@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -44,3 +45,16 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.raise_signal(signal.SIGINT)
     assert not stop.received
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_in_a_thread_signals_stay_as_they_are() -> None:
+    seen = []
+
+    def run() -> None:
+        with StopSignal() as stop:
+            seen.append((signal.getsignal(signal.SIGINT), stop.received))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [(signal.default_int_handler, False)]

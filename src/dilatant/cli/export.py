@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, RunPath, Trust, read_config
+from dilatant.cli.options import AsJson, RunPath, Trust, read_run
 from dilatant.config.errors import UserError
 from dilatant.config.own_files import require_plain
 
@@ -27,13 +27,10 @@ def export(
     from dilatant.training.export_folder import check_target
 
     console = open_console(stderr=as_json)
-    saved = folder / "config.yaml"
-    if not saved.is_file():
-        raise UserError(f"{str(folder)!r} is not a run folder: it has no config.yaml")
     require_plain(folder)
+    config = read_run(folder, trust=trust)
     target = to or folder / "export"
     check_target(target, folder)
-    config = read_config(saved, trust=trust)
 
     from dilatant.profiling.assemble import assemble_model, assemble_samples
     from dilatant.training.checkpoint import best_of, newest_valid

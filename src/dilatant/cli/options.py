@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -112,13 +113,19 @@ def is_hardware_file(text: str) -> bool:
     return True
 
 
-def read_config(path: Path, overrides: Iterable[str] = (), trust: bool | None = None) -> Config:
-    """`load_config`, whose libraries are imported only now, so that `--help` starts at once. trust: False where the
-    user named a folder, and the config was found in it; None where the user named the config."""
+def read_config(
+    path: Path,
+    overrides: Iterable[str] = (),
+    trust: bool | None = None,
+    prepare: Callable[[dict[str, Any]], None] = lambda tree: None,
+) -> Config:
+    """`load_config`, whose libraries are imported only now, so that `--help` starts at once. Paths in overrides are
+    relative to the working folder. trust: False where the user named a folder, and the config was found in it; None
+    where the user named the config. prepare: changes the tree of the file before."""
     from dilatant.config import load_config
     from dilatant.config.trust import names_code
 
-    config = load_config(path, overrides, trust)
+    config = load_config(path, [*overrides], trust, from_shell=True, prepare=prepare)
     if trust and not names_code(config.model_dump(mode="json")):
         warnings.warn(
             f"--trust-remote-code is unused: {str(path)!r} names no code; beside a model's id the key is "
@@ -129,6 +136,28 @@ def read_config(path: Path, overrides: Iterable[str] = (), trust: bool | None = 
         # Before torch is imported, and for every process that this one starts: none of them sees a GPU.
         hide_gpus()
     return config
+
+
+def read_run(
+    folder: Path, overrides: Iterable[str] = (), resume: bool = False, trust: bool = False
+) -> Config:
+    """The config that a run was started with. What moved along with the run is found. resume: it is to go on from its
+    newest checkpoint. Raises UserError."""
+    from dilatant.config.paths import follow_run
+    from dilatant.config.printable import printable
+
+    saved = folder / "config.yaml"
+    if not saved.is_file():
+        raise UserError(f"{str(folder)!r} is not a run folder: it has no config.yaml")
+
+    def follow(tree: dict[str, Any]) -> None:
+        for line in follow_run(tree, folder):
+            print(printable(line), file=sys.stderr)
+        if resume:
+            tree["output_dir"] = str(folder.resolve())
+            tree.setdefault("train", {})["resume"] = "auto"
+
+    return read_config(saved, overrides, trust, follow)
 
 
 def read_config_text(text: str) -> Config:

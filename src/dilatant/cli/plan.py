@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -176,7 +177,7 @@ def train_command(config: Path, plan_file: Path) -> str:
     """The command that trains with a plan as it was simulated: microbatches, schedule and policy are in the file."""
     # The whole section, so that a layout in the file gives way. Its paths are relative to the YAML file.
     path = os.path.relpath(plan_file.resolve(), config.resolve().parent)
-    return f"dilatant train {config} --set 'parallel={{plan: {path}}}'"
+    return f"dilatant train {shlex.quote(str(config))} --set {shlex.quote(f'parallel={{plan: {path}}}')}"
 
 
 def _seen_from_here(path: Path) -> Path:

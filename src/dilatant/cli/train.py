@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -89,7 +90,7 @@ def train(
             raise UserError(
                 f"--save-config {str(save_config)!r} cannot be written: {error.strerror}"
             ) from None
-        print(f"train it with\n  dilatant train {save_config}", file=sys.stderr)
+        print(f"train it with\n  dilatant train {shlex.quote(str(save_config))}", file=sys.stderr)
         raise typer.Exit(0)
     print(text, file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(run(read_config_text(text), overwrite=overwrite, as_json=as_json))
@@ -143,7 +144,8 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     try:
         result = train(config, overwrite=overwrite, show="stderr" if as_json else "stdout")
     except Stopped as stopped:
-        print(printable(f"stopped; go on with\n  dilatant resume {config.output_dir}"), file=sys.stderr)
+        line = f"stopped; go on with\n  dilatant resume {shlex.quote(config.output_dir)}"
+        print(printable(line), file=sys.stderr)
         return stopped.exit_code
     except WorkerFailed as failure:
         if failure.details:
@@ -160,9 +162,10 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
 
     console = open_console(stderr=as_json)
     path = _shortest(result.folder)
+    quoted = shlex.quote(str(path))
     if not result.finished:
         console.print(
-            f"stopped after step {result.step} of {result.total_steps}, saved; go on with\n  dilatant resume {path}",
+            f"stopped after step {result.step} of {result.total_steps}, saved; go on with\n  dilatant resume {quoted}",
             soft_wrap=True,
             highlight=False,
             markup=False,
@@ -186,12 +189,12 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
     console.print(f"\n{what} Where to look:", style="bold", highlight=False)
     places = {
         f"{path}/metrics.jsonl": "every step's figures",
-        f"tensorboard --logdir {path}": "the same as curves",
+        f"tensorboard --logdir {quoted}": "the same as curves",
         f"{path}/timeline.html": "the last step on every rank: who computed, who waited for whom",
         f"{path}/timeline.json": "the same for ui.perfetto.dev",
-        f"dilatant simulate {path}": "the same step predicted, beside the measured one",
+        f"dilatant simulate {quoted}": "the same step predicted, beside the measured one",
         f"{path}/export": "the model in the Hugging Face layout",
-        f"dilatant generate {path}/export --help": "ask it something",
+        f"dilatant generate {shlex.quote(f'{path}/export')} --help": "ask it something",
     }
     if (result.folder / "data.html").is_file():
         places = {f"{path}/data.html": "what the data are, and what balancing them is worth", **places}

@@ -25,7 +25,14 @@ import torch
 
 from dilatant.comm import store_of_launcher
 from dilatant.comm.errors import CommAborted, CommTimeout
-from dilatant.comm.fork_server import heed_launcher, own_folder, remove_behind_parent, warm_up
+from dilatant.comm.fork_server import (
+    NO_GUARD,
+    NO_GUARD_EXIT,
+    heed_launcher,
+    own_folder,
+    remove_behind_parent,
+    warm_up,
+)
 from dilatant.comm.rendezvous import announce_failure
 from dilatant.comm.store import Store, connect
 from dilatant.comm.store_server import StoreServer
@@ -37,6 +44,8 @@ GRACE_SECONDS = 5.0
 """What workers have to end by themselves after one has died or hangs; then nothing they could save is of use."""
 NEWCOMER_SECONDS = 0.2
 """Between two looks for ranks that are to be started again."""
+START_SECONDS = 300.0
+"""What rank 0 has to be there, where nobody says otherwise."""
 SAVE_SECONDS = 60.0
 """What they have after one has raised an error: all of them may be saving their parts of the last step."""
 
@@ -94,19 +103,24 @@ class _Report:
 
 
 def launch(
-    function: Callable[..., Any], num_workers: int, *args: Any, started: Callable[[], None] = lambda: None
+    function: Callable[..., Any],
+    num_workers: int,
+    *args: Any,
+    started: Callable[[], None] = lambda: None,
+    timeout_seconds: float = START_SECONDS,
 ) -> list[Any]:
     """`function(worker, *args)` on every rank; what each rank returned, or only this one's under an outer launcher.
 
     An outer launcher's variables decide how many ranks there are; without them `num_workers` are started here.
     Function (of module level), arguments and results are pickled between our own processes. Ctrl-C does not reach
-    these: it is for us. started: called when all of them run. Raises UserError or WorkerFailed with the first error.
+    these: it is for us. started: called when all of them run. timeout_seconds: what rank 0 has to be there
+    under an outer launcher. Raises UserError or WorkerFailed with the first error.
     """
     place = place_from()
     if place is None:
         return launch_local(function, num_workers, *args, started=started)
     prepare_cuda()
-    with store_of_launcher.joined(place) as store:
+    with store_of_launcher.joined(place, timeout_seconds) as store:
         worker = worker_here(
             place.rank, place.size, place.local_rank, place.local_size, store, started_here=False
         )
@@ -289,6 +303,8 @@ def _watch(
 def _death(rank: int, process: Any) -> _Report:
     process.join(GRACE_SECONDS)
     code = process.exitcode
+    if code == NO_GUARD_EXIT:
+        return _Report(rank, NO_GUARD, "", is_user_error=True)
     if code is not None and code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:

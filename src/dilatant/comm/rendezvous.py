@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,8 @@ from dilatant.comm.errors import CommAborted
 from dilatant.comm.liveness import send_abort
 from dilatant.comm.store import Store
 
+WORD_AFTER = timedelta(seconds=30)
+"""After which whoever waits for others says so."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -53,7 +56,7 @@ def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeou
     try:
         if rank == 0:
             keys = [f"{prefix}/join/{other}" for other in range(size)]
-            store.wait(keys, timeout)
+            _await_all(store, keys, timeout)
             inboxes, machines = zip(*(json.loads(each) for each in store.multi_get(keys)))
             membership = Membership(uuid4().hex, inboxes, machines)
             for key in keys:
@@ -68,6 +71,21 @@ def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeou
         raise
     name, inboxes, machines = json.loads(store.get(f"started/{inbox}"))
     return Membership(name, tuple(inboxes), tuple(machines))
+
+
+def _await_all(store: Store, keys: list[str], timeout: timedelta) -> None:
+    """Wait for the keys of all ranks, and say once on stderr who is missing. Raises TimeoutError."""
+    try:
+        return store.wait(keys, min(timeout, WORD_AFTER))
+    except TimeoutError:
+        if timeout <= WORD_AFTER:
+            raise
+    missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    names = f"rank {', '.join(missing[:16])}" + (
+        f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+    )
+    print(f"waits for {names} to join, up to {timeout.total_seconds():g} s", file=sys.stderr, flush=True)
+    store.wait(keys, timeout - WORD_AFTER)
 
 
 def this_machine() -> str:

@@ -23,13 +23,17 @@ LAST_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def joined(place: Place) -> Iterator[Store]:
-    """The store of all ranks, for as long as this one needs it. Raises UserError."""
+def joined(place: Place, timeout_seconds: float) -> Iterator[Store]:
+    """The store of all ranks, for as long as this one needs it.
+
+    timeout_seconds: for rank 0 to be there. Raises UserError.
+    """
     token = shared_token()
     server = _serve(place, token) if place.rank == 0 else None
     try:
         host, port = _address(place, server)
-        store = connect(LOOPBACK if server is not None else host, port, token, place.one_machine)
+        at = LOOPBACK if server is not None else host
+        store = connect(at, port, token, place.one_machine, timeout_seconds)
         store = store.prefixed(f"attempt{place.attempt}")
         try:
             yield store

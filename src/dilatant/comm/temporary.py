@@ -8,24 +8,48 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from dilatant.config.errors import UserError
 
 OWNER = "owner"
 """File in such a folder that its process holds locked, and that names it by process id and start."""
 _PREFIXES = ("dilatant-", "pymp-", "ray-")
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+LONGEST_FOLDER_BYTES = 70
+"""Of a folder for temporary files in which sockets have room, in folders of their own."""
+
+
+@contextmanager
+def short_temporary_folder(longest: int = LONGEST_FOLDER_BYTES) -> Iterator[str]:
+    """Inside, `tempfile` makes folders where sockets in them have short paths; the folder that it is. Raises UserError."""
+    usual = before = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > longest:
+        usual = next((folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)), "")
+        if not usual:
+            raise UserError(
+                f"the path of TMPDIR ({before}) is too long for sockets in it; set it to a shorter one"
+            )
+    tempfile.tempdir = usual
+    try:
+        yield usual
+    finally:
+        tempfile.tempdir = before
 
 
 class TemporaryFolder:
     """A folder for this user alone, of this process until `close` or until it ends however that happens.
 
-    prefix: of its name. longest: characters of the folder for temporary files; sockets need short paths, so that /tmp
-    takes its place where it is longer. path: of a folder that is there already. Raises OSError.
+    prefix: of its name. longest: bytes of the folder for temporary files; sockets need short paths, so that another one
+    takes its place where it is longer. path: of a folder that is there already. Raises OSError and UserError.
     """
 
-    def __init__(self, prefix: str = _PREFIXES[0], longest: int = 70, path: str | None = None) -> None:
-        usual = tempfile.gettempdir()
-        self.path = path or tempfile.mkdtemp(prefix=prefix, dir=usual if len(usual) < longest else "/tmp")
+    def __init__(
+        self, prefix: str = _PREFIXES[0], longest: int = LONGEST_FOLDER_BYTES, path: str | None = None
+    ) -> None:
+        with short_temporary_folder(longest) as usual:
+            self.path = path or tempfile.mkdtemp(prefix=prefix, dir=usual)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._owner: int | None = os.open(Path(self.path, OWNER), flags, 0o600)
         with suppress(OSError):  # a file system without locks
@@ -42,7 +66,7 @@ class TemporaryFolder:
 
 def remove_left_folders() -> None:
     """Remove the folders of processes of this user that were killed. Never raises, and leaves all others alone."""
-    for parent in {tempfile.gettempdir(), "/tmp"}:
+    for parent in {tempfile.gettempdir(), *_SHORT_FOLDERS}:
         with suppress(OSError):
             for folder in _own_folders(parent):
                 with suppress(OSError):

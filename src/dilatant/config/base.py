@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import re
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+]?\d{1,2}")
 
 
 class Section(BaseModel):
     """A part of the YAML file. Unknown keys are errors; values are checked as they are read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_whole_numbers(cls, given: Any, info: ValidationInfo) -> Any:
+        """YAML reads 1e3 as a text; where a whole number is wanted it is one."""
+        if not isinstance(given, str) or not _EXPONENT.fullmatch(given):
+            return given
+        field = cls.model_fields[str(info.field_name)]
+        is_whole = field.annotation in (int, int | None) and float(given).is_integer()
+        return int(float(given)) if is_whole else given

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import os
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from dilatant.config.model import ModelConfig
 from dilatant.config.others_keys import CALLED_HERE
 from dilatant.config.own_files import read_text, require_plain
 from dilatant.config.parallel import WORDS, ParallelConfig
+from dilatant.config.paths import from_working_folder
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.resilience import ResilienceConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
@@ -120,14 +121,21 @@ def unit_problems(parallel: ParallelConfig, units: tuple[str, ...]) -> list[str]
 
 
 def load_config(
-    path: str | Path, overrides: Iterable[str] = (), trust_remote_code: bool | None = None
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    trust_remote_code: bool | None = None,
+    *,
+    from_shell: bool = False,
+    prepare: Callable[[dict[str, Any]], None] = lambda tree: None,
 ) -> Config:
     """Read a YAML file and apply `a.b=c` overrides (values are YAML).
 
-    Relative paths in the file become absolute, so the saved config of a run means the same anywhere. trust_remote_code:
-    whether the user allows code that the file names (`trust_remote_code`, metrics of one's own) to run; by default a
-    file is the user's own word unless a run wrote it, which may be somebody else's (see `config/trust.py`). A config
-    that a run wrote has the folder that it lies in as `output_dir`, where nothing may be a link.
+    Relative paths in the file and in overrides become absolute, so the saved config of a run means the same anywhere.
+    trust_remote_code: whether the user allows code that the file names (`trust_remote_code`, metrics of one's own) to
+    run; by default a file is the user's own word unless a run wrote it, which may be somebody else's (see
+    `config/trust.py`). A config that a run wrote has the folder that it lies in as `output_dir`, where nothing may be a
+    link. from_shell: paths in overrides are relative to the working folder, not to the file. prepare: called with the
+    tree of plain values, to change it before it is checked.
     Raises UserError that lists every problem with its key.
     """
     path, overrides = Path(path), tuple(overrides)
@@ -145,7 +153,8 @@ def load_config(
     if not isinstance(tree, dict):
         raise UserError(f"config {str(path)!r} must be a mapping with 'model' and 'data'")
     for override in overrides:
-        apply_override(tree, override)
+        apply_override(tree, override, path.resolve().parent if from_shell else None)
+    prepare(tree)
     if run is not None and not any(override.startswith("output_dir=") for override in overrides):
         tree["output_dir"] = str(run)
     config = parse_config(tree, base=path.resolve().parent, name=str(path))
@@ -173,8 +182,9 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
     return _with_absolute_paths(config, base)
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Change one key of a config's tree, as `--set` does. Raises UserError."""
+def apply_override(tree: dict[str, Any], override: str, base: Path | None = None) -> None:
+    """Change one key of a config's tree, as `--set` does. base: the YAML file's folder, where paths in the value are
+    relative to the working folder (see `from_working_folder`). Raises UserError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"--set {override!r} must look like train.steps=100")
@@ -187,7 +197,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = read_yaml(text)
     except yaml.YAMLError as error:
-        raise UserError(f"--set {override!r}: the value is not valid YAML: {explain(error)}") from None
+        raise UserError(
+            f"--set {override!r}: the value is not valid YAML: {explain(error)}; put a text with characters such as "
+            "? : # [ { in quotes of its own, as in '{prompt: \"What is it?\"}'"
+        ) from None
+    value = value if base is None else from_working_folder(key, value, base)
     if isinstance(node, dict):
         node[last] = value
     elif isinstance(node, list):
@@ -221,12 +235,32 @@ def _explain(problem: Any) -> str:
         return f"unknown key {place!r}; {_hint(list(map(str, parents)), str(key))}"
     if problem["type"] == "missing":
         return f"{place!r} is missing"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f"{place} must be a list, as in {_as_list(problem)}"
+    if (
+        problem["type"] == "model_type"
+        and isinstance(problem["input"], str)
+        and "path" in _keys_at(problem["loc"])
+    ):
+        return f"{place} must be a section, as in {{path: {problem['input']}}}"
     if problem["type"] == "model_type":
         return f"{place} must be a section with keys such as {', '.join(_keys_at(problem['loc'])[:3])}"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
     return f"{place}: {message}{shown}" if place else message
+
+
+def _as_list(problem: Any) -> str:
+    """What was written, as the list that it should be."""
+    value = problem["input"]
+    if value is None:
+        return "[] for none"
+    shown = (
+        value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).partition("\n")[0]
+    )
+    is_source = isinstance(value, str) and "path" in _keys_at(problem["loc"])
+    return f"[{{path: {shown}}}]" if is_source else f"[{shown}]"
 
 
 def _hint(parents: list[str], key: str) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 from dilatant.config.errors import UserError
 
@@ -58,15 +60,33 @@ def expand_path(text: str, base: Path) -> Path:
         raise UserError(f"path {text!r} cannot be used: {error}") from None
 
 
+@contextmanager
+def without_working_folder() -> Iterator[None]:
+    """Inside, a Python that is started imports nothing from the folder in which it starts: a random.py of the user's
+    there is not the library's."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
 def hide_gpus() -> None:
     """Let this process, if it has not begun to use them, and those that it starts see no GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Where the variables of torchrun (or anything that sets the same), Slurm or a Kubernetes indexed Job put this
-    process; None when there are none, or when they describe a single process. Raises UserError when they are
-    incomplete."""
+    """Where the variables of torchrun (or anything that sets the same), mpirun, Slurm or a Kubernetes indexed Job put
+    this process; None when there are none, or when they describe a single process. Raises UserError when they are
+    incomplete or contradict each other.
+
+    Those of mpirun come before Slurm's: inside a job mpirun starts helpers by srun, whose variables they pass on.
+    """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _place(
             environment,
@@ -77,16 +97,34 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
             local_size=environment.get("LOCAL_WORLD_SIZE", "1"),
             host=environment.get("MASTER_ADDR"),
         )
-    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment and "SLURM_STEP_ID" in environment:
+    for rank, size, local_rank, local_size in _OF_MPIRUN:
+        if rank in environment and size in environment and local_rank in environment:
+            is_one_machine = environment.get(local_size) == environment[size]
+            return _place(
+                environment,
+                "mpirun",
+                rank=environment[rank],
+                size=environment[size],
+                local_rank=environment[local_rank],
+                local_size=environment.get(local_size, "1"),
+                host=environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_machine else None),
+                # Two of them on one node must not meet at one port; their ranks share these words.
+                port=environment.get("MASTER_PORT")
+                or str(20000 + crc32(_shared_word(environment).encode()) % 20000),
+            )
+    tasks = environment.get("SLURM_NTASKS") or environment.get("SLURM_STEP_NUM_TASKS")
+    if "SLURM_PROCID" in environment and tasks and "SLURM_STEP_ID" in environment:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        per_node = (
+            environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE") or "1"
+        )
         return _place(
             environment,
             "Slurm",
             rank=environment["SLURM_PROCID"],
-            size=environment["SLURM_NTASKS"],
+            size=tasks,
             local_rank=environment.get("SLURM_LOCALID", "0"),
-            local_size=environment.get("SLURM_NTASKS_PER_NODE")
-            or environment.get("SLURM_STEP_TASKS_PER_NODE", "1"),
+            local_size=tasks_of_node(per_node, environment.get("SLURM_NODEID", "0")),
             host=environment.get("MASTER_ADDR") or first_host(nodes),
             # Jobs of one node must not meet at one port.
             port=environment.get("MASTER_PORT") or str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000),
@@ -102,13 +140,50 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
             local_size="1",
             host=environment.get("MASTER_ADDR"),
         )
+    alone = [name for name in ("PMIX_RANK", "PMI_RANK") if name in environment]
+    if alone and "SLURM_PROCID" not in environment and environment.get("PMI_SIZE") != "1":
+        raise UserError(
+            f"an MPI launcher started this process ({alone[0]} is set), but does not say how many there are on which "
+            "machine; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
+        )
     return None
 
 
+_OF_MPIRUN = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+"""Open MPI; MPICH, Intel MPI and others that start their processes by Hydra."""
+
+
+def _shared_word(environment: Mapping[str, str]) -> str:
+    """What all processes of one mpirun have, and no other's."""
+    named = (environment.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT"))
+    return next((word for word in named if word), "")
+
+
 def first_host(nodes: str) -> str | None:
-    """The first host of a Slurm node list: "gpu[03-05,9],cpu1" → "gpu03"."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    return f"{match[1]}{match[2] or ''}" if match else None
+    """The first host of a Slurm node list: "gpu[03-05,9],cpu1" → "gpu03", "rack[1-2]node[1-4].local" →
+    "rack1node1.local"."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[\s*(\d+)[^\]]*\]", r"\1", first[0]).strip() if first else None
+
+
+def tasks_of_node(counts: str, node: str) -> str:
+    """How many tasks a node has, of a list as Slurm writes it: "2(x3),1" are three nodes of two and one of one.
+
+    node: its number among them. Of what is no such list, the text itself.
+    """
+    written = [re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part) for part in counts.split(",")]
+    each = [count[1] for count in written if count for _ in range(min(int(count[2] or 1), 1 << 20))]
+    if not all(written) or not node.isdigit():
+        return counts
+    return each[min(int(node), len(each) - 1)] if each else counts
 
 
 def _place(
@@ -123,31 +198,43 @@ def _place(
     one_machine: bool = False,
 ) -> Place | None:
     port = port or environment.get("MASTER_PORT", "29500")
-    missing = [name for name, value in (("WORLD_SIZE", size), ("MASTER_ADDR", host)) if not value]
-    if size == "1":
+    try:
+        numbers = [int(each) for each in (rank, size or "1", local_rank, local_size, port)]
+    except ValueError as error:
+        raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
+    number, count, local, num_local, port_number = numbers
+    ranges = [("rank", number, count)] if size else []
+    if num_local != 1:  # some launchers only say which one a process is on its machine
+        ranges.append(("local rank", local, num_local))
+    for name, index, of in ranges:
+        if not 0 <= index < of:
+            raise UserError(
+                f"{launcher}'s variables say {name} {index} of {of} processes; ranks are 0 to {max(0, of - 1)}: "
+                "correct the launch script"
+            )
+    if not 0 < port_number < 1 << 16:
+        raise UserError(f"MASTER_PORT {port_number} is no port; give one from 1 to 65535")
+    if size and count == 1:
         return None
-    if missing or size is None or host is None:
+    missing = [name for name, value in (("WORLD_SIZE", size), ("MASTER_ADDR", host)) if not value]
+    if missing or host is None:
         raise UserError(
             f"this process was started by {launcher}, but {' and '.join(missing)} is not set; MASTER_ADDR is the host "
             "of rank 0 and WORLD_SIZE the number of processes"
         )
-    try:
-        num_local = int(local_size.partition("(")[0])  # Slurm writes "4(x2)"
-        return Place(
-            launcher=launcher,
-            rank=int(rank),
-            size=int(size),
-            local_rank=int(local_rank),
-            local_size=num_local,
-            host=host,
-            port=int(port),
-            # torchrun's agent keeps the store itself.
-            hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-            one_machine=one_machine or num_local >= int(size),
-        )
-    except (ValueError, TypeError) as error:
-        raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
+    return Place(
+        launcher=launcher,
+        rank=number,
+        size=count,
+        local_rank=local,
+        local_size=num_local,
+        host=host,
+        port=port_number,
+        # torchrun's agent keeps the store itself.
+        hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        one_machine=one_machine or num_local >= count,
+    )
 
 
 def token_variables() -> tuple[str | None, str | None]:
@@ -168,6 +255,11 @@ def state_folder() -> Path:
 def cache_home() -> Path:
     """Where programs keep what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def runtime_folder() -> str:
+    """Where the system keeps the sockets of this user, or nothing."""
+    return os.environ.get("XDG_RUNTIME_DIR", "")
 
 
 def cache_folder() -> Path:

@@ -107,11 +107,13 @@ class TrainConfig(Section):
     resume: str = "never"
     """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """Trackers, besides metrics.jsonl: one name or a list."""
+    """Trackers, besides metrics.jsonl: one name or a list; `none`, `[]` or null for none."""
 
     @field_validator("report_to", mode="before")
     @classmethod
     def _one_or_more(cls, given: object) -> object:
+        if given in (None, "none", ["none"]):
+            return ()
         return (given,) if isinstance(given, str) else given
 
 

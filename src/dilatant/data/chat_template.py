@@ -178,7 +178,7 @@ def read_template(path: str) -> str:
 def _try(template: ChatTemplate, name: str) -> None:
     """Raises UserError for a template that cannot be rendered here, in a thread of a process that must go on."""
     asked = json.dumps([template.text, dict(template.special_tokens)])
-    command = [sys.executable, "-m", template_trial.__name__, str(TRIAL_BYTES)]
+    command = [sys.executable, "-P", "-m", template_trial.__name__, str(TRIAL_BYTES)]
     try:
         ended = subprocess.run(
             command, input=asked, stderr=subprocess.DEVNULL, text=True, timeout=TRIAL_SECONDS

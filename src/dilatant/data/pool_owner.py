@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from dilatant.comm.fork_server import own_folder
+from dilatant.comm.fork_server import NO_GUARD, NO_GUARD_EXIT, own_folder
 from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.durable import write_durably
 from dilatant.data.encoding import Encoding
@@ -148,6 +148,7 @@ class _Crew:
                 time.sleep(START_PAUSE_SECONDS)
 
     def _start_once(self, hand: _Hand) -> None:
+        warm_up()  # as it was the first time, where the server has ended meanwhile
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=work,
@@ -221,6 +222,8 @@ class _Crew:
         hand.process.join()
         death = _death(hand, self._decode_seconds)
         hand.failed_starts += not hand.is_ready
+        if hand.process.exitcode == NO_GUARD_EXIT and not hand.is_ready:
+            return self._give_up(NO_GUARD)
         _log.warning("%s %s; another one takes its place", hand.shown, death.how)
         hand.deaths = [*hand.deaths, death][-DEATHS_KEPT:]
         if hand.pipe is not None:

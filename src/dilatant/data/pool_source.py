@@ -23,6 +23,7 @@ from typing import Any
 
 from msgspec import MsgspecError
 
+from dilatant.comm.fork_server import NO_GUARD
 from dilatant.config.errors import UserError
 from dilatant.data.arena import Arena
 from dilatant.data.asked import Asked, Awake, Entry
@@ -49,7 +50,7 @@ from dilatant.data.pool_wire import (
     to_rank,
 )
 from dilatant.data.sample import EncodedSample
-from dilatant.data.workers import WorkerError
+from dilatant.data.workers import WithheldError, WorkerError
 
 TASKS_IN_HAND = 3
 """Requests that a worker holds for a rank: one at work and the next ones waiting, so that it never waits for us."""
@@ -406,7 +407,10 @@ class PoolSource:
         reason: Any = "the process that started them has ended"
         with suppress(OSError):
             reason = (self._folder / REASON).read_text(encoding="utf-8")
-        self._asked.fail(WorkerError(f"there are no data workers any more: {reason}"))
+        if reason == NO_GUARD:
+            self._asked.fail(WithheldError(NO_GUARD))
+        else:
+            self._asked.fail(WorkerError(f"there are no data workers any more: {reason}"))
 
 
 def _read(connection: socket.socket) -> bytes:

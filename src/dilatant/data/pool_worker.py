@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -20,9 +19,7 @@ from multiprocessing.connection import Connection
 from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import remove_behind_parent
-from dilatant.config.environment import compute_in_one_thread
 from dilatant.data.encoding import Encoding
-from dilatant.data.freed_memory import keep_freed_memory
 from dilatant.data.pool import Dataset, Request
 from dilatant.data.pool_answer import answer
 from dilatant.data.pool_wire import (
@@ -45,6 +42,7 @@ from dilatant.data.pool_wire import (
     write_note,
 )
 from dilatant.data.sample import Sample
+from dilatant.data.workers import begin_work
 
 PING, PONG, LEAVE = b"ping", b"pong", b"leave"
 STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
@@ -62,11 +60,7 @@ def work(
 ) -> None:
     """job: pickled (data sets by name, encoding). folder: of the pool's sockets, removed when the owner is gone.
     deaths: of the workers that had this place before. shared: as for `remove_behind_parent`."""
-    for asked in (signal.SIGINT, signal.SIGTERM):  # the owner decides what they mean, and ends us
-        signal.signal(asked, signal.SIG_IGN)
-    compute_in_one_thread()
-    keep_freed_memory()
-    warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
+    begin_work()
     threading.Thread(target=_answer_owner, args=(owner, folder, shared), daemon=True).start()
     _Worker(listener, job, decode_seconds, deaths).serve()
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -185,6 +186,8 @@ class WorkerPool(Generic[T, R]):
         process = self._processes[worker]
         process.join(timeout=5)
         code = process.exitcode
+        if code == fork_server.NO_GUARD_EXIT:
+            return WithheldError(fork_server.NO_GUARD)
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
@@ -218,13 +221,23 @@ def _end(processes: list[Any], connections: list[Connection]) -> None:
     connections.clear()
 
 
-def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
-    """The life of a worker: do tasks until the other end closes. shared: as for `remove_behind_parent`."""
-    for asked in (signal.SIGINT, signal.SIGTERM):  # the caller decides what they mean, and ends us
+def begin_work() -> None:
+    """Let this process be a data worker: its owner decides what signals mean, it computes in one thread, and what
+    libraries say of a file, which names neither the sample nor what to do, is not shown."""
+    for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
     keep_freed_memory()
-    warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
+    warnings.simplefilter("ignore")
+    # Libraries in C (libmpg123) write to the descriptor; what Python says still goes where it went.
+    sys.stderr = open(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+
+
+def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
+    """The life of a worker: do tasks until the other end closes. shared: as for `remove_behind_parent`."""
+    begin_work()
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def listen() -> None:

@@ -285,7 +285,7 @@ def without_bars(source: str | Path) -> Iterator[None]:
     """Inside, transformers draws no bars for what it reads or writes in a moment: they would break the lines around
     them. source: where a model comes from or goes to; of an id on the hub, a terminal is shown how the download goes.
     """
-    is_download = not Path(source).is_dir() and sys.stderr.isatty()
+    is_download = not Path(source).is_dir() and sys.stderr is not None and sys.stderr.isatty()
     if is_download or not transformers_logging.is_progress_bar_enabled():
         yield
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,8 +24,16 @@ class Terminal(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
+def print_anything() -> None:
+    """Let standard output and errors show a character that their encoding lacks by its number, not fail at it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def open_console(stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that reads no markup, in lines and cells of tables alike."""
+    """A console that reads no markup, in lines and cells of tables alike, and prints any character."""
+    print_anything()
     return Terminal(stderr=stderr, quiet=quiet, markup=False)
 
 

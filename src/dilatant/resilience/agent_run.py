@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -130,7 +131,7 @@ def _what_is_left(run: Path) -> str:
     names = (path.name for path in run.glob("checkpoints/step-*"))
     saved = [name for name in names if re.fullmatch(r"step-\d+", name)]  # others are of abandoned branches
     newest = max(saved, key=lambda name: int(name[5:]), default="its beginning, for nothing is saved")
-    return f"`dilatant resume {run}` goes on from {newest}"
+    return f"`dilatant resume {shlex.quote(str(run))}` goes on from {newest}"
 
 
 def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
@@ -206,7 +207,7 @@ def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Serv
 def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
     """A worker, which ends with this process."""
     worker = subprocess.Popen(
-        [sys.executable, "-u", "-m", WORKER],
+        [sys.executable, "-P", "-u", "-m", WORKER],
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for us
     )

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from dilatant.comm.fork_server import heed_launcher, own_folder, remove_behind_parent, warm_up
+from dilatant.comm.fork_server import (
+    NO_GUARD,
+    NO_GUARD_EXIT,
+    heed_launcher,
+    own_folder,
+    remove_behind_parent,
+    warm_up,
+)
 from dilatant.comm.launch import WorkerFailed
 from dilatant.config import Config, UserError
 from dilatant.profiling.assemble import assemble_samples
@@ -79,6 +86,8 @@ def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> Chosen
             progress(said)
     except EOFError:
         process.join()
+        if process.exitcode == NO_GUARD_EXIT:
+            raise UserError(NO_GUARD) from None
         raise WorkerFailed(f"the planning process ended with exit code {process.exitcode}") from None
     finally:
         process.kill()

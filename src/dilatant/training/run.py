@@ -69,6 +69,7 @@ def train(
     folder, WorkerFailed when a rank fails, Stopped when a signal ends a run before it trains; a run that was asked to
     stop later is saved and returns. resilient: starts the ranks of a run that goes on when some are lost.
     """
+    fork_server.require_main_guard()
     if config.train.device == "cpu":
         hide_gpus()
     check_optimizer(config.train.optimizer)
@@ -101,7 +102,7 @@ def train(
         planning = _Planning(config, devices, folder, start) if plans else None
         if planning is not None and place is not None:
             # The ranks meet first, for only one of them plans.
-            result, prepared = _launch(_train_as_planned, place.size, planning, show)
+            result, prepared = _launch(config, _train_as_planned, place.size, planning, show)
         else:
             try:
                 made = planning.choose(console) if planning is not None else None
@@ -118,7 +119,7 @@ def train(
                 return result
             # In one process that is this one, which has prepared.
             here = (prepared,) if ranks == 1 else ()
-            result = _launch(train_rank, ranks, config, planned.to_json(), start, show, *here)
+            result = _launch(config, train_rank, ranks, config, planned.to_json(), start, show, *here)
         if result.finished and result.is_first:
             _export(config, prepared, result, folder)
         return result
@@ -176,11 +177,12 @@ def _prepare(config: Config, made: TrainingPlan | None, place: Place | None, con
     return prepared
 
 
-def _launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
+def _launch(config: Config, function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     """`function` on all ranks; what it returned on rank 0 (or on this rank, under an outer launcher)."""
     with _stopping(starts_workers=ranks > 1 and place_from() is None) as stop:
         try:
-            result, *_ = launch(function, ranks, *args, started=stop.workers_run)
+            seconds = config.parallel.timeout_seconds
+            result, *_ = launch(function, ranks, *args, started=stop.workers_run, timeout_seconds=seconds)
         except WorkerFailed as failure:
             # A worker that does not train, yet or any more, just ends when it is asked to.
             if stop.signal.received and failure.killed_by == signal.SIGTERM:

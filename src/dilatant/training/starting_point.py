@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +45,9 @@ def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Cons
         return Start(Path(resume))
     if list_checkpoints(folder.checkpoints):
         if not overwrite:
+            command = f"dilatant resume {shlex.quote(str(folder.path))}"
             raise UserError(
-                f"{str(folder.path)!r} holds a run already; go on with `dilatant resume {folder.path}`, "
+                f"{str(folder.path)!r} holds a run already; go on with `{command}`, "
                 "choose another output_dir, or start anew with --overwrite"
             )
         return Start(None, discards=True)

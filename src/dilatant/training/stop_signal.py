@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -14,7 +15,8 @@ SAME_WISH_SECONDS = 2.0
 
 class StopSignal:
     """While open, the first SIGINT or SIGTERM is noted in `signal` and calls `on_signal`; one that comes more than
-    SAME_WISH_SECONDS later acts as it would without us. A signal that was ignored before stays ignored."""
+    SAME_WISH_SECONDS later acts as it would without us. A signal that was ignored before stays ignored. Signals are the
+    main thread's: opened in another one, this notes none."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -23,7 +25,8 @@ class StopSignal:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
