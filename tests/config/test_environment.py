@@ -1,4 +1,4 @@
-"""Environment variables are read and set in one file."""
+"""What depends on the machine around a process is read in few places."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ def test_no_other_file_reads_the_environment() -> None:
         if re.search(r"\benviron\b|\bgetenv\b|\bputenv\b", path.read_text())
     ]
     assert readers == ["config/environment.py"]
+
+
+def test_no_deadline_follows_the_wall_clock() -> None:
+    """A clock that is set, by a person or the network, moves what is shown and nothing else."""
+    source = Path(dilatant.__file__).parent
+    readers = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if re.search(r"\btime\.time\(|\bdatetime\.(now|utcnow)\(", path.read_text())
+    }
+    of_events, of_charts = "resilience/coordinator_process.py", {"runtime/recorder.py", "training/trainer.py"}
+    assert readers <= {of_events, *of_charts}

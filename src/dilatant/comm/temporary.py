@@ -23,7 +23,10 @@ LONGEST_FOLDER_BYTES = 70
 
 @contextmanager
 def short_temporary_folder(longest: int = LONGEST_FOLDER_BYTES) -> Iterator[str]:
-    """Inside, `tempfile` makes folders where sockets in them have short paths; the folder that it is. Raises UserError."""
+    """Inside, `tempfile` makes folders where sockets in them have short paths; the folder that it is.
+
+    Raises UserError where there is none.
+    """
     usual = before = tempfile.gettempdir()
     if len(os.fsencode(usual)) > longest:
         usual = next((folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)), "")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dilatant.config.environment import expand_path
 from dilatant.config.errors import UserError
 
 _PATHS = re.compile(
@@ -32,7 +33,8 @@ def from_working_folder(key: str, value: Any, base: Path) -> Any:
         return [from_working_folder(f"{key}.{place}", each, base) for place, each in enumerate(value)]
     if not isinstance(value, str) or not value or "\0" in value:
         return value
-    here, there = Path.cwd() / Path(value).expanduser(), base / Path(value).expanduser()
+    path = expand_path(value, Path.cwd())
+    here, there = Path.cwd() / path, base / path
     if _PATHS.fullmatch(key) and value not in _WORDS:
         is_there = key != "output_dir" and there.exists() and not here.exists()
         return value if is_there else os.path.normpath(here)

@@ -17,8 +17,9 @@ _HEAD = """# Every key of the YAML file
 
 Written by `python -m dilatant.config.reference > docs/config.md` from the code that reads the file. `NAME` is a name of
 yours, `N` the number of a list's item, from 0. Any key may be set on the command line: `--set train.steps=100`,
-`--set data.train.0.path=more.json`, `--set 'parallel={units: {vision: {}, language: {pp: 2}}}'`. Paths are relative to
-the YAML file; `~`, `$NAME` and `${NAME}` are replaced in them. An unknown key is an error that names the nearest one; a
+`--set data.train.0.path=more.json`, `--set 'parallel={units: {vision: {}, language: {pp: 2}}}'`. Paths in the file are
+relative to it, those of `--set` to the folder in which the command runs (a file that is only beside the YAML file is
+found, too); `~`, `$NAME` and `${NAME}` are replaced in them. An unknown key is an error that names the nearest one; a
 key that is written twice is an error, too.
 """
 
