@@ -31,7 +31,7 @@ def joined(place: Place, timeout_seconds: float) -> Iterator[Store]:
     token = shared_token()
     server = _serve(place, token) if place.rank == 0 else None
     try:
-        host, port = _address(place, server)
+        host, port = _address(place, server, timeout_seconds)
         at = LOOPBACK if server is not None else host
         store = connect(at, port, token, place.one_machine, timeout_seconds)
         store = store.prefixed(f"attempt{place.attempt}")
@@ -60,21 +60,24 @@ def _serve(place: Place, token: bytes) -> StoreServer:
         ) from None
 
 
-def _address(place: Place, server: StoreServer | None) -> tuple[str, int]:
-    """Where the store is; under torchrun its agent's store tells. Anybody may write there: the token protects ours."""
+def _address(place: Place, server: StoreServer | None, timeout_seconds: float) -> tuple[str, int]:
+    """Where the store is; under torchrun its agent's store tells. Anybody may write there: the token protects ours.
+    Raises UserError."""
     if place.hosts_store:
         return LOOPBACK if place.one_machine else place.host, place.port
-    agent = dist.TCPStore(
-        place.host,
-        place.port,
-        is_master=False,
-        timeout=timedelta(seconds=AGENT_SECONDS),
-        wait_for_workers=False,
-    )
-    key = f"dilatant/{place.attempt}"
-    if server is not None:
-        agent.set(key, f"{LOOPBACK if place.one_machine else _own_address(place)} {server.port}")
-    host, port = agent.get(key).decode().split()
+    key, timeout = f"dilatant/{place.attempt}", timedelta(seconds=timeout_seconds)
+    try:
+        agent = dist.TCPStore(
+            place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+        if server is not None:
+            agent.set(key, f"{LOOPBACK if place.one_machine else _own_address(place)} {server.port}")
+        host, port = agent.get(key).decode().split()
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"torchrun's store at {place.host}:{place.port} gives no address of rank 0 within {timeout_seconds:g} s "
+            f"({' '.join(str(error).split())[:200]}): rank 0 did not start, or a firewall is in between"
+        ) from None
     return host, int(port)
 
 

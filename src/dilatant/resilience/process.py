@@ -60,7 +60,7 @@ class Child:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for who started it
             )
