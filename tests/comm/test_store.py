@@ -145,14 +145,17 @@ def test_garbage_and_huge_lengths_hurt_nobody(server: StoreServer) -> None:
     assert waiting == [b"still here"]
 
 
-def test_strangers_push_out_each_other_and_nobody_with_the_token(server: StoreServer) -> None:
+def test_strangers_push_out_each_other_and_nobody_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newcomers, "MAX_NEWCOMERS", 20)
+    server = StoreServer("127.0.0.1", 0, TOKEN)
     steady = _connect(server)
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
     assert _still_serves(server)  # later than all of them
     steady.set("a", b"b")
-    assert len(server._newcomers) <= newcomers.MAX_NEWCOMERS
+    assert len(server._newcomers) <= 20
     for connection in silent:
         connection.close()
+    server.close()
 
 
 def test_a_store_that_nobody_opens_is_one_clear_error_after_a_word(

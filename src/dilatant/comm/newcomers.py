@@ -8,6 +8,7 @@ way, never one that has proved the token: who holds the token answers at once, a
 from __future__ import annotations
 
 import errno
+import resource
 import secrets
 import selectors
 import socket
@@ -19,9 +20,11 @@ from typing import NamedTuple
 from dilatant.comm import store_protocol as protocol
 
 HANDSHAKE_SECONDS = 10.0
-MAX_NEWCOMERS = 256
+MAX_NEWCOMERS = 1024
+"""At most, and no more than half of the descriptors that this process may open."""
 ACCEPTED_AT_ONCE = 32
 """Connections that are accepted before those who have proved the token are served again."""
+NONCE = protocol.NONCE_BYTES
 BACKLOG = 1024
 """Connections that the system keeps for a listener of ours until they are accepted."""
 
@@ -53,21 +56,22 @@ class Newcomers:
         token: bytes,
         selector: selectors.BaseSelector,
         seconds: float = HANDSHAKE_SECONDS,
-        most: int = MAX_NEWCOMERS,
+        most: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token = token
         self._selector = selector
         self._seconds = seconds
-        self._most = most
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = most or min(MAX_NEWCOMERS, max(1, soft // 2))
         self._clock = clock
         self._waiting: dict[Newcomer, None] = {}  # the oldest first
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def accept(self, listener: socket.socket) -> bool:
-        """Accept who has connected to a listener that does not block; return True where more may have."""
+    def accept(self, listener: socket.socket) -> None:
+        """Accept who has connected to a listener that does not block, at most ACCEPTED_AT_ONCE."""
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection, _ = listener.accept()
@@ -77,17 +81,14 @@ class Newcomers:
                         self.drop(next(iter(self._waiting)))
                     else:
                         time.sleep(0.01)  # those who are served hold all descriptors
-                return False
+                return
             self.greet(connection)
-        return True
 
     def greet(self, connection: socket.socket) -> None:
         """Send a challenge, and wait for its answer from now on."""
         if len(self._waiting) >= self._most:
             self.drop(next(iter(self._waiting)))
-        newcomer = Newcomer(
-            connection, secrets.token_bytes(protocol.NONCE_BYTES), self._clock() + self._seconds
-        )
+        newcomer = Newcomer(connection, secrets.token_bytes(NONCE), self._clock() + self._seconds)
         self._waiting[newcomer] = None
         self._selector.register(connection, selectors.EVENT_READ, newcomer)
         try:
@@ -109,14 +110,12 @@ class Newcomers:
         newcomer.arrived += data
         if data and len(newcomer.arrived) < protocol.ANSWER_BYTES:
             return None
-        theirs, answer = (
-            bytes(newcomer.arrived[: protocol.NONCE_BYTES]),
-            bytes(newcomer.arrived[protocol.NONCE_BYTES :]),
-        )
-        is_proved = protocol.proves(answer, self._token, b"client", newcomer.nonce, theirs)
-        own = protocol.proof(self._token, b"server", newcomer.nonce, theirs)
+        theirs, answer = (bytes(part) for part in (newcomer.arrived[:NONCE], newcomer.arrived[NONCE:]))
+        reply, is_proved = protocol.REFUSED, False
+        if protocol.proves(answer, self._token, b"client", newcomer.nonce, theirs):
+            reply, is_proved = protocol.proof(self._token, b"server", newcomer.nonce, theirs), True
         try:
-            newcomer.connection.sendall(own if is_proved else protocol.REFUSED)
+            newcomer.connection.sendall(reply)
         except OSError:
             is_proved = False
         if not is_proved:

@@ -37,8 +37,8 @@ _MAC_BYTES = 32
 _READ_BYTES = 1 << 16
 PORT_SECONDS = 2.0
 """How long a port that is in use is asked for again."""
-CROWDED_SECONDS = 0.01
-"""Pause between rounds of accepting a crowd, so that strangers who come back at once do not take a core."""
+ROUND_SECONDS = 0.01
+"""Pause between rounds of accepting and reading, so that a crowd is served in batches and takes no core."""
 SEND_SECONDS = 5
 """A peer that reads nothing for so long, while what is sent to it has filled all buffers, is given up: whoever sends
 serves others, too."""
@@ -263,16 +263,14 @@ class Connections:
             newcomers = Newcomers(self._token, selector)
             selector.register(self._listener, selectors.EVENT_READ)
             while True:
-                is_crowded = False
                 for key, _ in selector.select(newcomers.seconds_to_deadline()):
                     if key.data is None:
-                        is_crowded = newcomers.accept(self._listener)
+                        newcomers.accept(self._listener)
                     elif (proved := newcomers.read(key.data)) is not None:
                         with contextlib.suppress(OSError):  # it is gone again
                             self.add(_ready(*proved, self._token, is_client=False))
                 newcomers.expire()
-                if is_crowded:
-                    time.sleep(CROWDED_SECONDS)
+                time.sleep(ROUND_SECONDS)
 
 
 def close_all(links: Iterable[Link]) -> None:
