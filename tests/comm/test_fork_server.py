@@ -68,3 +68,11 @@ def test_the_command_works_with_closed_streams_and_ascii_ones(tmp_path: Path) ->
     said = "from dilatant.report.say import print_anything as p; p(); print('1 \\u00b5s')"
     done = python("-c", said, cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout) == (0, "1 \\xb5s\n")
+
+
+def test_what_c_libraries_write_in_a_data_worker_is_not_shown(tmp_path: Path) -> None:
+    said = (
+        "import os, sys; from dilatant.data.workers import begin_work; begin_work(); os.write(2, b'noise'); "
+    )
+    done = python("-c", said + "print('ours', file=sys.stderr)", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "ours\n")
