@@ -150,12 +150,7 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 _OF_MPIRUN = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 """Open MPI; MPICH, Intel MPI and others that start their processes by Hydra."""
@@ -255,11 +250,6 @@ def state_folder() -> Path:
 def cache_home() -> Path:
     """Where programs keep what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
-def runtime_folder() -> str:
-    """Where the system keeps the sockets of this user, or nothing."""
-    return os.environ.get("XDG_RUNTIME_DIR", "")
 
 
 def cache_folder() -> Path:
