@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,8 +41,10 @@ PROBE = "\U0010fffb"
 """A character that no text holds: where it comes out, the template has written what it was given."""
 LONGEST_TEMPLATE = 1 << 20
 """Characters of a chat template, and those that one may add to a conversation."""
-TRIAL_SECONDS = 20.0
-"""Longest that a chat template may take for a question of one character, the start of a process included."""
+TRIAL_SECONDS = 20
+"""Longest that a processor may work at a question of one character, the start of a process included."""
+TRIAL_PATIENCE = 10
+"""Times as long as that by the clock: a busy machine takes its time."""
 TRIAL_BYTES = 1 << 30
 """Memory that it may take for it."""
 
@@ -178,19 +181,21 @@ def read_template(path: str) -> str:
 def _try(template: ChatTemplate, name: str) -> None:
     """Raises UserError for a template that cannot be rendered here, in a thread of a process that must go on."""
     asked = json.dumps([template.text, dict(template.special_tokens)])
-    command = [sys.executable, "-P", "-m", template_trial.__name__, str(TRIAL_BYTES)]
+    command = [sys.executable, "-P", "-m", template_trial.__name__, str(TRIAL_BYTES), str(TRIAL_SECONDS)]
     try:
-        ended = subprocess.run(
-            command, input=asked, stderr=subprocess.DEVNULL, text=True, timeout=TRIAL_SECONDS
-        )
+        code = subprocess.run(
+            command,
+            input=asked,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=TRIAL_PATIENCE * TRIAL_SECONDS,
+        ).returncode
     except subprocess.TimeoutExpired:
-        took = f"more than {TRIAL_SECONDS:g} s"
-    else:
-        if ended.returncode == 0:
-            return
-        took = (
-            f"more than {TRIAL_BYTES >> 20} MiB"
-            if ended.returncode == template_trial.TOO_LARGE
-            else "all there is"
-        )
+        code = -signal.SIGXCPU
+    if code == 0:
+        return
+    took = {
+        -signal.SIGXCPU: f"more than {TRIAL_SECONDS} s",
+        template_trial.TOO_LARGE: f"more than {TRIAL_BYTES >> 20} MiB",
+    }.get(code, "all there is")
     raise UserError(f"the chat template ({name}) takes {took} for one word; use another")

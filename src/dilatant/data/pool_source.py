@@ -211,11 +211,12 @@ class PoolSource:
 
     def _release_all(self) -> None:
         self._selector.close()
-        for leaving in [*self._links, *self._leaving]:
-            if leaving.connection is not None:
-                leaving.connection.close()
+        for leaving in self._leaving:
+            leaving.connection.close()
         for link in self._links:
-            link.connection = None
+            if link.connection is not None:
+                link.connection.close()
+                link.connection = None
         self._wake.close()
         self._wakes.close()
         self._arena.close()

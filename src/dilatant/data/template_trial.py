@@ -1,8 +1,9 @@
 """Compiles and renders a chat template in a process that can be ended; run as a program, it imports jinja2 alone.
 
-Standard input: the template and its special tokens as JSON. Argument: the memory it may take, in bytes. Exit code: 0
-when the template has come to an end, were it by an error, and `TOO_LARGE` when it lacks memory. The environment offers
-what transformers' offers, so what runs without end there does so here.
+Standard input: the template and its special tokens as JSON. Arguments: the memory it may take, in bytes, and the
+seconds of a processor. Exit code: 0 when the template has come to an end, were it by an error, and `TOO_LARGE` when it
+lacks memory; too many seconds end it by SIGXCPU. The environment offers what transformers' offers, so what runs without
+end there does so here.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def _run(template: str, special_tokens: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
-    most = int(sys.argv[1])
+    most, seconds = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     try:
         _run(*asked)
     except MemoryError:
