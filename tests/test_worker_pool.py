@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from patience import HANG_SECONDS
 from worker_pool import Worker, WorkerPool, WorkersFailed
 
 
@@ -39,14 +40,16 @@ def test_a_function_runs_once_on_every_rank_with_a_store_of_its_own(workers: Wor
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "message", "seconds"),
     [
-        (_fail_on_one, "rank 1 of 2:.*ValueError: broken on purpose"),
-        (_die_on_one, r"rank 0 of 2:.*exit code -9"),
-        (_hang_on_one, "rank 1 of 2: did not end"),
+        (_fail_on_one, "rank 1 of 2:.*ValueError: broken on purpose", HANG_SECONDS),
+        (_die_on_one, r"rank 0 of 2:.*exit code -9", HANG_SECONDS),
+        (_hang_on_one, "rank 1 of 2: did not end", 1.0),
     ],
 )
-def test_a_failure_names_its_rank_and_the_pool_goes_on(workers: WorkerPool, function, message) -> None:
+def test_a_failure_names_its_rank_and_the_pool_goes_on(
+    workers: WorkerPool, function, message, seconds
+) -> None:
     with pytest.raises(WorkersFailed, match=f"(?s){message}"):
-        workers.run(function, 2, timeout_seconds=1.0)
+        workers.run(function, 2, timeout_seconds=seconds)
     assert workers.run(_sum_over_ranks, 2, 0) == [1, 1]

@@ -18,8 +18,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from patience import HANG_SECONDS
+
 TOKEN = b"of the tests"
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 30.0
 """What the other ranks have to end after one has failed; then they are replaced."""
 
 
@@ -51,7 +53,7 @@ class WorkerPool:
         self._runs = 0
 
     def run(
-        self, function: Callable[..., Any], size: int, *args: Any, timeout_seconds: float = 120.0
+        self, function: Callable[..., Any], size: int, *args: Any, timeout_seconds: float = HANG_SECONDS
     ) -> list[Any]:
         """What each rank returned, by rank. The function (module level), arguments and results are pickled.
 
@@ -96,7 +98,7 @@ class WorkerPool:
                     succeeded, value = connection.recv()
                 except (EOFError, OSError):
                     process = self._members[rank][0]
-                    process.join(1.0)
+                    process.join(GRACE_SECONDS)
                     succeeded, value = False, f"the process died (exit code {process.exitcode})"
                     self._replace(rank)
                 if succeeded:

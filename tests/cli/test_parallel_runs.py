@@ -23,6 +23,7 @@ from dilatant.config import Config
 from dilatant.report.gantt import GanttChart
 from dilatant.report.plan_report import PlanReport
 from dilatant.training import run as training_run
+from patience import HANG_SECONDS
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 PHI = {
@@ -285,7 +286,7 @@ def test_a_killed_worker_ends_the_run_and_leaves_no_process(project: Path) -> No
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     metrics = project / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + HANG_SECONDS
     while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()[1]
@@ -294,13 +295,11 @@ def test_a_killed_worker_ends_the_run_and_leaves_no_process(project: Path) -> No
     # The server that workers come from is the command's child, the workers are that server's.
     ranks = [pid for server in children(process.pid) for pid in children(server)]
     assert len(ranks) == 3
-    began = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 1
-    assert time.monotonic() - began < 30
     assert re.search(r"^error: rank \d was killed by SIGKILL", err.strip().splitlines()[-1]), err
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_SECONDS
     while left := [pid for pid in family if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.05)
@@ -324,12 +323,12 @@ def test_a_signal_stops_all_ranks_after_one_step(project: Path, number: signal.S
         arguments, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
     metrics = project / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + HANG_SECONDS
     while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(process.pid, number)  # as a terminal, `timeout`, Slurm and systemd do
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 128 + number
     assert "dilatant resume" in output
     done = len(losses(project / "run"))

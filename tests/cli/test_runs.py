@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tiny_project import SIDES, Dilatant, tiny_config, write_images
 
 from dilatant.data import image_unit
 from dilatant.data.image_file import decode_image
+from patience import HANG_SECONDS, wait_until
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 NO_DROPOUT = (
@@ -48,13 +48,6 @@ def start(project: Path) -> subprocess.Popen[str]:
         return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened for two minutes"
-        time.sleep(0.02)
 
 
 def test_a_run_folder_holds_what_was_promised(project: Path, dilatant: Dilatant) -> None:
@@ -139,7 +132,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on(
     metrics = project / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 128 + number
     assert "dilatant resume" in output
     done = len(records(project / "run"))

@@ -14,6 +14,7 @@ from tiny_project import Dilatant, write_images
 
 from dilatant.data import ray_cluster
 from dilatant.runtime.cost_correction import CostCorrection
+from patience import HANG_SECONDS
 
 
 def refused(result: tuple[int, str, str], *says: str) -> None:
@@ -272,7 +273,7 @@ def test_values_that_no_machine_can_have(project: Path, dilatant: Dilatant, sett
 
 WAITS = (
     "import multiprocessing.util as util, time\nfrom dilatant.cli import app\n"
-    "app.run = lambda: (print(util.get_temp_dir(), flush=True), time.sleep(60))\napp.main()\n"
+    "app.run = lambda: (print(util.get_temp_dir(), flush=True), time.sleep(6000))\napp.main()\n"
 )
 
 
@@ -282,5 +283,5 @@ def test_sigterm_at_any_moment_leaves_no_temporary_folder() -> None:
     folder = Path(process.stdout.readline().strip())
     assert folder.is_dir()
     process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(HANG_SECONDS) == 128 + signal.SIGTERM
     assert not folder.exists()

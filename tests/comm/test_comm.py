@@ -65,16 +65,14 @@ def test_transfers_arrive_in_order_and_empty_ones_send_nothing(workers: WorkerPo
     assert workers.run(_transfers, 2) == [[], [9.0, 0, 25.0]]
 
 
-def _blocked_until_aborted(worker: Worker, operation: str) -> tuple[str, float]:
-    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=100)
+def _blocked_until_aborted(worker: Worker, operation: str) -> str:
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=1e5)
     group = comm.group("pair", (0, 1, 2))
     comm.world.barrier()
     if worker.rank == 2:
         time.sleep(0.3)
         comm.abort("rank 2 found sample 'x' broken")
-        begun = time.monotonic()
     else:
-        begun = time.monotonic() + 0.3
         if operation == "receive":
             pending = group.receive(torch.zeros(4), source=1 - worker.rank)
         else:
@@ -83,16 +81,14 @@ def _blocked_until_aborted(worker: Worker, operation: str) -> tuple[str, float]:
             pending.wait()
         with pytest.raises(CommAborted, match="sample 'x' broken"):
             comm.world.barrier()
-    seconds = time.monotonic() - begun
     comm.close()
-    return comm.aborted or "", seconds
+    return comm.aborted or ""
 
 
 @pytest.mark.parametrize("operation", ["receive", "sum"])
 def test_an_abort_anywhere_ends_what_others_are_blocked_in(workers: WorkerPool, operation: str) -> None:
-    for reason, seconds in workers.run(_blocked_until_aborted, 3, operation):
-        assert reason == "rank 2 found sample 'x' broken"
-        assert seconds < 20  # far below the timeout of 100 s, whatever else runs here
+    """Nobody waits for the timeout, which is longer than any test may take."""
+    assert workers.run(_blocked_until_aborted, 3, operation) == ["rank 2 found sample 'x' broken"] * 3
 
 
 def _beside_a_closed_peer(worker: Worker) -> None:
@@ -111,7 +107,7 @@ def _beside_a_closed_peer(worker: Worker) -> None:
 
 
 def test_an_abort_ends_a_wait_for_a_silent_rank_where_another_one_is_gone(workers: WorkerPool) -> None:
-    workers.run(_beside_a_closed_peer, 3, timeout_seconds=30)
+    workers.run(_beside_a_closed_peer, 3)
 
 
 def _waits_for_one_that_left(worker: Worker) -> str:
@@ -129,7 +125,7 @@ def _waits_for_one_that_left(worker: Worker) -> str:
 
 
 def test_a_lost_peer_is_named_to_all_who_wait_for_somebody_else(workers: WorkerPool) -> None:
-    first, second, _ = workers.run(_waits_for_one_that_left, 3, timeout_seconds=30)
+    first, second, _ = workers.run(_waits_for_one_that_left, 3)
     assert first == second
     assert first.startswith("rank 1 lost its peer in rows of sample 7 from rank 2; rank 2 does not answer")
 
@@ -147,7 +143,7 @@ def _alone_in_making_a_group(worker: Worker) -> None:
 
 
 def test_an_abort_ends_the_making_of_a_group(workers: WorkerPool) -> None:
-    workers.run(_alone_in_making_a_group, 2, timeout_seconds=30)
+    workers.run(_alone_in_making_a_group, 2)
 
 
 def _killed(worker: Worker) -> str:

@@ -101,7 +101,7 @@ def _host_waits_for_its_device(worker: Worker, how: str) -> str:
 def test_a_host_that_waits_for_its_device_is_freed_and_told_who_is_behind_it(
     workers: WorkerPool, how: str, expected: str
 ) -> None:
-    for reason in workers.run(_host_waits_for_its_device, 2, how, timeout_seconds=40):
+    for reason in workers.run(_host_waits_for_its_device, 2, how):
         assert re.match(rf"rank [01] waited over 3 s for .*; {expected}", reason), reason
 
 
@@ -147,4 +147,4 @@ def _opens_for_ever(worker: Worker) -> str:
 
 
 def test_an_abort_frees_who_is_inside_the_opening_of_a_communicator(workers: WorkerPool) -> None:
-    assert workers.run(_opens_for_ever, 2, timeout_seconds=30) == ["freed"] * 2
+    assert workers.run(_opens_for_ever, 2) == ["freed"] * 2

@@ -17,6 +17,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, WorkerFailed, launch_local
 from dilatant.config.environment import Place, first_host, place_from
 from dilatant.config.errors import UserError
+from patience import HANG_SECONDS
 
 
 def _sum_of_ranks(worker: Worker, offset: int) -> int:
@@ -35,7 +36,7 @@ def test_every_rank_runs_the_function_and_results_come_by_rank() -> None:
 
 
 def _one_ends_while_others_wait(worker: Worker, how: str) -> None:
-    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=300)
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=1e5)
     comm.world.barrier()
     if worker.rank == 1:
         if how == "killed":
@@ -58,10 +59,8 @@ def _one_ends_while_others_wait(worker: Worker, how: str) -> None:
     ],
 )
 def test_the_first_error_ends_the_run_and_is_the_one_reported(how, error, message) -> None:
-    began = time.monotonic()
     with pytest.raises(error, match=message):
         launch_local(_one_ends_while_others_wait, 3, how)
-    assert time.monotonic() - began < 120  # the others wait for 300 s when nobody tells them
 
 
 def _one_dies_before_the_others_begin(worker: Worker) -> None:
@@ -92,7 +91,7 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         target=_launch_and_tell, args=(str(tmp_path),)
     )
     launcher.start()
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + HANG_SECONDS
     while len(workers := [*tmp_path.iterdir()]) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)

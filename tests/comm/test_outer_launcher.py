@@ -17,12 +17,13 @@ from test_listening import listening
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, launch
+from patience import HANG_SECONDS
 
 SECRET = "a secret of sixteen characters or more"
 
 
 def _sum(worker: Worker) -> float:
-    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    comm = Comm(worker.store, worker.rank, worker.size)
     total = torch.tensor([worker.rank + 1.0])
     comm.world.sum_(total).wait()
     comm.close()
@@ -30,7 +31,7 @@ def _sum(worker: Worker) -> float:
 
 
 def _addresses(worker: Worker) -> list[str]:
-    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    comm = Comm(worker.store, worker.rank, worker.size)
     found = sorted(listening(os.getpid()).values())
     comm.world.barrier()
     comm.close()
@@ -38,7 +39,7 @@ def _addresses(worker: Worker) -> list[str]:
 
 
 def _fail(worker: Worker) -> float:
-    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    comm = Comm(worker.store, worker.rank, worker.size)
     comm.world.barrier()
     if worker.rank == 1:
         raise ValueError("out of paper")
@@ -66,7 +67,7 @@ def _start(function: Any, variables: Mapping[str, str]) -> tuple[Any, Connection
 def _answer(started: tuple[Any, Connection]) -> Any:
     process, connection = started
     answer = connection.recv() if connection.poll(60) else "no answer"
-    process.join(10)
+    process.join(HANG_SECONDS)
     process.kill()
     return answer
 

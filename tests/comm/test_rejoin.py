@@ -41,7 +41,7 @@ def _again_and_again(worker: Worker, hows: list[str]) -> list[list[float]]:
     for how in hows:
         comm = None
         try:
-            comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+            comm = Comm(worker.store, worker.rank, worker.size)
             if how:
                 _fail(comm, worker, how)
             results.append(_sums(comm, worker))
@@ -61,7 +61,7 @@ def test_one_generation_can_be_joined_again_also_after_a_failure(
     workers: WorkerPool, hows: list[str]
 ) -> None:
     good = hows.count("")
-    for rank, results in enumerate(workers.run(_again_and_again, 3, hows, timeout_seconds=60)):
+    for rank, results in enumerate(workers.run(_again_and_again, 3, hows)):
         assert results == [[6.0, 6.0 if rank < 2 else 3.0]] * good
 
 
@@ -73,7 +73,7 @@ def _one_comes_too_late_the_first_time(worker: Worker) -> list[float]:
             Comm(worker.store, worker.rank, worker.size, timeout_seconds=1)
         worker.store.set(f"over/{worker.rank}", b"")
     worker.store.wait([f"over/{rank}" for rank in range(1, worker.size)])
-    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    comm = Comm(worker.store, worker.rank, worker.size)
     sums = _sums(comm, worker)
     comm.close()
     return sums
@@ -138,7 +138,7 @@ def test_one_launch_communicates_twice() -> None:
 
 
 def _after_an_announced_failure(worker: Worker) -> str:
-    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    comm = Comm(worker.store, worker.rank, worker.size)
     comm.world.barrier()
     comm.close()
     worker.store.add("closed", 1)
@@ -149,7 +149,7 @@ def _after_an_announced_failure(worker: Worker) -> str:
         worker.store.set("announced", b"")
     worker.store.wait(["announced"])
     with pytest.raises(CommAborted, match="rank 2 was killed"):
-        Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+        Comm(worker.store, worker.rank, worker.size)
     again = Comm(worker.store, worker.rank, worker.size, generation=1)
     sums = _sums(again, worker)
     again.close()
@@ -157,4 +157,4 @@ def _after_an_announced_failure(worker: Worker) -> str:
 
 
 def test_a_generation_that_lost_a_rank_is_not_joined_again_but_the_next_one_is(workers: WorkerPool) -> None:
-    assert workers.run(_after_an_announced_failure, 2, timeout_seconds=40) == ["[3.0, 6.0]"] * 2
+    assert workers.run(_after_an_announced_failure, 2) == ["[3.0, 6.0]"] * 2

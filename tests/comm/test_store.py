@@ -14,6 +14,7 @@ from dilatant.comm import newcomers, rendezvous, store
 from dilatant.comm.store import Store, StoreGone, connect
 from dilatant.comm.store_server import StoreServer
 from dilatant.config.errors import UserError
+from patience import HANG_SECONDS, wait_until
 
 TOKEN = b"correct horse battery staple"
 
@@ -26,7 +27,7 @@ def server() -> Iterator[StoreServer]:
 
 
 def _connect(server: StoreServer, token: bytes = TOKEN) -> Store:
-    return connect("127.0.0.1", server.port, token, on_one_machine=True, timeout_seconds=5)
+    return connect("127.0.0.1", server.port, token, on_one_machine=True, timeout_seconds=HANG_SECONDS)
 
 
 def _still_serves(server: StoreServer) -> bool:
@@ -78,7 +79,7 @@ def test_each_value_of_a_queue_goes_to_one_of_those_who_wait(server: StoreServer
     for number in range(8):
         store.push("q", str(number))
     for thread in threads:
-        thread.join(10)
+        thread.join(HANG_SECONDS)
     assert sorted(values) == [str(number).encode() for number in range(8)]
 
 
@@ -106,7 +107,7 @@ def test_a_server_without_the_token_is_not_believed() -> None:
 
     threading.Thread(target=echo, daemon=True).start()
     with pytest.raises(UserError, match="refused"):
-        connect("127.0.0.1", listener.getsockname()[1], TOKEN, True, timeout_seconds=5)
+        connect("127.0.0.1", listener.getsockname()[1], TOKEN, True, timeout_seconds=HANG_SECONDS)
     listener.close()
 
 
@@ -118,7 +119,7 @@ def test_garbage_and_huge_lengths_hurt_nobody(server: StoreServer) -> None:
     waiter.start()
     for case in range(60):
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
-            stranger.settimeout(5)
+            stranger.settimeout(HANG_SECONDS)
             if case % 3:
                 stranger.sendall(draw.randbytes(draw.choice([1, 63, 64, 65, 5000])))
             else:
@@ -130,7 +131,7 @@ def test_garbage_and_huge_lengths_hurt_nobody(server: StoreServer) -> None:
     for request in (b"\xff\xff\xff\xff", b"\0\0\0\4\0\0\1\0", b"\0\0\0\0", b"\0\0\0\5\0\0\0\1?"):
         friend = _connect(server)
         friend._connection._socket.sendall(request)
-        friend._connection._socket.settimeout(5)
+        friend._connection._socket.settimeout(HANG_SECONDS)
         assert friend._connection._socket.recv(1) == b""
     for fields in (
         [b"add", b"k", b"1" * 10_000],
@@ -141,7 +142,7 @@ def test_garbage_and_huge_lengths_hurt_nobody(server: StoreServer) -> None:
         with pytest.raises(StoreGone):
             _connect(server)._connection.ask(fields, 5)
     steady.push("message", "still here")
-    waiter.join(10)
+    waiter.join(HANG_SECONDS)
     assert waiting == [b"still here"]
 
 

@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data_builders import image_bytes, small_encoding, wav_bytes, write_lines
+from pool_cases import is_alive
 
 from dilatant.config import DataSource, UserError
 from dilatant.data.blend import open_blend
@@ -25,6 +27,7 @@ from dilatant.data.sample import Sample, Turn
 from dilatant.data.sampler import Sampler, SamplerState
 from dilatant.data.stream_sampler import StreamSampler
 from dilatant.data.workers import WorkerError, WorkerPool
+from patience import wait_until
 
 ENCODING = replace(small_encoding(), max_length=100)
 
@@ -181,10 +184,8 @@ def test_a_killed_worker_is_an_error_that_says_so():
         next(batches)
         victim = batches._pool._processes[1].pid
         os.kill(victim, signal.SIGKILL)
-        start = time.monotonic()
         with pytest.raises(WorkerError, match=rf"data worker 1 \(process {victim}\) was killed by SIGKILL"):
             deque(batches, maxlen=0)  # endless otherwise
-        assert time.monotonic() - start < 20  # a hang would be endless
 
 
 def test_a_stopped_worker_is_named_with_its_sample():
@@ -203,7 +204,7 @@ def test_a_stopped_worker_is_named_with_its_sample():
 
 def test_a_slow_trainer_is_no_fault_of_the_workers():
     samples = Broken(seconds=0.01)
-    with loader(samples, samples.sampler(4), workers=2, steps=3, sample_seconds=2) as batches:
+    with loader(samples, samples.sampler(4), workers=2, steps=2, sample_seconds=2) as batches:
         for batch in batches:
             assert batch.num_samples == 4
             time.sleep(2.2)
@@ -216,7 +217,7 @@ from dilatant.data.workers import WorkerPool
 def main():
     pool = WorkerPool(time.sleep, 1)
     print(pool._processes[0].pid, flush=True)
-    list(pool.map([1000], 1))
+    list(pool.map([100_000], 1))
 
 if __name__ == "__main__":
     main()
@@ -231,15 +232,11 @@ def test_a_blocked_worker_does_not_outlive_its_command(tmp_path):
     command.kill()
     command.wait()
     command.stdout.close()
-    end = time.monotonic() + 20  # its sleep is 1000 s; a busy machine takes its time
-    while time.monotonic() < end:
-        try:
-            os.kill(worker, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    os.kill(worker, signal.SIGKILL)
-    pytest.fail("the worker was left behind")
+    try:
+        wait_until(lambda: not is_alive(worker), lambda: "the worker was left behind")
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_closing_while_another_thread_makes_a_batch_raises_nothing():
@@ -252,17 +249,15 @@ def test_closing_while_another_thread_makes_a_batch_raises_nothing():
     thread.join()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 30.0])
+@pytest.mark.parametrize("seconds", [0.0, 1e5])
 def test_closing_ends_the_processes_whatever_they_do(seconds):
     samples = Broken(seconds=seconds)
     batches = loader(samples, samples.sampler(4), workers=2, steps=None)
     if not seconds:
         next(batches)
     processes = list(batches._pool._processes)
-    start = time.monotonic()
     batches.close()
     batches.close()
-    assert time.monotonic() - start < 15
     assert all(process.exitcode is not None for process in processes)
     assert not batches._batches._thread.is_alive()
     with pytest.raises(StopIteration):

@@ -24,6 +24,7 @@ from dilatant.data.pool import InlineSource, Request, Waiting
 from dilatant.data.pool_source import join
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.workers import WorkerError
+from patience import wait_until
 
 
 def test_a_pool_gives_what_the_caller_would_make_itself(pool) -> None:
@@ -116,10 +117,8 @@ def test_what_is_forgotten_is_not_given_and_may_be_asked_for_again(pool) -> None
             source.take("train", 101)
     source.ask(requests([3]))
     assert source.take("train", 103).id == "file:3"
-    deadline = time.monotonic() + 20
     free = source._arena._free
-    while (source._asked.charged or len(free) > 1) and time.monotonic() < deadline:  # those that were in hand
-        time.sleep(0.02)
+    wait_until(lambda: not source._asked.charged and len(free) == 1)  # of those that were in hand
     assert source._asked.charged == 0
     assert [end for _, end in free] == [source._arena.nbytes]
 
@@ -156,9 +155,7 @@ def test_more_samples_are_made_while_none_is_taken(pool) -> None:
     _, join_pool = pool(Numbered(), workers=1)
     source = join_pool()
     source.ask(requests(range(50)))
-    deadline = time.monotonic() + 30
-    while len(source._asked._outcomes) < 50 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(source._asked._outcomes) >= 50)
     assert len(source._asked._outcomes) == 50
 
 

@@ -29,6 +29,7 @@ from dilatant.data.pool_source import join
 from dilatant.data.pool_wire import Ask, Hello, framed
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.workers import WithheldError, WorkerError
+from patience import HANG_SECONDS, wait_until
 
 
 def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None:
@@ -132,9 +133,7 @@ def test_what_a_dead_worker_had_waiting_is_made_in_its_order(pool, tmp_path: Pat
     owner, join_pool = pool(Numbered(seconds=0.3, log=log), workers=1)
     source = join_pool()
     source.ask(requests(range(6)))
-    deadline = time.monotonic() + 60
-    while not log.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(log.exists)
     os.kill(owner.pids[0], signal.SIGKILL)
     for number in range(6):
         source.take("train", number + 100)
@@ -144,13 +143,13 @@ def test_what_a_dead_worker_had_waiting_is_made_in_its_order(pool, tmp_path: Pat
 
 
 def test_a_worker_that_rests_keeps_no_deadline(pool) -> None:
-    owner, join_pool = pool(Numbered(), workers=1, decode_seconds=1.0)
+    owner, join_pool = pool(Numbered(), workers=1, decode_seconds=2.0)
     before = owner.pids
     source = join_pool()
     source.ask(requests([0, 1]))
     source.take("train", 100)
     source.take("train", 101)
-    time.sleep(2.0)
+    time.sleep(2.2)
     source.ask(requests([2]))
     assert source.take("train", 102).id == "file:2"
     assert owner.pids == before
@@ -162,9 +161,8 @@ def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, 
     owner, join_pool = pool(Numbered(seconds=0.5), decode_seconds=6.0)
     source = join_pool()
     source.ask(requests([0], nbytes=1 << 16))
-    deadline = time.monotonic() + 60
     at_it: list[int] = []
-    while not at_it and time.monotonic() < deadline:
+    while not at_it:
         with source._asked.changed:
             at_it = [link.pid for link in source._links if link.entries and source._begun(link)[0]]
         time.sleep(0.01)
@@ -176,22 +174,19 @@ def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, 
     join_pool()._say_given_up(pool_source._Link(0, "", pid=at_it[0]), "again")  # by another rank
     assert caplog.text.count("was given up") == 1
     os.kill(at_it[0], signal.SIGCONT)  # it ends, by its deadline
-    while source._arena._taken:
-        time.sleep(0.01)
+    wait_until(lambda: not source._arena._taken)
 
 
 def test_a_worker_that_answers_nonsense_keeps_its_slots_until_it_has_closed(pool, caplog) -> None:
     owner, join_pool = pool(Numbered(seconds=0.2), workers=1)
     source = join_pool()
     source.ask(requests([0], nbytes=1 << 16))
-    while not source._arena._taken:
-        time.sleep(0.01)
+    wait_until(lambda: source._arena._taken)
     with source._asked.changed:
         source._links[0].frames = pool_source.Frames(1)
     assert source.take("train", 100).id == "file:0"
     assert "was given up: it answered with what is no message" in caplog.text
-    while source._arena._taken:
-        time.sleep(0.01)
+    wait_until(lambda: not source._arena._taken)
     assert not [death for hand in owner._crew.hands for death in hand.deaths]
 
 
@@ -271,10 +266,7 @@ def test_a_stopped_worker_is_replaced_and_named(pool, caplog, monkeypatch) -> No
     victim = owner.pids[1]
     os.kill(victim, signal.SIGSTOP)
     assert [source.take("train", 100 + n).id for n in range(1, 100)] == [f"file:{n}" for n in range(1, 100)]
-    for _ in range(600):  # one that was stopped before it had begun anything holds nobody up
-        if victim not in owner.pids:
-            break
-        time.sleep(0.05)
+    wait_until(lambda: victim not in owner.pids)  # stopped before it had begun anything, it holds nobody up
     assert f"data worker 1 (process {victim}) stood still for 3 s and was ended; another one" in caplog.text
     assert victim not in owner.pids
 
@@ -320,10 +312,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         command.kill()
         command.stdout.close()
         source.close()
-    deadline = time.monotonic() + 30
-    while any(map(is_alive, map(int, pids))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_alive, map(int, pids)))
+    wait_until(lambda: not any(map(is_alive, map(int, pids))))
     assert not Path(address).exists()
     assert not Path(shared).exists()  # where the server listens that workers come from
     with pytest.raises(WorkerError, match="there are no data workers at"):
@@ -384,7 +373,7 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
         ]:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(f"{owner.address}/0.sock")
-                connection.settimeout(20)
+                connection.settimeout(HANG_SECONDS)
                 socket.send_fds(connection, [message], descriptors)
                 with suppress(ConnectionError):
                     assert connection.recv(100) == b""
@@ -394,7 +383,7 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
     ):  # fmt: skip
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"{owner.address}/0.sock")
-            connection.settimeout(20)
+            connection.settimeout(HANG_SECONDS)
             bad = framed(Ask(ticket, "train", 0, 0, [], offset, room))
             socket.send_fds(connection, [hello + bad], [arena.fd])
             assert b"greeting" in connection.recv(1 << 16)

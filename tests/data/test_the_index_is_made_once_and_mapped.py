@@ -24,6 +24,7 @@ from dilatant.data.array_file import HEAD, MAGIC, Arrays, read_arrays, write_arr
 from dilatant.data.blend import open_blend
 from dilatant.data.reader import open_source
 from dilatant.data.sizes import blend_sizes
+from patience import HANG_SECONDS
 
 ENCODING = small_encoding()
 
@@ -190,7 +191,7 @@ def test_of_processes_that_start_together_one_scans_and_measures(tmp_path):
     processes = children(tmp_path, 3, go)
     assert all(process.stdout.readline() == "ready\n" for process in processes)
     go.touch()
-    ends = [process.communicate(timeout=100)[0].splitlines()[-1].split() for process in processes]
+    ends = [process.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1].split() for process in processes]
     assert sorted(int(scans) for _, scans, *_ in ends) == [0, 0, 1]
     assert sorted(int(measured) for _, _, measured, *_ in ends) == [0, 0, 5]
     assert len({tuple(result) for _, _, _, *result in ends}) == 1
@@ -388,7 +389,10 @@ def test_a_script_that_its_workers_import_is_told_so_and_does_not_hang(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(UNGUARDED)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "data")], capture_output=True, text=True, timeout=100
+        [sys.executable, str(script), str(tmp_path / "data")],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode != 0
     assert "__name__ == '__main__'" in done.stderr

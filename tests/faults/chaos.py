@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patience import HANG_SECONDS
+
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 
 
@@ -38,7 +40,7 @@ class Ended:
 
 
 def run_with_faults(
-    project: Path, *faults: Fault, arguments: tuple[str, ...] = (), limit: float = 240.0
+    project: Path, *faults: Fault, arguments: tuple[str, ...] = (), limit: float = HANG_SECONDS
 ) -> Ended:
     """Train `project/config.yaml` and inject the faults, in their order."""
     run = project / "run"

@@ -17,6 +17,7 @@ import yaml
 from cli.tiny_project import tiny_config, write_images
 from dilatant.resilience.status import RunStatus, read_status
 from faults.chaos import COMMAND, losses
+from patience import HANG_SECONDS
 
 STEPS = 30
 ENVIRONMENT = {**os.environ, "DILATANT_TOKEN": "a secret of this test alone", "OMP_NUM_THREADS": "1"}
@@ -69,14 +70,14 @@ class Machines:
         address = f"{self.host}:{self.port}"
         return self.start("agent", "--coordinator", address, "--name", name, *arguments, on=on)
 
-    def await_step(self, step: int, seconds: float = 500.0) -> None:
+    def await_step(self, step: int, seconds: float = HANG_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while len(losses(self.run)) < step:
             assert time.monotonic() < deadline, self.output
             assert any(each.poll() is None for each in self.running), self.output
             time.sleep(0.01)
 
-    def await_worker_of(self, agent: subprocess.Popen[bytes], seconds: float = 100.0) -> None:
+    def await_worker_of(self, agent: subprocess.Popen[bytes], seconds: float = HANG_SECONDS) -> None:
         """Wait for the process of its rank, which takes a while until it can do anything."""
         deadline = time.monotonic() + seconds
         while not Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text():

@@ -38,12 +38,11 @@ from dilatant.resilience.worker_link import WorkerLink
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
 from dilatant.training.starting_point import Start as StartingPoint
+from patience import HANG_SECONDS
 
 TOKEN = b"of ranks under test, and no other"
 AGENT, COORDINATOR = "dilatant.resilience.agent_process", "dilatant.resilience.coordinator_process"
 DYING_STEP = 5
-SECONDS = 60.0
-"""A bound for a machine under any load."""
 Leaves = Literal["fenced", "rebuilding", "joined"]
 """How far a visitor comes: it stands still; all are to join; all have joined, and build their groups."""
 Dies = Literal["with its vote out", "before it catches up"]
@@ -86,7 +85,7 @@ class Visitor:
                 if leaves == "joined":
                     store = connect_store("127.0.0.1", self._store, TOKEN, on_one_machine=True)
                     rank, size = order.members.index(own.node), len(order.members)
-                    self._comm = Comm(store, rank, size, order.generation, timeout_seconds=SECONDS)
+                    self._comm = Comm(store, rank, size, order.generation, timeout_seconds=HANG_SECONDS)
                 return order.generation
 
     def leave(self) -> None:
@@ -172,7 +171,7 @@ class Ranks:
         agent, process = self._nodes.pop(name)
         process.kill()
         process.join()
-        agent.close(SECONDS)
+        agent.close(HANG_SECONDS)
         return generation
 
     def visit(self, *leaves: Leaves, later: float = 0.0) -> int:
@@ -231,7 +230,7 @@ class Ranks:
         return []
 
     def _await(self, found: Callable[[], int | None]) -> int:
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + HANG_SECONDS
         while (value := found()) is None:
             assert time.monotonic() < deadline, self.reasons()
             time.sleep(0.01)

@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from patience import HANG_SECONDS
+
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's key for an element reference
 _FLAGS = (
     "--headless",
@@ -64,7 +66,7 @@ class Browser:
             self._call("DELETE", "")
         finally:
             self._driver.terminate()
-            self._driver.wait(timeout=10)
+            self._driver.wait(timeout=HANG_SECONDS)
 
     def open(self, path: Path) -> None:
         """Load a file and wait until the page has drawn."""
@@ -135,7 +137,7 @@ class Browser:
         self.settle()
 
     def _wait_for_driver(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG_SECONDS
         while True:
             try:
                 self._call("GET", "/status")
@@ -150,7 +152,7 @@ class Browser:
         request = urllib.request.Request(self._root + self._session + path, data=data, method=method)
         request.add_header("Content-Type", "application/json")
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{method} {path}: {error.read().decode(errors='replace')[:2000]}") from None

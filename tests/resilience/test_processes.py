@@ -39,6 +39,7 @@ from dilatant.resilience.wire import (
     listen,
 )
 from dilatant.resilience.worker_link import WorkerLink
+from patience import HANG_SECONDS
 
 TOKEN = b"t" * 32
 AGENT, COORDINATOR = "dilatant.resilience.agent_process", "dilatant.resilience.coordinator_process"
@@ -64,7 +65,7 @@ def link_to(agent: Child) -> WorkerLink:
 
 
 def stopped(folder: Path) -> str:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         record = read_record(folder)
         if record is not None and record.stopped:
@@ -100,7 +101,7 @@ def test_steps_are_committed_through_real_processes(cluster: tuple[Child, list[C
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_SECONDS)
     assert done == [5, 5]
     assert stopped(folder) == "finished"
 
@@ -110,15 +111,15 @@ def test_an_agent_that_nobody_answers_any_more_ends_with_the_run(tmp_path: Path)
         port = probe.getsockname()[1]
     settings = Settings(lease_seconds=0.2)
     agent = Child(AGENT, Start("127.0.0.1", port, TOKEN.hex(), settings, str(tmp_path), "late"))
-    worker = subprocess.Popen(["sleep", "60"])
+    worker = subprocess.Popen(["sleep", "6000"])
     link = connect("127.0.0.1", agent.port, TOKEN)
     link.send(Hello(0, worker.pid))
     link.send(Warm())
     with pytest.raises(subprocess.TimeoutExpired):
         agent.process.wait(0.6)
     (tmp_path / STATE).write_bytes(msgspec.json.encode(Record(2, 5, ("n0",), "finished")))
-    assert agent.process.wait(30) == 0
-    assert worker.wait(5) != 0  # it ends its workers
+    assert agent.process.wait(HANG_SECONDS) == 0
+    assert worker.wait(HANG_SECONDS) != 0  # it ends its workers
     link.close()
 
 
@@ -152,7 +153,7 @@ def test_agents_follow_the_standby_and_their_workers_its_store(tmp_path: Path) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_SECONDS)
     assert stopped(tmp_path) == "finished"
     record = read_record(tmp_path)
     assert record is not None
@@ -174,7 +175,7 @@ def test_without_most_members_a_standby_leaves_the_record_alone(tmp_path: Path) 
     links = [connect("127.0.0.1", standby.port, TOKEN) for _ in range(2)]  # two of four
     for number, link in enumerate(links):
         link.send(Status(f"node{number}", 1, 3))
-    assert standby.process.wait(20) == NO_MAJORITY_EXIT_CODE
+    assert standby.process.wait(HANG_SECONDS) == NO_MAJORITY_EXIT_CODE
     assert read_record(tmp_path) == before
     with pytest.raises(LinkClosed):
         links[0].receive()
@@ -282,7 +283,7 @@ def test_a_connection_that_goes_wrong_after_a_message_is_said_to_be_closed() -> 
     client.send(Done(1))
     client.socket.sendall(b"\xff" * 64)  # read together with the message before it
     heard: list[object] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_SECONDS
     while len(heard) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
         heard += [received.message for received in connections.wait(0.1)]

@@ -27,7 +27,7 @@ def make_project(folder: Path, parallel: dict[str, Any] | None, **train: Any) ->
     tree["model"]["language_model"]["config"]["num_hidden_layers"] = 2
     if parallel is not None:
         tree["parallel"] = {**parallel, "microbatches": 2}
-        tree["resilience"] = {"enabled": True, "lease_seconds": 2.0}
+        tree["resilience"] = {"enabled": True, "lease_seconds": 10.0, "fence_seconds": 60.0}
     (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     return folder
 
@@ -66,6 +66,7 @@ def test_copies_of_the_model_survive_their_workers_an_agent_and_the_coordinator(
         Fault(8, "coordinator"),
         Fault(12, "agent:0", signal.SIGTERM),
         Fault(16, "worker:3", signal.SIGSTOP),
+        arguments=changes("resilience.lease_seconds=2"),
     )
     assert ended.injected == 4
     require_equal(ended, undisturbed)

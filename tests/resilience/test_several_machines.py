@@ -10,6 +10,7 @@ import pytest
 
 from faults.chaos import losses
 from faults.machines import Machines, undisturbed
+from patience import HANG_SECONDS
 
 TOLERANCE = 1e-5
 """Relative, in fp32: other ranks add the same numbers in another order."""
@@ -37,8 +38,8 @@ def test_machines_are_lost_join_and_leave_and_the_losses_stay_the_same(
     machines.await_step(8)
     assert killed not in machines.members()
     notice[taken].touch()
-    assert agents[taken].wait(120) == 0
-    assert leading.wait(500) == 0, machines.output
+    assert agents[taken].wait(HANG_SECONDS) == 0
+    assert leading.wait(HANG_SECONDS) == 0, machines.output
     assert machines.members() == {*"abcd"} - {killed, taken}
     assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)
     assert machines.status.stopped == "finished"
@@ -58,7 +59,7 @@ def test_another_machine_leads_when_the_leader_is_gone_for_good(machines: Machin
     machines.await_step(4)
     for process in (leading, agents["a"]):
         process.kill()
-    assert [agents[name].wait(400) for name in "bc"] == [0, 0], machines.output
+    assert [agents[name].wait(HANG_SECONDS) for name in "bc"] == [0, 0], machines.output
     assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)
     assert machines.status.stopped == "finished"
     assert machines.members() == {*"bc"}
@@ -82,7 +83,7 @@ def test_a_machine_that_comes_while_nobody_leads_is_let_in_by_who_leads_next(
     machines.await_worker_of(agents["d"])
     for process in (leading, agents["a"]):
         process.kill()
-    assert [agents[name].wait(400) for name in "bcd"] == [0, 0, 0], machines.output
+    assert [agents[name].wait(HANG_SECONDS) for name in "bcd"] == [0, 0, 0], machines.output
     assert losses(machines.run) == pytest.approx(
         undisturbed(tmp_path / "alone", machines.samples), rel=TOLERANCE
     )
@@ -96,6 +97,6 @@ def test_a_run_of_machines_that_is_asked_to_stop_is_saved_and_resumed(machines: 
     agents = [machines.agent(name) for name in "abc"]
     machines.await_step(3)
     leading.send_signal(signal.SIGTERM)
-    assert leading.wait(60) == 128 + signal.SIGTERM, machines.output
-    assert [agent.wait(30) for agent in agents] == [0, 0, 0]
+    assert leading.wait(HANG_SECONDS) == 128 + signal.SIGTERM, machines.output
+    assert [agent.wait(HANG_SECONDS) for agent in agents] == [0, 0, 0]
     assert any((machines.run / "checkpoints").iterdir())

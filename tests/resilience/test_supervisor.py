@@ -16,8 +16,8 @@ from dilatant.resilience.launch import COORDINATOR, _Supervisor
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.values import Settings
 from dilatant.resilience.wire import connect
+from patience import HANG_SECONDS
 
-SECONDS = 60.0
 """A bound for a machine under any load."""
 
 
@@ -43,7 +43,7 @@ def answers(start: Start) -> bool:
 
 
 def becomes(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while not true() and time.monotonic() < deadline:
         time.sleep(0.02)
     return true()
@@ -103,7 +103,7 @@ def test_a_coordinator_whose_port_is_taken_says_so_in_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         start = Start("127.0.0.1", taken.getsockname()[1], (b"t" * 32).hex(), Settings(), str(tmp_path))
         child = Child(COORDINATOR, start)
-        assert child.process.wait(SECONDS) == 1
+        assert child.process.wait(HANG_SECONDS) == 1
         child.close()
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("the coordinator cannot work: ")

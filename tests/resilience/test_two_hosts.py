@@ -12,6 +12,7 @@ import pytest
 
 from faults.chaos import losses
 from faults.machines import Machines, undisturbed
+from patience import HANG_SECONDS
 
 TOLERANCE = 1e-5
 """Relative, in fp32: other ranks add the same numbers in another order."""
@@ -73,12 +74,12 @@ def test_a_host_whose_cable_is_cut_is_left_out_and_ends_its_processes(hosts: Hos
         machines.await_step(5)
         assert machines.members() == {*"abc"}
         hosts.cut()
-        assert leading.wait(300) == 0, machines.output
+        assert leading.wait(HANG_SECONDS) == 0, machines.output
         assert machines.members() == {*"ab"}
-        assert [agent.wait(60) for agent in near] == [0, 0]
+        assert [agent.wait(HANG_SECONDS) for agent in near] == [0, 0]
         # It hears nothing any more, not even that the run is over: after a minute its connection counts as lost, and
         # the run's folder, which it shares, is asked.
-        assert far.wait(240) == 0, machines.output
+        assert far.wait(HANG_SECONDS) == 0, machines.output
         (lost,) = (node for node in machines.status.nodes if node.name.startswith("node-c"))
         assert not any(Path(f"/proc/{pid}").exists() for pid in (lost.agent, *lost.workers))
         assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)

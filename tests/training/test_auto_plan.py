@@ -20,6 +20,7 @@ from dilatant.training import auto_plan
 from dilatant.training.auto_plan import Devices, devices_at_hand, is_planned_here, share_plan
 from dilatant.training.layout import TrainingPlan
 from engine_case import PLAN
+from patience import HANG_SECONDS
 
 LAID_OUT = {"units": {"vision": {}, "language": {}}}
 PLANNED = TrainingPlan(PLAN, 3, "1f1b", "balanced", 0.5)
@@ -103,7 +104,7 @@ def shared(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_SECONDS)
     server.close()
     return answers
 

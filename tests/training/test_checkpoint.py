@@ -375,12 +375,10 @@ def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path, monkeypatch:
 
     writer = CheckpointWriter(tmp_path, 1, "a", 0, 2)
     monkeypatch.setattr("dilatant.training.checkpoint_writer.save_file", full)
-    began = time.monotonic()
     writer.save(1, tensors(1), {})
-    writer.publish(patience_seconds=60)
+    writer.publish(patience_seconds=1e6)
     with pytest.raises(UserError, match="the disk is full"):
         writer.close()
-    assert time.monotonic() - began < 30
     assert list(tmp_path.iterdir()) == []
 
 

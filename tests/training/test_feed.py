@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from dilatant.data.sampler import Sampler
 from dilatant.data.sizes import SizesIndex
 from dilatant.training.feed import Draw, Feed, IndexedData, draws
 from dilatant.training.inputs import HELD_OUT, Inputs, _Streamed
+from patience import HANG_SECONDS, wait_until
 
 LENGTHS = np.random.default_rng(0).integers(3, 9, 23)
 
@@ -286,7 +286,7 @@ def test_the_first_step_waits_for_three_plans_and_later_ones_are_asked_for_eight
 
     def plan(samples: Sequence[EncodedSample], step: int) -> Cut:
         if step == 3:
-            on_time.append(begun.wait(10))
+            on_time.append(begun.wait(HANG_SECONDS))
         return _plan(samples, step)
 
     with Feed(_data(), draws(SAMPLER, SAMPLER.start(), 0, 40), source, plan, _needs(2)) as feed:
@@ -296,10 +296,8 @@ def test_the_first_step_waits_for_three_plans_and_later_ones_are_asked_for_eight
             next(feed)
         assert on_time == [True]
         # Step 15 is out, 16 lies ready, 17 is put together, and eight more are asked for.
-        limit = time.monotonic() + 10
-        while (furthest := max(one.draw for one in source.asked) // 6) < 25 and time.monotonic() < limit:
-            time.sleep(0.001)
-        assert furthest == 25
+        wait_until(lambda: max(one.draw for one in source.asked) // 6 >= 25)
+        assert max(one.draw for one in source.asked) // 6 == 25
 
 
 def _held_out(refused: dict[int, str], source: _Source) -> Inputs:

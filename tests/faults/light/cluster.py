@@ -22,6 +22,7 @@ from dilatant.resilience.protocol.values import Record, Settings
 from faults.light.mesh import write
 from faults.light.proxy import Proxy
 from faults.light.worker import FAILPOINTS
+from patience import HANG_SECONDS
 
 TOKEN = "11" * 32
 STEPS = 1_000_000
@@ -160,7 +161,7 @@ class Cluster:
 
         self.await_(whole, f"a cluster of {self.size}")
 
-    def await_(self, happens: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+    def await_(self, happens: Callable[[], bool], what: str, seconds: float = HANG_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not happens():
             if self.record.stopped and what != "the end":
