@@ -6,7 +6,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: train test slow chaos lint install clean
+# `make compat` runs under a Python of 3.12 or 3.13: COMPAT_PYTHON, or the first of these that starts.
+COMPAT_VENV ?= .venv-compat
+COMPAT_PYTHON ?= $(shell for each in python3.12 python3.13 $(HOME)/.pyenv/versions/3.1[23].*/bin/python; do \
+  "$$each" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$each" && break; done)
+# The oldest versions that README.md promises.
+COMPAT_VERSIONS ?= "torch==2.11.*" "transformers==5.17.*"
+COMPAT_TESTS ?= tests/test_import_graph.py tests/config tests/comm/test_collectives.py tests/schedule/test_predict.py \
+  tests/data/test_notes_are_read_whole.py tests/data/test_pool_gives_every_sample_once.py \
+  tests/data/test_prompts_match_transformers.py tests/data/test_media_units_match_transformers.py \
+  tests/attention/test_model_hook.py tests/attention/test_blockwise_attention.py tests/models/test_building.py \
+  tests/models/test_families.py tests/models/test_lora.py tests/models/test_saving.py tests/models/test_whole_inputs.py \
+  tests/runtime/test_executor.py tests/runtime/test_tensor_parallel.py tests/report/test_say.py \
+  tests/cli/test_one_line_start.py tests/cli/test_export.py
+
+.PHONY: train test slow chaos compat lint install clean
 
 train: install
 	$(BIN)/python examples/digits.py data/digits
@@ -23,6 +37,19 @@ slow: install
 # A thousand faults of agents, coordinators and connections; CHAOS_FAULTS and CHAOS_SEED choose others.
 chaos: install
 	$(BIN)/python -m pytest -m slow -s tests/resilience/test_light_chaos.py
+
+# A part of the tests of every room (COMPAT_TESTS, about three minutes) with another Python and the oldest libraries, in an environment of its own.
+compat: $(COMPAT_VENV)/.installed
+	OMP_NUM_THREADS=1 $(COMPAT_VENV)/bin/python -m pytest -n 2 --dist loadfile $(COMPAT_TESTS)
+
+$(COMPAT_VENV)/.installed: pyproject.toml
+	@test -n "$(COMPAT_PYTHON)" || { \
+	  echo "no Python 3.12 or 3.13 was found; name one: make compat COMPAT_PYTHON=/path/to/python3.12"; exit 1; }
+	"$(COMPAT_PYTHON)" -m venv $(COMPAT_VENV)
+	$(COMPAT_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(COMPAT_VENV)/bin/python -m pip install --quiet $(COMPAT_VERSIONS)
+	$(COMPAT_VENV)/bin/python -m pip install --quiet --editable ".[dev]" $(COMPAT_VERSIONS)
+	touch $@
 
 lint: install
 	$(BIN)/ruff check .
@@ -41,4 +68,4 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs data build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(COMPAT_VENV) runs data build dist .pytest_cache .mypy_cache .ruff_cache
