@@ -14,7 +14,7 @@ from dilatant.comm import newcomers, rendezvous, store
 from dilatant.comm.store import Store, StoreGone, connect
 from dilatant.comm.store_server import StoreServer
 from dilatant.config.errors import UserError
-from patience import HANG_SECONDS, wait_until
+from patience import HANG_SECONDS
 
 TOKEN = b"correct horse battery staple"
 

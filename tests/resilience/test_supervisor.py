@@ -18,8 +18,6 @@ from dilatant.resilience.protocol.values import Settings
 from dilatant.resilience.wire import connect
 from patience import HANG_SECONDS
 
-"""A bound for a machine under any load."""
-
 
 @pytest.fixture
 def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Supervisor, Start]]:
