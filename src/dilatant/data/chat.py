@@ -21,6 +21,7 @@ from dilatant.data.chat_template import (
     read_template,
     usable_template,
 )
+from dilatant.data.tools import CALLS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,10 +38,12 @@ RESERVED = re.compile(f"[{MEDIA}{_EDGE}{PROBE}\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """ids: int64 [tokens], `-1` where a media item stands. answered: bool [tokens], what the assistant writes."""
+    """ids: int64 [tokens], `-1` where a media item stands. answered: bool [tokens], what the assistant writes. silent:
+    bool [tokens], what it writes in turns that carry no loss."""
 
     ids: NDArray[np.int64]
     answered: NDArray[np.bool_]
+    silent: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,32 @@ class ChatTokenizer:
         at_edge = ids == self.edge_id
         piece_of = np.cumsum(at_edge)
         answered_piece = np.zeros(len(pieces), bool)
-        for start, end in spans:
+        silent_piece = np.zeros(len(pieces), bool)
+        for (start, end), carries_loss in zip(spans, self._carry_loss(messages, spans)):
             answered_piece[edges[start] + 1 : edges[end] + 1] = True
-        answered = answered_piece[piece_of]
+            silent_piece[edges[start] + 1 : edges[end] + 1] = not carries_loss
+        answered, silent = answered_piece[piece_of], silent_piece[piece_of]
         ids[ids == self.media_id] = -1
-        ids, answered = ids[~at_edge], answered[~at_edge] & (ids[~at_edge] != -1)
+        ids, answered, silent = ids[~at_edge], answered[~at_edge] & (ids[~at_edge] != -1), silent[~at_edge]
         if messages[-1].role == "assistant" and self.eos_id is not None and answered.any():
             end = int(np.flatnonzero(answered)[-1]) + 1
             if int(ids[end - 1]) not in self.special_ids:
                 # A template that ends no turn would train a model that never stops.
                 ids, answered = np.insert(ids, end, self.eos_id), np.insert(answered, end, True)
-        return ChatTokens(ids, answered)
+                silent = np.insert(silent, end, silent[end - 1])
+        return ChatTokens(ids, answered, silent)
+
+    def _carry_loss(self, messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether each span is learned. Raises UserError where it cannot be told whose turn a span is."""
+        marks = [message.carries_loss for message in messages if message.role == "assistant"]
+        if all(marks):
+            return [True] * len(spans)
+        if len(marks) != len(spans):
+            raise UserError(
+                f"the chat template has {len(spans)} {{% generation %}} spans for {len(marks)} turns of the assistant, "
+                "so those without loss ('weight: 0') cannot be told; remove these turns, or choose another template"
+            )
+        return marks
 
     def last_answer(self, messages: Sequence[Message], tools: str = "") -> str:
         """The assistant's last answer as the template writes it, calls of tools with it, without the token that ends
@@ -119,7 +137,8 @@ class ChatTokenizer:
         template does to the answer itself (trimming, hiding earlier thoughts, writing calls behind it).
         """
         probed = [*messages]
-        probed[position] = Message("assistant", PROBE)
+        kept = tuple(extra for extra in messages[position].extras if extra[0] != CALLS)
+        probed[position] = Message("assistant", PROBE, kept)
         around, _ = self.template.render(probed, for_generation, tools=tools)
         if around.count(PROBE) != 1:
             raise UserError(

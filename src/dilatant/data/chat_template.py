@@ -51,11 +51,12 @@ TRIAL_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A turn as text; every `MEDIA` character in it is one item. extras: as of `Turn`."""
+    """A turn as text; every `MEDIA` character in it is one item. extras, carries_loss: as of `Turn`."""
 
     role: str
     text: str
     extras: tuple[tuple[str, str], ...] = ()
+    carries_loss: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,10 @@ class ChatTemplate:
     def tagged(self) -> bool:
         """Whether it tells itself what the assistant writes (`{% generation %}`)."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
+
+    def reads(self, key: str) -> bool:
+        """Whether the template names a key of messages."""
+        return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     def render(
         self, messages: Sequence[Message], for_generation: bool, track: bool = False, tools: str = ""

@@ -28,7 +28,7 @@ from dilatant.data.image_file import (
 )
 from dilatant.data.open_av import open_av
 from dilatant.data.open_media import REPLACE, as_media_error, open_media
-from dilatant.data.sample import Media, MediaSize
+from dilatant.data.sample import Frames, Media, MediaSize
 
 MAX_HOURS = 4
 MAX_PIXELS = 8192 * 8192
@@ -46,7 +46,9 @@ def clip_size(media: Media) -> MediaSize:
     the file."""
     if pictures := _pictures(media):
         size = image_size(pictures[0])
-        return MediaSize(size.width, size.height, frames=len(pictures))
+        fps = media.source.fps if isinstance(media.source, Frames) else None
+        seconds = len(pictures) / fps if fps else 0.0
+        return MediaSize(size.width, size.height, seconds, len(pictures))
     with open_media(media) as stream, as_media_error(media, "cannot be read"):
         with _animation(stream) as found:
             if found is not None:
@@ -110,6 +112,8 @@ def _as_large(pixels: Frame, size: MediaSize) -> Frame:
 
 
 def _pictures(media: Media) -> list[Media]:
+    if isinstance(media.source, Frames):
+        return list(media.source.pictures)
     if not isinstance(media.source, Path) or not media.source.is_dir():
         return []
     files = sorted(f for f in media.source.iterdir() if f.suffix[1:].lower() in IMAGE_SUFFIXES)

@@ -68,8 +68,12 @@ def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
     """The sample up to its last answer, and that answer's text. Raises SampleError where nothing is asked."""
     turns, answer, unplaced = sample.turns, "", sample.unplaced
     if turns and turns[-1].role == "assistant":
+        if not turns[-1].carries_loss:
+            raise SampleError(
+                sample.id, "its last answer is marked as not to be learned", "remove it from data.eval"
+            )
         answer = "".join(part for part in turns[-1].content if isinstance(part, str))
-        if turns[-1].extras:
+        if any(encoding.chat.template.reads(key) for key, _ in turns[-1].extras):
             answer = encoding.chat.last_answer(place_media(sample, encoding)[0], sample.tools)
         turns = turns[:-1]
         if encoding.targets:
@@ -150,7 +154,8 @@ def _refusals(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[Sa
 
 def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[SampleError]:
     answers = [part for turn in sample.turns if turn.role == "assistant" for part in turn.content]
-    calls = any(turn.extras for turn in sample.turns if turn.role == "assistant")
+    reads = encoding.chat.template.reads
+    calls = any(reads(key) for turn in sample.turns if turn.role == "assistant" for key, _ in turn.extras)
     if encoding.train_on == "assistant" and not layout.targets.any():
         if answers and layout.is_cut:
             yield SampleError(
@@ -159,7 +164,7 @@ def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: Layout) -> Ite
                 "raise 'data.max_length', or remove it",
             )
             return
-        yield SampleError(sample.id, "has no assistant answer, so nothing to learn", "add one or remove it")
+        yield SampleError(sample.id, "has no assistant answer that carries loss, so nothing to learn", "add one or remove it")
     elif answers and not calls and not any(isinstance(part, Media) or part.strip() for part in answers):
         yield SampleError(sample.id, "has only empty answers", "write one or remove it")
 

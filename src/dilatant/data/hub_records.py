@@ -11,7 +11,8 @@ from typing import Any
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.records import Blocks, Record, parse_record
+from dilatant.data.record_fields import Record
+from dilatant.data.records import Blocks, parse_record
 from dilatant.data.sample import Sample
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.json_value import json_value
-from dilatant.data.records import Blocks, Record
+from dilatant.data.record_fields import Record
+from dilatant.data.records import Blocks
 from dilatant.data.source_files import Scan, SourceFiles
 
 SCAN_BYTES = 1 << 24

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from dilatant.data.encode import measure_sample
 from dilatant.data.encoding import Encoding
 from dilatant.data.pieces import Piece, Progress, in_pieces, piece_bounds
 from dilatant.data.records import Blocks
-from dilatant.data.sample import Media, Sample
+from dilatant.data.sample import Frames, Media, Sample
 
 PIECE = 64
 """Samples that are measured in one go, where every sample is as cheap to read as the next."""
@@ -54,7 +54,8 @@ class Measured:
     """What is known of samples from headers and text. tokens: int64 [units, samples]; the others: int64 [samples].
 
     problems: sample → why it cannot be trained on at any length; tokens are 0 where they are not known. media: sample
-    with a problem → the files that its media are in.
+    with a problem → the files that its media are in. unused: columns, and keys inside of them, that no sample is made
+    of, as a dict for its order.
     """
 
     tokens: NDArray[np.int64]
@@ -62,6 +63,7 @@ class Measured:
     content: NDArray[np.int64]
     problems: dict[int, str]
     media: dict[int, tuple[FileState, ...]]
+    unused: dict[str, None] = field(default_factory=dict)
 
     @staticmethod
     def none(units: int, samples: int) -> Measured:
@@ -97,6 +99,7 @@ def measure(
         found.content[start:end] = piece.content
         found.problems.update(piece.problems)
         found.media.update(piece.media)
+        found.unused.update(piece.unused)
         progress(end, total)
     return found
 
@@ -127,6 +130,7 @@ class _MeasureJob:
             sample = None
             try:
                 sample = self.samples[index]
+                found.unused.update(dict.fromkeys(unused_keys(sample, self.encoding)))
                 sizes = measure_sample(sample, self.encoding)
             except UserError as error:
                 found.problems[index] = str(error)
@@ -142,10 +146,21 @@ class _MeasureJob:
         return found
 
 
+def unused_keys(sample: Sample, encoding: Encoding) -> list[str]:
+    """Columns of a sample's record that are not trained on, and keys that the chat template does not read."""
+    keys = {key: None for turn in sample.turns for key, _ in turn.extras}
+    reads = encoding.chat.template.reads
+    return [*sample.unused, *(f"messages[].{key}" for key in keys if not reads(key))]
+
+
 def media_files(sample: Sample) -> list[Path]:
     """The files that media of a sample are in, but for slices of larger ones."""
-    inside = (part for turn in sample.turns for part in turn.content if isinstance(part, Media))
-    return [media.source for media in (*sample.unplaced, *inside) if isinstance(media.source, Path)]
+    found: list[Path] = []
+    waiting = [part for turn in sample.turns for part in turn.content if isinstance(part, Media)]
+    for media in (*sample.unplaced, *waiting):
+        pictures = media.source.pictures if isinstance(media.source, Frames) else (media,)
+        found += [picture.source for picture in pictures if isinstance(picture.source, Path)]
+    return found
 
 
 def file_state(path: Path) -> FileState:

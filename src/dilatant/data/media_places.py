@@ -119,7 +119,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
                 kind = "half a character" if code < 0xE000 else "a private character that is used internally"
                 raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
             text.append(_fill_markers(part, encoding.markers[turn.role], waiting, used, put))
-        messages.append(Message(turn.role, "".join(text), turn.extras))
+        messages.append(Message(turn.role, "".join(text), turn.extras, turn.carries_loss))
     problems = [
         f"{used[kind]} {kind} markers in the text for {given[kind]} {kind}s beside it"
         for kind in waiting

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from dilatant.config.own_files import open_regular
 from dilatant.data.errors import MediaError, may_pass
-from dilatant.data.sample import FileSlice, Media
+from dilatant.data.sample import FileSlice, Frames, Media
 
 REPLACE = "replace the file or remove the sample"
 """What to do about a file that cannot be used."""
@@ -22,6 +22,8 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
     if isinstance(source, bytes):
         yield io.BytesIO(source)
         return
+    if isinstance(source, Frames):
+        raise MediaError(f"{media.kind} {media.name!r} is a list of frames, not a file", REPLACE)
     path = source.path if isinstance(source, FileSlice) else source
     try:
         stream = open_regular(path)

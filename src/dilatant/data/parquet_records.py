@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.records import Blocks, Record
+from dilatant.data.record_fields import Record
+from dilatant.data.records import Blocks
 from dilatant.data.source_files import Scan, SourceFiles
 
 CACHE_BYTES = 256 << 20

@@ -22,7 +22,8 @@ from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
 from dilatant.data.json_records import JsonRecords, scan_json
 from dilatant.data.parquet_records import ParquetRecords, scan_parquet
-from dilatant.data.records import Blocks, Record, parse_record
+from dilatant.data.record_fields import Record
+from dilatant.data.records import Blocks, parse_record
 from dilatant.data.sample import Sample
 from dilatant.data.source_files import Form, Scan, Scanner, SourceFiles
 from dilatant.data.split import Split

@@ -31,22 +31,34 @@ class FileSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class Frames:
+    """The pictures of a clip in their order. fps: how many a second there are; None for pictures that were chosen
+    already, all of which are seen."""
+
+    pictures: tuple[Media, ...]
+    fps: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Media:
-    """An image, a sound or a clip, not decoded: a file, a part of one, or its encoded bytes. `name` is for messages."""
+    """An image, a sound or a clip, not decoded: a file, a part of one, its encoded bytes, or the frames of a clip.
+    `name` is for messages."""
 
     kind: MediaKind
-    source: Path | FileSlice | bytes
+    source: Path | FileSlice | bytes | Frames
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of a conversation. `content` keeps text and media in reading order. extras: what else chat templates
-    read of it, key → JSON text: `tool_calls` of an assistant, and which of them a tool answers."""
+    """One message of a conversation. `content` keeps text and media in reading order. extras: its other keys, which
+    chat templates may read, key → JSON text: `tool_calls` and `reasoning_content` of an assistant, say. carries_loss:
+    False for an assistant's turn that is context alone."""
 
     role: Role
     content: tuple[str | Media, ...]
     extras: tuple[tuple[str, str], ...] = ()
+    carries_loss: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +68,14 @@ class Sample:
     unplaced: media that the record lists beside the conversation. Markers in the text say where they belong, and
     which marker means which encoder is the model's affair, so they are placed when the sample is encoded.
     tools: what the assistant may call, JSON text for chat templates; "" for nothing.
+    unused: columns of the record, and keys inside of them, that the sample is not made of.
     """
 
     id: str
     turns: tuple[Turn, ...]
     unplaced: tuple[Media, ...] = ()
     tools: str = ""
+    unused: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

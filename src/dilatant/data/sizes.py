@@ -42,7 +42,8 @@ class SizesIndex:
 
     units: "language", then the encoders. tokens: int64 [samples, units]; 0 where they are not known. target_tokens:
     int64 [samples], those that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems:
-    sample → why it cannot be trained on at any length. name: how messages call a sample.
+    sample → why it cannot be trained on at any length. name: how messages call a sample. unused: for each source, the
+    columns and keys that no sample is made of.
     """
 
     units: tuple[str, ...]
@@ -51,6 +52,7 @@ class SizesIndex:
     content: NDArray[np.int64]
     problems: Mapping[int, str] = field(default_factory=dict)
     name: Callable[[int], str] = field(default="sample {}".format, compare=False)
+    unused: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -97,7 +99,7 @@ def blend_sizes(
         parts.append(_source(reader, encoding, cache, workers, partial(_forward, progress, done, total)))
         done += len(reader)
         progress(done, total)
-    return _index(_together(blend, encoding, cache, parts), encoding, blend.name)
+    return _index(_together(blend, encoding, cache, parts), encoding, blend.name, parts)
 
 
 def known_sizes(
@@ -111,7 +113,7 @@ def known_sizes(
         if found is None or not _media_unchanged(found):
             return None
         parts.append(found)
-    return _index(_together(blend, encoding, cache, parts), encoding, blend.name)
+    return _index(_together(blend, encoding, cache, parts), encoding, blend.name, parts)
 
 
 def reader_sizes(
@@ -124,7 +126,7 @@ def reader_sizes(
 ) -> SizesIndex:
     """The index of one source. Parameters, and what is raised: as of `blend_sizes`."""
     found = _source(reader, encoding, open_cache(cache_dir), workers, progress)
-    return _index(found, encoding, reader.name_of)
+    return _index(found, encoding, reader.name_of, [found])
 
 
 def _forward(progress: Progress, before: int, total: int, done: int, _: int) -> None:
@@ -172,7 +174,7 @@ def _arrays(measured: Measured) -> Arrays:
     watched = dict.fromkeys(state for files in measured.media.values() for state in files)
     return Arrays(
         {**arrays, **Refusals.of(measured.problems).arrays},
-        {"media": list(watched)[:WATCHED_MEDIA]},
+        {"media": list(watched)[:WATCHED_MEDIA], "unused": list(measured.unused)},
     )
 
 
@@ -191,6 +193,7 @@ def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | N
         content=before.arrays["content"].copy(),
         problems={int(refused[at]): problem for at, problem in again.problems.items()},
         media=again.media,
+        unused=dict.fromkeys((*before.about["unused"], *again.unused)),
     )
     found.tokens[:, refused] = again.tokens
     found.target_tokens[refused] = again.target_tokens
@@ -222,7 +225,9 @@ def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Ar
     return cache.kept(f"blend-{_digest(names)[:16]}", _digest(digests), make)
 
 
-def _index(found: Arrays, encoding: Encoding, name: Callable[[int], str]) -> SizesIndex:
+def _index(
+    found: Arrays, encoding: Encoding, name: Callable[[int], str], parts: Sequence[Arrays]
+) -> SizesIndex:
     return SizesIndex(
         units=encoding.unit_names,
         tokens=found.arrays["tokens"].T,
@@ -230,4 +235,5 @@ def _index(found: Arrays, encoding: Encoding, name: Callable[[int], str]) -> Siz
         content=found.arrays["content"],
         problems=_refusals(found),
         name=name,
+        unused=tuple(tuple(part.about["unused"]) for part in parts),
     )

@@ -18,7 +18,7 @@ from dilatant.data.array_file import Arrays
 from dilatant.data.cache import Cache
 from dilatant.data.pieces import Piece, in_pieces, piece_bounds
 
-FORMAT = 1
+FORMAT = 2
 SCAN_SECONDS = 3600.0
 """Longest that a process may scan one file."""
 Form = Literal["parquet", "json", "tar"]

@@ -5,6 +5,7 @@ The index holds offsets only; media stay in the tar and are read as a slice of t
 
 from __future__ import annotations
 
+import posixpath
 import tarfile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,15 +15,23 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.image_file import IMAGE_SUFFIXES
 from dilatant.data.json_value import json_value
-from dilatant.data.records import MEDIA_COLUMNS, Blocks, Record
+from dilatant.data.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
+from dilatant.data.record_fields import MEDIA_COLUMNS, Record
+from dilatant.data.records import Blocks
 from dilatant.data.sample import FileSlice, MediaKind
 from dilatant.data.source_files import Scan, SourceFiles
 
-VIDEO_SUFFIXES = frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi"})
-AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff"})
 TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})
+FIELD_SUFFIXES = TEXT_SUFFIXES | {"json", "cls"}
+MOST_TEXT_BYTES = 256 << 20
+"""Of a member that is read as JSON or text; JSON may hold media as base64."""
+ABOUT = frozenset({"readme", "license", "licence", "notice", "copying", "changelog", "citation", "authors"})
+"""Names of files that say something of a shard, and are no samples."""
+MOST_LINKS = 8
+"""From a member to the one that holds its bytes."""
+_NOWHERE = -1
+"""Stands for the first byte of a member that is no file of the shard."""
 
 
 class TarRecords:
@@ -50,21 +59,39 @@ class TarRecords:
         path, place = self._files.paths[file], self.name_of(index)
         fields: dict[str, Any] = {}
         media: dict[MediaKind, list[FileSlice]] = {"image": [], "audio": [], "video": []}
-        found = []
+        unused = []
+        _refuse_doubtful(place, [suffixes[kind_number] for _, _, kind_number in members])
         with open(path, "rb") as stream:
             for offset, length, kind_number in members:
                 suffix = suffixes[kind_number]
-                found.append(suffix)
                 last = suffix.rpartition(".")[2]
-                if last in IMAGE_SUFFIXES:
-                    media["image"].append(FileSlice(path, offset, length))
-                elif last in AUDIO_SUFFIXES:
-                    media["audio"].append(FileSlice(path, offset, length))
-                elif last in VIDEO_SUFFIXES:
-                    media["video"].append(FileSlice(path, offset, length))
-                elif last in TEXT_SUFFIXES or last in ("json", "cls"):
-                    stream.seek(offset)
-                    fields.update(_text_fields(place, last, stream.read(length)))
+                if offset == _NOWHERE:
+                    raise SampleError(
+                        place,
+                        f"its member .{suffix} is no file of the shard, but a device or a link that leads out of it",
+                        "write the file itself (tar --dereference --hard-dereference)",
+                    )
+                stream.seek(offset)
+                if last in FIELD_SUFFIXES:
+                    if length > MOST_TEXT_BYTES:
+                        raise SampleError(
+                            place,
+                            f"its member .{suffix} has {length:,} bytes, more than the {MOST_TEXT_BYTES:,} allowed",
+                            "cut it into pieces",
+                        )
+                    found = _text_fields(place, last, stream.read(length))
+                    both = next((key for key in found if fields.get(key, found[key]) != found[key]), None)
+                    if both is not None:
+                        raise SampleError(
+                            place, f"two of its members say different things of {both!r}", "keep one of them"
+                        )
+                    fields |= found
+                    continue
+                kind = kind_of_suffix(last) or kind_of_bytes(stream.read(min(length, HEAD_BYTES)))
+                if kind is None:
+                    unused.append(f".{suffix}")
+                else:
+                    media[kind].append(FileSlice(path, offset, length))
         for kind, slices in media.items():
             if slices:
                 # The first column looked at, so that a path in the JSON, which repeats the name, is not.
@@ -72,10 +99,37 @@ class TarRecords:
         if not fields:
             raise SampleError(
                 place,
-                f"holds only members of the kinds {', '.join(found)}",
+                f"holds only members of the kinds {', '.join(unused)}",
                 "add an image or a sound with .json, .txt or .cls",
             )
-        return Record(place, path.parent, fields)
+        return Record(place, path.parent, fields, tuple(unused))
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Members that are about a shard, and are no samples."""
+        names = self._files.array("passed_over").tobytes().decode("utf-8", "replace")
+        return tuple(dict.fromkeys(filter(None, names.split("\0"))))
+
+
+def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
+    """Raises SampleError where the members of a key cannot be those of one sample: two texts, or one name twice."""
+    split = [suffix.rpartition(".")[::2] for suffix in suffixes]
+    inner = {middle for middle, last in split if middle and last not in FIELD_SUFFIXES}
+    texts = [("txt" if last in TEXT_SUFFIXES else last, middle) for middle, last in split if last in FIELD_SUFFIXES]
+    twice = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
+    if twice is not None:
+        raise SampleError(
+            place, f"has the member .{twice} more than once", "give every sample of a shard a key of its own"
+        )
+    if len({last for last, _ in texts}) < len(texts) or any(
+        middle in inner and len(inner) > 1 for _, middle in texts
+    ):
+        raise SampleError(
+            place,
+            f"joins members that seem to be several samples, {', '.join(f'.{suffix}' for suffix in suffixes)}: a "
+            "sample's key ends at the first dot of its name",
+            "rename the files so that no key holds a dot",
+        )
 
 
 def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
@@ -99,43 +153,73 @@ def scan_tar(path: Path, name: str) -> Scan:
     """Where the members of a shard lie.
 
     members: int64 [members, 3], first byte, length, number of the suffix. first_members: int64 [records + 1]. keys: the
-    names of all records as bytes, parted at key_ends: int64 [records + 1]. suffixes: as bytes, parted by zeros. Raises
-    UserError for a file that is no plain tar, or is cut off, naming it.
+    names of all records as bytes, parted at key_ends: int64 [records + 1]. suffixes: as bytes, parted by zeros.
+    passed_over: names of members that are about the shard, each with a zero behind it. A link is the member that it
+    leads to. Raises UserError for a file that is no plain tar, is cut off, or has a sample's members apart, naming it.
     """
     members: list[tuple[int, int, int]] = []
     numbers: dict[str, int] = {}
-    keys: list[str] = []
+    keys: dict[str, None] = {}
     first_members: list[int] = []
+    passed_over: list[str] = []
+    places: dict[str, tuple[int, int]] = {}
+    targets: dict[str, str] = {}
+    links: dict[int, str] = {}
+    key = last_key = ""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # it would keep every header
-                if not member.isreg():
+                if member.isdir():
                     continue
                 if member.issparse():
                     raise UserError(
                         f"{name} is a sparse tar, which cannot be read in place; write it without --sparse"
                     )
-                key, suffix = _split_name(member.name)
-                if key is None:
+                full = str(PurePosixPath(member.name))
+                if member.isreg():
+                    places[full] = member.offset_data, member.size
+                else:
+                    targets[full] = _target(member, full)
+                key, suffix = _split_name(full)
+                if _is_hidden(full):
                     continue
-                if not keys or key != keys[-1]:
-                    keys.append(key)
+                if PurePosixPath(key).name.lower() in ABOUT:
+                    passed_over.append(full)
+                    continue
+                if not keys or key != last_key:
+                    if key in keys:
+                        raise UserError(
+                            f"{name}: the members of {key!r} are not adjacent, or two samples have that key; write the "
+                            "shard with its members sorted by name (tar --sort=name)"
+                        )
+                    keys[key] = None
+                    last_key = key
                     first_members.append(len(members))
+                if not member.isreg():
+                    links[len(members)] = full
                 number = numbers.setdefault(suffix, len(numbers))
                 members.append((member.offset_data, member.size, number))
             end = archive.offset
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"{name} cannot be read as a tar: {error}") from None
-    if members and members[-1][0] + members[-1][1] > path.stat().st_size:
-        raise UserError(f"{name} is cut off: member {keys[-1]!r} ends after the file does")
-    _refuse_early_end(path, name, end, keys[-1] if keys else "")
+    last_byte = max((offset + size for offset, size in places.values()), default=0)
+    if last_byte > path.stat().st_size:
+        raise UserError(f"{name} is cut off: member {last_key!r} ends after the file does")
+    _refuse_early_end(path, name, end, last_key)
+    for at, target in links.items():
+        for _ in range(MOST_LINKS):
+            target = targets.get(target, target)
+        members[at] = (*places.get(target, (_NOWHERE, 0)), members[at][2])
     encoded = [key.encode("utf-8", "surrogateescape") for key in keys]
     arrays: dict[str, NDArray[Any]] = {
         "members": np.array(members, np.int64).reshape(-1, 3),
         "first_members": np.array([*first_members, len(members)], np.int64),
         "keys": np.frombuffer(b"".join(encoded), np.uint8),
         "key_ends": np.cumsum([0, *map(len, encoded)], dtype=np.int64),
+        "passed_over": np.frombuffer(
+            "".join(f"{about}\0" for about in passed_over).encode("utf-8", "surrogateescape"), np.uint8
+        ),
         "suffixes": np.frombuffer("\0".join(numbers).encode("utf-8", "surrogateescape"), np.uint8),
     }
     return Scan(len(keys), arrays)
@@ -158,11 +242,23 @@ def _refuse_early_end(path: Path, name: str, end: int, last: str) -> None:
             block = stream.read(1 << 20)
 
 
-def _split_name(name: str) -> tuple[str | None, str]:
+def _is_hidden(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in parts)
+
+
+def _split_name(name: str) -> tuple[str, str]:
     """Key and suffix by the WebDataset convention: the key ends at the first dot of the file name."""
     path = PurePosixPath(name)
-    if path.name.startswith("."):
-        return None, ""
     stem, _, suffix = path.name.partition(".")
     parent = str(path.parent)
     return (stem if parent == "." else f"{parent}/{stem}"), suffix.lower()
+
+
+def _target(member: tarfile.TarInfo, name: str) -> str:
+    """The name of the member that a link leads to; "" for what is no link."""
+    if member.islnk():
+        return str(PurePosixPath(member.linkname))
+    if member.issym() and not member.linkname.startswith("/"):
+        return posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
+    return ""

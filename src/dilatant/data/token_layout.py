@@ -72,6 +72,13 @@ class Layout:
 
 def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> Layout:
     """Token ids with every media item expanded, from sizes alone."""
+    unheard = [turn.role for turn in sample.turns if turn.role != "assistant" and not turn.carries_loss]
+    if unheard and encoding.train_on == "all":
+        raise SampleError(
+            sample.id,
+            f"marks the {unheard[0]}'s turn as not to be learned, but 'data.train_on: all' learns such turns",
+            "remove the mark, or set 'data.train_on: assistant'",
+        )
     messages, placed, prepended = place_media(sample, encoding)
     try:
         tokens = encoding.chat.tokens(messages, for_generation, sample.tools)
@@ -90,7 +97,7 @@ def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) ->
         for each in (*prepended, *placed)
     )
     front, inside = items[: len(prepended)], items[len(prepended) :]
-    targets = tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1
+    targets = (tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1) & ~tokens.silent
     for unit in encoding.units:
         if (tokens.ids == unit.placeholder_id).any():
             raise SampleError(

@@ -7,16 +7,15 @@ ShareGPT's (`function_call`, `observation`). They are kept as JSON text, which o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dilatant.data.errors import SampleError
 from dilatant.data.json_value import json_value
+from dilatant.data.record_fields import is_objects, rows
 
 CALLS = "tool_calls"
 """What a message calls its calls."""
-ABOUT_ANSWERS = ("name", "tool_call_id")
-"""Keys of a tool's message that say which call it answers."""
 
 
 def parse_tools(record: str, value: Any) -> str:
@@ -28,10 +27,11 @@ def parse_tools(record: str, value: Any) -> str:
         value = json_value(value, record, "'tools' is text, which") if value.strip() else []
     if value is None:
         return ""
-    if not _is_objects(value):
+    value = rows(value)
+    if not is_objects(value):
         raise SampleError(record, "'tools' is no list of functions", "give each its 'name' and 'parameters'")
     tools = [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in map(_plain, value)
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in map(without_null, value)
     ]
     nameless = [number for number, tool in enumerate(tools, 1) if not _is_named(tool["function"])]
     if nameless:
@@ -45,11 +45,12 @@ def parse_calls(record: str, where: str, value: Any) -> str:
     text that holds it. Raises SampleError."""
     if isinstance(value, str):
         value = json_value(value, record, f"the call of {where} is text, which")
+    value = rows(value)
     given = [value] if isinstance(value, Mapping) else value
-    if not _is_objects(given) or not given:
+    if not is_objects(given) or not given:
         raise SampleError(record, f"{where} calls no function", "give each call its 'name' and 'arguments'")
     calls = []
-    for call in map(_plain, given):
+    for call in map(without_null, given):
         function = call.get("function", call)
         if not _is_named(function):
             raise SampleError(record, f"a call of {where} has no 'name'", "add it")
@@ -63,23 +64,12 @@ def parse_calls(record: str, where: str, value: Any) -> str:
     return json.dumps(calls)
 
 
-def about_answer(message: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What a tool's message says of the call that it answers: key → JSON text."""
-    return tuple(
-        (key, json.dumps(message[key])) for key in ABOUT_ANSWERS if isinstance(message.get(key), str)
-    )
-
-
-def _is_objects(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value)
-
-
 def _is_named(function: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
-def _plain(value: Any) -> Any:
-    """Without the keys that a columnar file gives every object, and that hold nothing."""
+def without_null(value: Any) -> Any:
+    """The value without the null keys that a columnar file gives every object."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+        return {key: without_null(inner) for key, inner in value.items() if inner is not None}
+    return [without_null(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,209 @@
+"""The columns of one record, by the names that the field has for them, and which of them were used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
+from math import isfinite
+from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
+
+from dilatant.data.errors import SampleError
+from dilatant.data.sample import FileSlice, MediaKind
+
+MEDIA_COLUMNS: Mapping[MediaKind, tuple[str, ...]] = {
+    "image": ("images", "image"),
+    "audio": ("audios", "audio"),
+    "video": ("videos", "video"),
+}
+OTHER_MEDIA_COLUMNS: Mapping[MediaKind, tuple[str, ...]] = {
+    "image": (
+        *("image_path", "image_paths", "image_file", "image_files", "image_url", "image_urls", "image_bytes"),
+        *("img", "imgs", "img_path", "img_paths", "picture", "pictures", "photo", "photos"),
+        *("jpg", "jpeg", "png", "webp"),
+    ),
+    "audio": (
+        *("audio_path", "audio_paths", "audio_file", "audio_files", "audio_filepath", "audio_url"),
+        *("sound", "sounds", "wav", "mp3", "flac"),
+    ),
+    "video": (
+        *("video_path", "video_paths", "video_file", "video_files", "video_url", "video_urls"),
+        *("clip_path", "mp4"),
+    ),
+}
+"""Other names of the same, which are looked at where a record has none of `MEDIA_COLUMNS`."""
+QUESTION_COLUMNS = ("question", "query", "instruction", "prompt")
+ANSWER_COLUMNS = ("answer", "response", "completion", "output", "answerKey")
+OTHER_ANSWER_COLUMNS = ("caption", "captions", "text", "label")
+"""What is learned where a record has none of `ANSWER_COLUMNS`."""
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a file holds about one sample: `fields` as read, media not decoded.
+
+    id names the place for messages. folder is what relative media paths start from. unused: parts of it that are not in
+    `fields`, as errors and notices call them.
+    """
+
+    id: str
+    folder: Path
+    fields: Mapping[str, Any]
+    unused: tuple[str, ...] = ()
+
+
+class Fields:
+    """The columns of a record. Those that hold nothing (null, an empty text or list) count as absent.
+
+    columns: what the record calls `images`, `question` and so on. A column that the user names replaces those that
+    would be looked for, which then are unused. Raises SampleError for a named column that the record lacks.
+    """
+
+    def __init__(self, record: Record, columns: Mapping[str, str]) -> None:
+        self.record = record
+        self._columns = columns
+        missing = [name for name in columns.values() if name not in record.fields]
+        if missing:
+            self.refuse(
+                f"has no column {missing[0]!r}, which 'columns' names; found: {', '.join(record.fields)}",
+                "correct 'columns' of the data source",
+            )
+        hidden = set(columns.values())
+        if "question" in columns:
+            hidden.update(QUESTION_COLUMNS)
+            if columns["question"] not in ("instruction", "prompt"):  # whose other half is "input"
+                hidden.add("input")
+        if "answer" in columns:
+            hidden.update(ANSWER_COLUMNS, OTHER_ANSWER_COLUMNS)
+        if "question" in columns or "answer" in columns:
+            hidden.update(CHAT_COLUMNS, ("texts",))
+        if self.names_conversation:
+            hidden.update(CHAT_COLUMNS, ("texts", "input", "history"), QUESTION_COLUMNS, ANSWER_COLUMNS)
+        for kind, names in MEDIA_COLUMNS.items():
+            if f"{kind}s" in columns:
+                hidden.update(names, OTHER_MEDIA_COLUMNS[kind])
+        kept = {key: value for key, value in record.fields.items() if key not in hidden}
+        self._values = kept | {key: record.fields[name] for key, name in columns.items()}
+        self._used: set[str] = set()
+        self._inner: dict[str, None] = {}
+
+    @property
+    def names_conversation(self) -> bool:
+        """Whether the user says which column is the conversation."""
+        return not {"messages", "conversations", "texts"}.isdisjoint(self._columns)
+
+    def is_named(self, column: str) -> bool:
+        """Whether the user says which column this is."""
+        return column in self._columns
+
+    def has(self, name: str) -> bool:
+        return not is_blank(self._values.get(name))
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a column, were it null in this record."""
+        return name in self._values
+
+    def names(self) -> Iterable[str]:
+        return (name for name in self._values if self.has(name))
+
+    def peek(self, name: str) -> Any:
+        """The value of a column that is not used yet."""
+        return self._values.get(name)
+
+    def take(self, name: str) -> Any:
+        self._used.add(name)
+        return self._values[name]
+
+    def text(self, name: str) -> str:
+        """The value of a column as text. Raises SampleError."""
+        return scalar(self.record, name, self.take(name))
+
+    def only(self, names: Sequence[str], what: str) -> str | None:
+        """The one of several columns that is there, or the first of those that say the same; None for none.
+
+        Raises SampleError where two of them differ. what: they are for.
+        """
+        there = [name for name in names if self.has(name)]
+        if not there:
+            return None
+        first = there[0]
+        mine = self._values[first]
+        if is_list(mine) and isinstance(mine[0], FileSlice):  # a path in a tar's JSON repeats what lies beside it
+            there = [first]
+        for other in there[1:]:
+            if as_list(self._values[other]) != as_list(mine):
+                self.refuse(
+                    f"has two columns for {what}, {first!r} and {other!r}",
+                    "name the one to use with 'columns' of the data source",
+                )
+        self._used.update(there)
+        return first
+
+    def note(self, inner: str) -> None:
+        """A key inside a column that nobody uses, such as `messages[].id`."""
+        self._inner[inner] = None
+
+    def unused(self) -> tuple[str, ...]:
+        """The columns, and keys inside columns, that hold something and were not used."""
+        used = {self._columns.get(name, name) for name in self._used}
+        names = (key for key, value in self.record.fields.items() if key not in used and not is_blank(value))
+        return (*names, *self._inner, *self.record.unused)
+
+    def refuse(self, problem: str, remedy: str) -> NoReturn:
+        raise SampleError(self.record.id, problem, remedy)
+
+
+def scalar(record: Record, name: str, value: Any) -> str:
+    """A text, number, truth value or date as text. Raises SampleError."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float | Decimal) and not isfinite(value):
+        raise SampleError(record.id, f"{name!r} is {value}", "give text or a number")
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    if isinstance(value, bool | int | float | date | time):
+        return str(value)
+    raise SampleError(record.id, f"{name!r} is {kind_of(value)}", "give text")
+
+
+def is_blank(value: Any) -> bool:
+    """Return True for what files write where there is nothing: null, an empty text or object, a list of these."""
+    if isinstance(value, list | tuple):
+        return all(item is None or item == "" for item in value)
+    return value is None or (isinstance(value, str | bytes | dict) and len(value) == 0)
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def as_list(value: Any) -> list[Any]:
+    return list(value) if is_list(value) else [value]
+
+
+def is_objects(value: Any) -> bool:
+    return is_list(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def rows(value: Any) -> Any:
+    """A struct of lists of equal length as a list of structs, which is how `datasets` writes one; else the value."""
+    if not isinstance(value, Mapping) or not value or not all(is_list(inner) for inner in value.values()):
+        return value
+    if len({len(inner) for inner in value.values()}) != 1:
+        return value
+    return [dict(zip(value, row)) for row in zip(*value.values())]
+
+
+def kind_of(value: Any) -> str:
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        int: "a number",
+        float: "a number",
+        bool: "a truth value",
+    }
+    return "empty" if value is None else names.get(type(value), f"a {type(value).__name__}")
