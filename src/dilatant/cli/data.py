@@ -41,11 +41,12 @@ def stats(
 ) -> None:
     """Tokens of every training sample in every unit: distributions, ratios, what balancing is worth, what training
     would refuse. Decodes no media, but for the few samples that the page shows."""
+    from dilatant.data.notices import unused_by_source, unused_lines
     from dilatant.data.sizes import blend_sizes
     from dilatant.profiling.assemble import assemble_samples
     from dilatant.profiling.describe_data import describe_data
     from dilatant.report.page_links import link_pages
-    from dilatant.report.say import open_console
+    from dilatant.report.say import open_console, say
     from dilatant.report.stats_page import write_stats_page
     from dilatant.report.stats_table import print_stats
 
@@ -62,13 +63,22 @@ def stats(
             progress=partial(_show, progress, task),
         )
     title = f"Training data of {config.name}"
+    for line in unused_lines(samples.train, index, samples.encoding):
+        say(console, line)
     report = describe_data(resolved, samples, index, title, examples=page is not None)
     if page is not None:
         write_stats_page(page, report)
         link_pages(Path(resolved.output_dir))
     if as_json:
         balance = [asdict(one) for one in report.balance]
-        print(json.dumps({**report.stats.to_json(), "batch_size": report.batch_size, "balance": balance}))
+        unused = unused_by_source(samples.train, index, samples.encoding)
+        record = {
+            **report.stats.to_json(),
+            "batch_size": report.batch_size,
+            "balance": balance,
+            "unused": unused,
+        }
+        print(json.dumps(record))
     else:
         print_stats(report, console)
         if page is not None:
@@ -90,14 +100,17 @@ def lint(
     from rich.text import Text
 
     from dilatant.data.lint import lint as find_problems
+    from dilatant.data.notices import unused_by_source, unused_lines
+    from dilatant.data.sizes import blend_sizes
     from dilatant.profiling.assemble import assemble_samples
-    from dilatant.report.say import open_console
+    from dilatant.report.say import open_console, say
     from dilatant.report.wording import counted
 
     console = open_console(stderr=as_json)
     resolved = read_config(config, overrides, trust or None)
     samples = assemble_samples(resolved)
     problems: list[Problem] = []
+    unused: dict[str, tuple[str, ...]] = {}
     checked = 0
     for blend, encoding in (
         (samples.train, samples.encoding),
@@ -107,17 +120,20 @@ def lint(
             continue
         with _progress(console) as progress:
             task = progress.add_task("reading samples", total=len(blend))
+            show = partial(_show, progress, task)
+            index = blend_sizes(
+                blend, encoding, cache_dir=resolved.data.cache_dir, workers=workers, progress=show
+            )
             problems += find_problems(
-                blend,
-                encoding,
-                deep=not headers_only,
-                cache_dir=resolved.data.cache_dir,
-                workers=workers,
-                progress=partial(_show, progress, task),
+                blend, encoding, deep=not headers_only, index=index, workers=workers, progress=show
             )
         checked += len(blend)
+        unused |= unused_by_source(blend, index, encoding)
+        for line in unused_lines(blend, index, encoding):
+            say(console, line)
     if as_json:
-        print(json.dumps({"samples": checked, "problems": [asdict(problem) for problem in problems]}))
+        found = [asdict(problem) for problem in problems]
+        print(json.dumps({"samples": checked, "problems": found, "unused": unused}))
     else:
         for problem in problems:
             # Assembled, not marked up: names and texts of the data may hold brackets.

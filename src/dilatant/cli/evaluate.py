@@ -43,7 +43,7 @@ def evaluate(
 
     scores = []
     function = load_judge(judge)
-    blend = open_blend([DataSource(path=data)])
+    blend = open_blend([DataSource(path=data)], held_out=True)
     assert isinstance(blend, Blend)  # a path is never streamed
     exported = load_exported(folder)
     total = min(len(blend), limit or len(blend))

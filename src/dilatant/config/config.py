@@ -325,7 +325,12 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
 
     def sources(entries: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(
-            entry.model_copy(update={"path": absolute(entry.path)}) if entry.path else entry
+            entry.model_copy(
+                update={
+                    "path": entry.path and absolute(entry.path),
+                    "media_dir": entry.media_dir and absolute(entry.media_dir),
+                }
+            )
             for entry in entries
         )
 

@@ -8,21 +8,39 @@ from pydantic import Field, model_validator
 
 from dilatant.config.base import Section
 
-Column = Literal["question", "answer", "images", "audios", "messages", "conversations", "texts"]
+Column = Literal[
+    "question",
+    "answer",
+    "input",
+    "system",
+    "history",
+    "options",
+    "tools",
+    "images",
+    "audios",
+    "videos",
+    "messages",
+    "conversations",
+    "texts",
+]
 
 
 class DataSource(Section):
     """One data set of a blend."""
 
     path: str | None = None
-    """A file or folder (Parquet, JSON, JSONL, WebDataset tar; wildcards allowed), relative to the YAML file."""
+    """A file or folder (Parquet, JSON, JSONL, WebDataset tar, Arrow; also a pattern), relative to the YAML file."""
     id: str | None = None
     """A data set on the Hugging Face hub."""
     subset: str | None = None
     """The configuration of a data set on the hub, where it has several."""
-    split: str = "train"
-    """The split of a data set on the hub."""
-    format: Literal["auto", "parquet", "jsonl", "llava", "webdataset", "hub"] = "auto"
+    split: str | None = None
+    """The split of a data set on the hub, or of a folder whose files or folders are named by splits. Default: `train`;
+    a folder of several splits under `data.eval` needs the name of one."""
+    media_dir: str | None = None
+    """The folder that relative paths of media start from, relative to the YAML file. Default: the folder of the file
+    that names them."""
+    format: Literal["auto", "parquet", "jsonl", "llava", "webdataset", "arrow", "hub"] = "auto"
     """`auto` looks into the file."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in the blend, relative to the other weights."""

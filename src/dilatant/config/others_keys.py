@@ -52,6 +52,19 @@ CALLED_HERE: Mapping[str, str] = {
     "per_device_train_batch_size": "write 'train.global_batch_size': samples of a step over all devices",
     "train_batch_size": "write 'train.global_batch_size': samples of a step over all devices",
     "gradient_accumulation_steps": "a step is cut into 'parallel.microbatches', or by 'train.row_tokens'",
+    **dict.fromkeys(
+        (
+            "image_folder",
+            "image_dir",
+            "image_root",
+            "images_root",
+            "video_folder",
+            "media_root",
+            "root",
+            "root_dir",
+        ),
+        "write 'media_dir' of the data source: the folder that relative paths of media start from",
+    ),
     **dict.fromkeys(("num_train_epochs", "num_epochs"), "write 'train.epochs'"),
     **dict.fromkeys(("max_steps", "train_iters"), "write 'train.steps'"),
     **dict.fromkeys(

@@ -105,9 +105,14 @@ class StreamBlend:
 
 
 def open_blend(
-    sources: Sequence[DataSource], *, cache_dir: str | Path | None = None, max_samples: int | None = None
+    sources: Sequence[DataSource],
+    *,
+    cache_dir: str | Path | None = None,
+    max_samples: int | None = None,
+    held_out: bool = False,
 ) -> Blend | StreamBlend:
-    """All sources of a config section. cache_dir, and what is raised: as of `open_source`. max_samples: of each."""
+    """All sources of a config section. cache_dir, held_out, and what is raised: as of `open_source`. max_samples: of
+    each."""
     if max_samples is not None:
         sources = [
             source.model_copy(update={"limit": min(max_samples, source.limit or max_samples)})
@@ -122,4 +127,5 @@ def open_blend(
                 "data sets that are streamed cannot be blended with others; set 'streaming' on all or none"
             )
         return StreamBlend(tuple(HubStream(source) for source in sources), weights)
-    return Blend(tuple(open_source(source, cache_dir=cache_dir) for source in sources), weights)
+    readers = tuple(open_source(source, cache_dir=cache_dir, held_out=held_out) for source in sources)
+    return Blend(readers, weights)

@@ -67,6 +67,7 @@ def answer_among(fields: Fields, choices: Mapping[str, str], name: str, value: A
         )
     if number in texts and texts[int(number)] != number:
         fields.refuse(
-            f"{name!r} is {number}, which is the text of one choice and the number of another", "give its letter"
+            f"{name!r} is {number}, which is the text of one choice and the number of another",
+            "give its letter",
         )
     return list(choices)[int(number)]

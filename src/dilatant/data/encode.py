@@ -164,7 +164,11 @@ def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: Layout) -> Ite
                 "raise 'data.max_length', or remove it",
             )
             return
-        yield SampleError(sample.id, "has no assistant answer that carries loss, so nothing to learn", "add one or remove it")
+        yield SampleError(
+            sample.id,
+            "has no assistant answer that carries loss, so nothing to learn",
+            "add one or remove it",
+        )
     elif answers and not calls and not any(isinstance(part, Media) or part.strip() for part in answers):
         yield SampleError(sample.id, "has only empty answers", "write one or remove it")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
+from dilatant.data.arrow_values import converters, row_fields
 from dilatant.data.errors import SampleError
 from dilatant.data.record_fields import Record
 from dilatant.data.records import Blocks, parse_record
@@ -26,9 +27,8 @@ class HubRecords:
 
     def __init__(self, source: DataSource) -> None:
         dataset = _load(source, streaming=False)
-        self.fingerprint = f"{source.id} {source.subset} {source.split} {dataset._fingerprint}"
+        self.fingerprint = f"{source.id} {source.subset} {source.split or 'train'} {dataset._fingerprint}"
         self._name = str(source.id)
-        self._labels = _label_names(dataset.features)
         # In this format nothing is decoded: images and sounds come as their encoded bytes or their path.
         self._dataset = dataset.with_format("arrow")
 
@@ -39,8 +39,8 @@ class HubRecords:
         return f"{self._name}:{index + 1}"
 
     def read(self, index: int) -> Record:
-        fields = self._dataset[index : index + 1].to_pylist()[0]
-        return Record(self.name_of(index), Path("."), _with_label_names(fields, self._labels))
+        place = self.name_of(index)
+        return Record(place, Path("."), row_fields(self._dataset[index : index + 1], 0, place))
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,14 @@ class HubStream:
         Skipped records are fetched but not decoded. Raises UserError when the hub cannot be reached.
         """
         dataset = _load(self.source, streaming=True).decode(False)
-        labels = _label_names(dataset.features or {})
+        convert = converters(dataset.features.arrow_schema) if dataset.features else {}
         stop = self.source.limit
         columns: dict[str, str] = {**{str(key): value for key, value in self.source.columns.items()}}
         for number, fields in enumerate(
             islice(iter(dataset.skip(skip)), stop and max(0, stop - skip)), skip + 1
         ):
-            record = Record(f"{self.name}:{number}", Path("."), _with_label_names(fields, labels))
+            known = {key: convert[key](value) if key in convert else value for key, value in fields.items()}
+            record = Record(f"{self.name}:{number}", Path(self.source.media_dir or "."), known)
             try:
                 yield parse_record(record, self.source.prompt, columns)
             except SampleError as error:
@@ -76,7 +77,9 @@ def _load(source: DataSource, streaming: bool) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(source.id, source.subset, split=source.split, streaming=streaming)
+        return datasets.load_dataset(
+            source.id, source.subset, split=source.split or "train", streaming=streaming
+        )
     except datasets.exceptions.DatasetNotFoundError as error:
         raise UserError(
             f"data set {source.id!r} was not found on the hub, nor as a local folder: {error}"
@@ -88,15 +91,3 @@ def _load(source: DataSource, streaming: bool) -> Any:
         ) from None
     except (ValueError, OSError) as error:
         raise UserError(f"data set {source.id!r} cannot be opened: {error}") from None
-
-
-def _label_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Columns whose numbers stand for names."""
-    return {name: list(feature.names) for name, feature in features.items() if hasattr(feature, "names")}
-
-
-def _with_label_names(fields: Mapping[str, Any], labels: Mapping[str, list[str]]) -> dict[str, Any]:
-    return {
-        name: labels[name][value] if name in labels and isinstance(value, int) and value >= 0 else value
-        for name, value in fields.items()
-    }

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.json_value import json_value
-from dilatant.data.record_fields import Record
+from dilatant.data.record_fields import CHAT_COLUMNS, Record, is_objects
 from dilatant.data.records import Blocks
 from dilatant.data.source_files import Scan, SourceFiles
 
 SCAN_BYTES = 1 << 24
+MOST_BYTES = 256 << 20
+"""Of a record, which may hold media as base64."""
 MARK = b"\xef\xbb\xbf"
 """What some programs write before UTF-8."""
 SPACE = (9, 10, 13, 32)
@@ -44,12 +46,29 @@ class JsonRecords:
         file, number = self._files.locate(index)
         start, end = self._files.part("spans", file)[number].tolist()
         place, path = self.name_of(index), self._files.paths[file]
+        if end - start > MOST_BYTES:
+            raise SampleError(
+                place,
+                f"has {end - start:,} bytes, more than the {MOST_BYTES:,} allowed",
+                "cut it into pieces",
+            )
         with open(path, "rb") as stream:
             stream.seek(start)
             fields = json_value(stream.read(end - start), place)
         if not isinstance(fields, dict):
             raise SampleError(
                 place, f"is JSON but no object: {type(fields).__name__}", "write one object a record"
+            )
+        lists = [key for key, value in fields.items() if is_objects(value) and value]
+        if (
+            len(self._files.part("spans", file)) == 1
+            and len(fields) == len(lists) == 1
+            and lists[0] not in (*CHAT_COLUMNS, "texts")
+        ):
+            raise SampleError(
+                place,
+                f"is one object that holds a list of {len(fields[lists[0]])} records under {lists[0]!r}",
+                "write that list alone, or one record a line",
             )
         return Record(place, path.parent, fields)
 
@@ -69,7 +88,9 @@ def _record_spans(path: Path, name: str) -> NDArray[np.int64]:
     if first == b"[":
         return _array_spans(text, begin, name)
     if first == b"{":
-        return _line_spans(text, begin)
+        lines = _line_spans(text, begin)
+        objects = None if _is_json(text, lines[0]) else _object_spans(text, begin)
+        return lines if objects is None else objects
     raise UserError(f"{name} is neither JSON Lines nor a JSON array: it starts with {first!r}")
 
 
@@ -87,6 +108,36 @@ def _line_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64]:
     blank = np.flatnonzero(filled & np.isin(codes[np.minimum(start, len(codes) - 1)], SPACE))
     filled[blank] = [bool(text[start[line] : end[line]].strip()) for line in blank]
     return np.stack([start, end], axis=1)[filled]
+
+
+def _is_json(text: mmap.mmap, span: NDArray[np.int64]) -> bool:
+    """Whether a line is JSON by itself, as far as that is cheap to tell."""
+    if span[1] - span[0] > MOST_BYTES:
+        return True  # its reader says what is wrong
+    try:
+        json.loads(text[span[0] : span[1]])
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _object_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64] | None:
+    """Objects over several lines, one after another, as programs that indent JSON write them; None where the text is
+    something else, such as lines of which the first is damaged."""
+    characters = text[begin:].decode("latin-1")  # one for each byte
+    decoder = json.JSONDecoder(parse_int=str, strict=False)
+    spans: list[tuple[int, int]] = []
+    at = _behind_space(characters, 0)
+    while at < len(characters):
+        try:
+            value, end = decoder.raw_decode(characters, at)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict):
+            return None
+        spans.append((at + begin, end + begin))
+        at = _behind_space(characters, end)
+    return np.array(spans, np.int64).reshape(-1, 2)
 
 
 def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.measure import Chosen
 from dilatant.data.pieces import Progress, in_pieces, piece_bounds
-from dilatant.data.sizes import blend_sizes
+from dilatant.data.sizes import SizesIndex, blend_sizes
 
 CHUNK = 16
 
@@ -36,18 +36,20 @@ def lint(
     encoding: Encoding,
     *,
     deep: bool = True,
+    index: SizesIndex | None = None,
     cache_dir: str | Path | None = None,
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[Problem, ...]:
     """Everything wrong with the samples, in order; empty when all of them can be trained on.
 
-    What headers and text tell is taken from the sizes index, which is made where it is missing. deep: also decode the
-    media, which finds those that are cut off. The longest sample allowed is `encoding.max_length`. cache_dir, workers:
-    as of `blend_sizes`.
+    index: the sizes, which say what headers and text tell; default: as of `blend_sizes`. deep: also decode the media,
+    which finds those that are cut off. The longest sample allowed is `encoding.max_length`. cache_dir, workers: as of
+    `blend_sizes`.
     """
     total = len(blend)
-    index = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=workers, progress=progress)
+    if index is None:
+        index = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=workers, progress=progress)
     wanted = np.zeros(total, bool)
     wanted[list(index.refused(encoding.max_length))] = True
     if deep:

@@ -67,7 +67,8 @@ class ListedMedia:
                 name = fields.only(_others(fields, kind), f"{kind}s")
             if name is None and not fields.is_named(f"{kind}s"):
                 name = next(
-                    (file for file in FILE_COLUMNS if fields.has(file) and _is_of(fields.peek(file), kind)), None
+                    (file for file in FILE_COLUMNS if fields.has(file) and _is_of(fields.peek(file), kind)),
+                    None,
                 )
             if name is not None:
                 self._waiting[kind] = [
@@ -215,7 +216,9 @@ def _clip_of_frames(fields: Fields, value: Sequence[Any], name: str, options: Ma
     """options: `FRAME_RATES` say how many frames a second there are."""
     record = fields.record
     pictures = tuple(
-        parse_media(fields, "image", item, number) for number, item in enumerate(value, 1) if not is_blank(item)
+        parse_media(fields, "image", item, number)
+        for number, item in enumerate(value, 1)
+        if not is_blank(item)
     )
     if not pictures:
         raise SampleError(record.id, f"{name} is a list without frames", "give their paths")

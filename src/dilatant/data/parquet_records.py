@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.data.arrow_values import row_fields
 from dilatant.data.errors import SampleError
 from dilatant.data.record_fields import Record
 from dilatant.data.records import Blocks
@@ -128,8 +129,9 @@ class ParquetRecords:
     def read(self, index: int) -> Record:
         file, _ = self._files.locate(index)
         number = int(np.searchsorted(self._runs.first, index, side="right")) - 1
-        fields = self._table(number).slice(index - int(self._runs.first[number]), 1).to_pylist()[0]
-        return Record(self.name_of(index), self._files.paths[file].parent, fields)
+        place = self.name_of(index)
+        fields = row_fields(self._table(number), index - int(self._runs.first[number]), place)
+        return Record(place, self._files.paths[file].parent, fields)
 
     def _table(self, number: int) -> Any:
         """The rows of a block. Those before it in its row group are read and kept on the way."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +16,10 @@ from numpy.typing import NDArray
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.config.own_files import open_regular
+from dilatant.data.arrow_records import ArrowRecords, scan_arrow
 from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
+from dilatant.data.find_files import SUFFIXES, find_files
 from dilatant.data.json_records import JsonRecords, scan_json
 from dilatant.data.parquet_records import ParquetRecords, scan_parquet
 from dilatant.data.record_fields import Record
@@ -29,19 +29,13 @@ from dilatant.data.source_files import Form, Scan, Scanner, SourceFiles
 from dilatant.data.split import Split
 from dilatant.data.tar_records import TarRecords, scan_tar
 
-FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar"}
+FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar", "arrow": "Arrow"}
 FORM_OF_FORMAT: Mapping[str, Form] = {
     "parquet": "parquet",
     "jsonl": "json",
     "llava": "json",
     "webdataset": "tar",
-}
-SUFFIXES: Mapping[str, Form] = {
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".tar": "tar",
+    "arrow": "arrow",
 }
 
 
@@ -67,7 +61,8 @@ class Reader:
 
     fingerprint changes when the files do (their names, sizes or times) or when they are read in another way. label:
     what the user calls it. split: which of its samples these are, after `limit`; None for all.
-    home: the folder of the data; None for the hub.
+    home: the folder of the data; None for the hub. media_dir: what relative paths of media start from, if not the file
+    that names them. passed_over: files in its place that are not read, in words.
     Indexing raises UserError naming the record that is wrong.
     """
 
@@ -80,6 +75,8 @@ class Reader:
     limit: int | None = None
     label: str = ""
     split: Split | None = None
+    media_dir: str | None = None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def is_called(self) -> str:
@@ -99,6 +96,8 @@ class Reader:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         record = self.records.read(self._number(index))
+        if self.media_dir is not None:
+            record = replace(record, folder=Path(self.media_dir))
         try:
             return parse_record(record, self.prompt, self.columns)
         except RecursionError:
@@ -131,14 +130,16 @@ class Reader:
         return Blocks(tuple(lengths[kept].tolist()), blocks.window, groups)
 
 
-def open_source(source: DataSource, *, cache_dir: str | Path | None = None) -> Reader:
+def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held_out: bool = False) -> Reader:
     """The reader of a source.
 
-    cache_dir: where it is kept what scanning the files found; default: the user's cache. Raises UserError when nothing
-    is there, the form is unknown, no sample is found, or a `cache_dir` cannot be written.
+    cache_dir: where it is kept what scanning the files found; default: the user's cache. held_out: the source is for
+    evaluation, which never takes the split `train` of a folder by itself. Raises UserError when nothing is there, the
+    form is unknown, no sample is found, or a `cache_dir` cannot be written.
     """
     records: Records
     home = None
+    passed_over: tuple[str, ...] = ()
     if source.path is None:
         from dilatant.data.hub_records import HubRecords
 
@@ -147,78 +148,47 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None) -> R
         identity = records.fingerprint
     else:
         name = source.path
-        paths = _files(source.path)
+        paths, passed_over = find_files(source.path, source.split, held_out)
         home = Path(os.path.commonpath([path.parent for path in paths]))
         names = [str(path.relative_to(home)) for path in paths]
         scanner = Scanner(detect_form, partial(_check_forms, source, paths), _SCAN)
         files = SourceFiles(paths, names, scanner, open_cache(cache_dir))
         identity = files.identity
         records = _RECORDS[files.form](files)
+        if isinstance(records, TarRecords):
+            passed_over += records.passed_over
     if len(records) == 0:
         raise UserError(f"data set {name!r} is empty")
     columns: dict[str, str] = {key: value for key, value in source.columns.items()}  # noqa: C416 - wider keys
     fingerprint = hashlib.sha256(
-        repr((identity, source.prompt, sorted(source.columns.items()))).encode()
+        repr((identity, source.prompt, sorted(source.columns.items()), source.media_dir)).encode()
     ).hexdigest()
-    return Reader(name, records, fingerprint, home, source.prompt, columns, source.limit, source.name or "")
+    return Reader(
+        name,
+        records,
+        fingerprint,
+        home,
+        source.prompt,
+        columns,
+        source.limit,
+        source.name or "",
+        media_dir=source.media_dir,
+        passed_over=passed_over,
+    )
 
 
 _RECORDS: Mapping[Form, Callable[[SourceFiles], Records]] = {
     "parquet": ParquetRecords,
     "json": JsonRecords,
     "tar": TarRecords,
+    "arrow": ArrowRecords,
 }
 _SCAN: Mapping[Form, Callable[[Path, str], Scan]] = {
     "parquet": scan_parquet,
     "json": scan_json,
     "tar": scan_tar,
+    "arrow": scan_arrow,
 }
-
-
-def _files(path: str) -> tuple[Path, ...]:
-    """The data files a path, a folder or a pattern names, sorted."""
-    patterns = _expand_braces(str(Path(path).expanduser()))
-    found: list[Path] = []
-    for pattern in patterns:
-        place = Path(pattern)
-        if place.is_dir():
-            inside = [
-                file
-                for file in sorted(place.rglob("*"))
-                if file.suffix.lower() in SUFFIXES
-                and not any(part.startswith(".") for part in file.relative_to(place).parts)
-            ]
-            if not inside:
-                raise UserError(
-                    f"folder {str(place)!r} holds no data file; expected {', '.join(SUFFIXES)} files in it"
-                )
-            found += inside
-        elif place.exists():
-            found.append(place)
-        else:
-            named = map(Path, sorted(glob.glob(pattern, recursive=True)))
-            matches = [match for match in named if match.is_file()]  # a link may lead nowhere
-            if not matches:
-                nothing = "matches no file" if glob.has_magic(pattern) else "does not exist"
-                raise UserError(f"data path {pattern!r} {nothing}")
-            found += matches
-    return tuple(dict.fromkeys(found))
-
-
-def _expand_braces(pattern: str) -> list[str]:
-    """`shard-{000..003}.tar` as WebDataset users write it, and `{a,b}`."""
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if match is None or Path(pattern).exists():
-        return [pattern]
-    body = match.group(1)
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", body)
-    if span:
-        width = len(span.group(1))
-        choices = [str(number).zfill(width) for number in range(int(span.group(1)), int(span.group(2)) + 1)]
-    else:
-        choices = body.split(",")
-    head, tail = pattern[: match.start()], pattern[match.end() :]
-    return [full for choice in choices for full in _expand_braces(head + choice + tail)]
 
 
 def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form | None]) -> None:
@@ -254,6 +224,8 @@ def detect_form(file: Path) -> Form | None:
         return None
     if head[:4] == b"PAR1":
         return "parquet"
+    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return "arrow"
     if head[257:262] == b"ustar":
         return "tar"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -263,11 +235,10 @@ def detect_form(file: Path) -> Form | None:
         b"\x1f\x8b": "a gzip file; unpack it first, so that samples can be read in any order",
         b"\x28\xb5\x2f\xfd": "a zstd file; unpack it first, so that samples can be read in any order",
         b"PK\x03\x04": "a zip file; unpack it first",
-        b"ARROW1": "an Arrow file; save it as Parquet",
     }
     found = next(
         (what for magic, what in known.items() if head.startswith(magic)), f"unknown (starts {head[:12]!r})"
     )
     raise UserError(
-        f"{str(file)!r} is {found}. Known forms: Parquet, JSON Lines, a JSON array, a WebDataset tar"
+        f"{str(file)!r} is {found}. Known forms: Parquet, JSON Lines, a JSON array, a WebDataset tar, Arrow"
     )

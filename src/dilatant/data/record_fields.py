@@ -131,7 +131,9 @@ class Fields:
             return None
         first = there[0]
         mine = self._values[first]
-        if is_list(mine) and isinstance(mine[0], FileSlice):  # a path in a tar's JSON repeats what lies beside it
+        if is_list(mine) and isinstance(
+            mine[0], FileSlice
+        ):  # a path in a tar's JSON repeats what lies beside it
             there = [first]
         for other in there[1:]:
             if as_list(self._values[other]) != as_list(mine):

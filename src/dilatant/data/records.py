@@ -35,6 +35,7 @@ PREFERENCE_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messa
 """Columns of pairs of a better and a worse answer (DPO and its kin)."""
 DESIRED_COLUMNS = ("label", "kto_tag")
 """Columns that say whether an answer is a good one (KTO)."""
+GROUNDING_MARKERS = ("<bbox>", "<ref-object>")
 MOST_CHARACTERS = 16 << 20
 """Of the texts of one sample: more than any model reads at once."""
 
@@ -80,6 +81,7 @@ def parse_record(
     if chat is not None:
         _refuse_second_meaning(fields, chat, turns)
     _refuse_undesired(fields)
+    _refuse_grounding(fields, turns)
     return _sample(fields, turns, listed, tools)
 
 
@@ -105,13 +107,16 @@ def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools:
         if turns[0].role != "system":
             turns = (Turn("system", (text,)), *turns)
         elif turns[0].content != (text,):
-            fields.refuse(f"has a system text in {system!r} and another in its conversation", "keep one of them")
+            fields.refuse(
+                f"has a system text in {system!r} and another in its conversation", "keep one of them"
+            )
     if not turns:
         raise SampleError(record.id, "the conversation is empty", "remove the record")
     characters = sum(len(part) for turn in turns for part in turn.content if isinstance(part, str))
     if characters > MOST_CHARACTERS:
         fields.refuse(
-            f"has {characters:,} characters of text, more than the {MOST_CHARACTERS:,} allowed", "cut it into pieces"
+            f"has {characters:,} characters of text, more than the {MOST_CHARACTERS:,} allowed",
+            "cut it into pieces",
         )
     return Sample(record.id, turns, tuple(listed), tools, fields.unused())
 
@@ -125,20 +130,30 @@ def _refuse_preferences(fields: Fields) -> None:
         )
 
 
+def _refuse_grounding(fields: Fields, turns: tuple[Turn, ...]) -> None:
+    """ms-swift's `objects` fill markers in the text, in a form that each model has its own of."""
+    texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
+    marker = next((mark for mark in GROUNDING_MARKERS if any(mark in text for text in texts)), None)
+    if fields.has("objects") and marker is not None:
+        fields.refuse(
+            f"{marker} in its text stands for what 'objects' lists (grounding), which is not filled in here",
+            "write names and boxes into the text, in the form that the model knows",
+        )
+
+
 def _refuse_undesired(fields: Fields) -> None:
     """`label: false` marks the answer as one that must not be given, where the record has another answer."""
     for name in DESIRED_COLUMNS:
-        if name in fields.unused() and isinstance(fields.peek(name), bool):
-            if not fields.take(name):
-                fields.refuse(
-                    f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
-                    "remove the record, or set 'data.on_error: skip'",
-                )
+        if name in fields.unused() and isinstance(fields.peek(name), bool) and not fields.take(name):
+            fields.refuse(
+                f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
+                "remove the record, or set 'data.on_error: skip'",
+            )
 
 
 def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -> None:
-    """Raises SampleError for a record that is a conversation and a question or an answer besides, which is no repetition
-    of a turn."""
+    """Raises SampleError for a record that is a conversation and has a question or an answer besides, which repeats no
+    turn."""
     if fields.names_conversation:
         return
     said = {part for turn in turns for part in turn.content if isinstance(part, str)}
@@ -195,7 +210,9 @@ def _without_answer(fields: Fields) -> str:
     for name, value in blank.items():
         if value is not None and name in (*CHAT_COLUMNS, "texts"):
             fields.refuse("the conversation is empty", "remove the record")
-        fields.refuse(f"{name!r} is {'null' if value is None else 'empty'}", "fill it in, or remove the record")
+        fields.refuse(
+            f"{name!r} is {'null' if value is None else 'empty'}", "fill it in, or remove the record"
+        )
     fields.refuse(
         f"is of no known form; found the fields {', '.join(sorted(fields.record.fields)) or '(none)'}",
         "give 'messages', 'conversations', 'texts', or a question and an answer (name yours with 'columns')",
@@ -219,7 +236,11 @@ def _question(fields: Fields, prompt: str | None, choices: Mapping[str, str]) ->
         asked = fields.text("input") if name is None else f"{asked}\n{fields.text('input')}"
     if asked is None and not choices:
         return None
-    before = [fields.text(column) for column in CONTEXT_COLUMNS if isinstance(fields.peek(column), str) and fields.has(column)]
+    before = [
+        fields.text(column)
+        for column in CONTEXT_COLUMNS
+        if isinstance(fields.peek(column), str) and fields.has(column)
+    ]
     lines = (*before, asked, choices_text(choices))
     return "\n".join(line for line in lines if line)
 

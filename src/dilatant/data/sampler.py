@@ -39,18 +39,18 @@ class SamplerState:
         """This state, if it is a position in the order that begins at `start`. Raises UserError."""
         if not self.drawn:
             return start
-        problems = [
-            f"{what} {before}, now {now}"
-            for what, before, now in (
-                ("the sources had samples:", self.lengths, start.lengths),
-                ("the seed was", self.seed, start.seed),
+        problems = []
+        if self.lengths != start.lengths:
+            before, now = (
+                ", ".join(f"{length:,}" for length in each) for each in (self.lengths, start.lengths)
             )
-            if before != now
-        ]
+            problems.append(f"its sources had {before} samples, and now have {now}")
+        if self.seed != start.seed:
+            problems.append(f"'seed' was {self.seed}, and now is {start.seed}")
         if problems:
             raise UserError(
-                f"the data position is for other data: {'; '.join(problems)}. Restore the data and the seed, or start "
-                "a new run from the weights"
+                f"the place in the data is that of another order of samples: {'; '.join(problems)}. Restore the data "
+                "and the seed, or start a new run from the weights"
             )
         return self
 

@@ -21,7 +21,7 @@ from dilatant.data.pieces import Piece, in_pieces, piece_bounds
 FORMAT = 2
 SCAN_SECONDS = 3600.0
 """Longest that a process may scan one file."""
-Form = Literal["parquet", "json", "tar"]
+Form = Literal["parquet", "json", "tar", "arrow"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,9 @@ def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
     """Raises SampleError where the members of a key cannot be those of one sample: two texts, or one name twice."""
     split = [suffix.rpartition(".")[::2] for suffix in suffixes]
     inner = {middle for middle, last in split if middle and last not in FIELD_SUFFIXES}
-    texts = [("txt" if last in TEXT_SUFFIXES else last, middle) for middle, last in split if last in FIELD_SUFFIXES]
+    texts = [
+        ("txt" if last in TEXT_SUFFIXES else last, middle) for middle, last in split if last in FIELD_SUFFIXES
+    ]
     twice = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
     if twice is not None:
         raise SampleError(

@@ -31,7 +31,8 @@ def parse_tools(record: str, value: Any) -> str:
     if not is_objects(value):
         raise SampleError(record, "'tools' is no list of functions", "give each its 'name' and 'parameters'")
     tools = [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in map(without_null, value)
+        tool if "function" in tool else {"type": "function", "function": tool}
+        for tool in map(without_null, value)
     ]
     nameless = [number for number, tool in enumerate(tools, 1) if not _is_named(tool["function"])]
     if nameless:

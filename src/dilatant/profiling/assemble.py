@@ -51,7 +51,7 @@ def assemble_samples(config: Config) -> Samples:
     """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
     data = config.data
     train = open_blend(data.train, cache_dir=data.cache_dir, max_samples=data.max_samples)
-    held_out = open_blend(data.eval, cache_dir=data.cache_dir) if data.eval else None
+    held_out = open_blend(data.eval, cache_dir=data.cache_dir, held_out=True) if data.eval else None
     if data.val_size is not None:
         assert isinstance(train, Blend)
         train, held_out = train.split(data.val_size, config.seed)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
+from dilatant.data.notices import unused_lines
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_data import describe_data
 from dilatant.report.gantt_of_step import measured_chart
@@ -21,7 +22,7 @@ from dilatant.report.gantt_summary import by_lane
 from dilatant.report.page_links import link_pages
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.say import open_console, warn
+from dilatant.report.say import open_console, say, warn
 from dilatant.report.stats_page import write_stats_page
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.step_page import write_step_page
@@ -107,7 +108,13 @@ def begin_folder(
         shutil.rmtree(folder.checkpoints, ignore_errors=True)
     folder.write_config(config)
     folder.write_text("plan.json", planned.to_json())
-    _show_data(config, prepared.samples, folder, console_for(show))
+    samples, console = prepared.samples, console_for(show)
+    for line in (
+        *unused_lines(samples.train, samples.train_sizes, samples.encoding),
+        *unused_lines(samples.held_out, samples.held_out_sizes, samples.held_out_encoding),
+    ):
+        say(console, line)
+    _show_data(config, samples, folder, console)
 
 
 def train_to_end(

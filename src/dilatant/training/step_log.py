@@ -22,7 +22,7 @@ class StepLog:
 
     def __init__(self, every: int, last: int, waits: bool) -> None:
         self._every = every
-        self._last = last
+        self.last = last
         self._waits = waits
         self._waiting: list[StepMetrics] = []
         self._observe: Callable[[StepMetrics], None] = _nobody
@@ -47,7 +47,7 @@ class StepLog:
 
     def keep(self, metrics: StepMetrics) -> bool:
         """A step counts, of which nobody is told here; whether it is one of those to be told of."""
-        if metrics.step % self._every and metrics.step != self._last:
+        if metrics.step % self._every and metrics.step != self.last:
             return False
         self.recent = (*self.recent, metrics)[-KEPT:]
         return True

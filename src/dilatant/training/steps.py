@@ -13,15 +13,17 @@ from dilatant.config import Config
 from dilatant.profiling.assemble import Samples
 
 
-def count_steps(config: Config, samples: Samples) -> int:
+def count_steps(config: Config, samples: Samples, done: int = 0, drawn: int = 0) -> int:
     """Optimizer steps of the run: `train.steps`, or enough for `train.epochs` passes (default 1).
 
-    Raises UserError when the length of the data is unknown.
+    done, drawn: steps that are behind it, and the samples that these took, in batches of whatever size. Raises
+    UserError when the length of the data is unknown.
     """
     if config.train.steps is not None:
         return config.train.steps
     passes = 1.0 if config.train.epochs is None else config.train.epochs
-    return max(1, math.ceil(passes * len(samples.train) / config.train.global_batch_size))
+    left = max(0.0, passes * len(samples.train) - drawn)
+    return max(1, done + math.ceil(left / config.train.global_batch_size))
 
 
 def seed_step(seed: int, step: int) -> None:

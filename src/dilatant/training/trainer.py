@@ -15,6 +15,7 @@ from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
 from dilatant.data.blend import Blend
+from dilatant.data.data_identity import DataIdentity
 from dilatant.data.loader import GlobalBatch
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
@@ -184,6 +185,7 @@ class Trainer:
         )
         self._ahead: tuple[contextlib.ExitStack, Steps] | None = None
         self._left_out: Mapping[int, str] = {}
+        self._data = DataIdentity.of(samples.train, samples.train_sizes)
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
         self._shapes = {name: box.whole for name, box in held.items()}
@@ -223,7 +225,10 @@ class Trainer:
                 f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
             )
         try:
+            self._data.require(values.get("data", ()))
             self.go_on_from(values)
+        except UserError:
+            raise
         except ValueError as error:
             raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
         if self._averages is not None:
@@ -247,6 +252,7 @@ class Trainer:
         return {
             "step": self.step,
             "position": self._position.to_json(),
+            "data": self._data.by_source,
             "left_out": dict(self._left_out),
             "costs": self.runtime.costs.to_json(),
             "best": self.evaluator.best.to_json(),
@@ -277,10 +283,17 @@ class Trainer:
             )
         self.step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
+        self._count_steps()
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
         self.evaluator.best = Best.from_json(values.get("best"))
         if "costs" in values:
             self.runtime.costs.from_json(values["costs"])
+
+    def _count_steps(self) -> None:
+        """Count the steps anew: a run in epochs may have gone as far with batches of another size."""
+        self.total_steps = count_steps(self._config, self._samples, self.step, self._position.samples)
+        self._meter = replace(self._meter, total_steps=self.total_steps)
+        self.done.last = self.total_steps
 
     @property
     def stays(self) -> bool:
