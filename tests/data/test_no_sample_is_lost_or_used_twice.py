@@ -181,9 +181,9 @@ def test_a_position_of_other_data_is_refused():
     sampler = Sampler((10,), (1.0,), 0, 4)
     _, state = next(sampler.batches(sampler.start()))
     assert Sampler((10,), (1.0,), 0, 7).resume(state) == state
-    with pytest.raises(UserError, match=r"samples: \(10,\), now \(11,\)"):
+    with pytest.raises(UserError, match="its sources had 10 samples, and now have 11"):
         Sampler((11,), (1.0,), 0, 4).resume(state)
-    with pytest.raises(UserError, match="the seed was 0, now 1"):
+    with pytest.raises(UserError, match="'seed' was 0, and now is 1"):
         Sampler((10,), (1.0,), 1, 4).resume(state)
     assert sampler.resume(SamplerState()) == sampler.start()
 

@@ -222,7 +222,13 @@ def test_keys_that_nobody_reads_are_unused(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "no", "yes"),
-    [("weight", 0, 1), ("loss", False, True), ("train", False, None), ("trainable", 0.0, 1.0), ("loss_mask", 0, 1)],
+    [
+        ("weight", 0, 1),
+        ("loss", False, True),
+        ("train", False, None),
+        ("trainable", 0.0, 1.0),
+        ("loss_mask", 0, 1),
+    ],
 )
 @pytest.mark.parametrize("tagged", [False, True])
 def test_turns_that_are_marked_carry_no_loss(tmp_path, key, no, yes, tagged):
@@ -281,7 +287,9 @@ def test_a_list_of_frames_is_a_clip(tmp_path):
     assert isinstance(timed.source, Frames)
     assert (clip_size(timed).seconds, clip_size(timed).width) == (1.5, 8)
     sums = [int(frame.sum()) for frame in decode_clip(timed, [2, 0], lambda frame: frame)]
-    assert sums == [int(decode_clip(clip(text="x", video=names), [at], lambda f: f)[0].sum()) for at in (2, 0)]
+    assert sums == [
+        int(decode_clip(clip(text="x", video=names), [at], lambda f: f)[0].sum()) for at in (2, 0)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dilatant.config import UserError
 from dilatant.data.sampler import SamplerState
 from dilatant.plan.boxes import Box
 from dilatant.training import trainer as room
-from dilatant.training.steps import seed_step
+from dilatant.training.steps import count_steps, seed_step
 from dilatant.training.trainer import Trainer
 
 
@@ -115,6 +115,7 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
     done: dict[str, Any] = {}
     place = SamplerState((1,), (2,), 3)
     values = {"step": 7, "position": place.to_json(), "left_out": {"12": "is cut off"}, "costs": "corrected"}
+    values["data"] = "those of then"
     boxes = {name: Box.of(name, (2,)) for name in ("used", "unused")}
     trainer = _Book().trainer
     trainer._optimizer.masters = "masters"
@@ -132,6 +133,8 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
         _known=set(),
         _shapes={},
         comm=None,
+        _data=SimpleNamespace(require=lambda before: done.update(data=before)),
+        _count_steps=lambda: done.update(steps=(trainer.step, trainer._position)),
     )
     monkeypatch.setattr(
         room, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"])
@@ -150,9 +153,32 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
         "costs": "corrected",
         "saved": 7,
         "branch": Path("somewhere"),
+        "data": "those of then",
+        "steps": (7, place),
     }
     assert (trainer.step, trainer._position) == (7, place)
     assert trainer._left_out == {12: "is cut off"}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batch", "done", "drawn", "steps"),
+    [
+        (None, 4, 0, 0, 2),
+        (2, 4, 2, 8, 4),
+        (2, 2, 2, 8, 6),  # 8 samples are left, in batches of 2
+        (2, 16, 2, 8, 3),
+        (3, 3, 0, 0, 8),
+        (1, 2, 2, 8, 2),
+        (1, 4, 3, 12, 3),
+        (0.5, 8, 0, 0, 1),
+    ],
+)
+def test_epochs_are_passes_over_the_data_whatever_the_batches_were(
+    epochs: float | None, batch: int, done: int, drawn: int, steps: int
+) -> None:
+    config: Any = SimpleNamespace(train=SimpleNamespace(steps=None, epochs=epochs, global_batch_size=batch))
+    samples: Any = SimpleNamespace(train=range(8))
+    assert count_steps(config, samples, done, drawn) == steps
 
 
 def test_every_step_of_every_seed_has_random_numbers_of_its_own() -> None:

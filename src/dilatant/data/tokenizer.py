@@ -33,6 +33,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise UserError(
             f"tokenizer {name!r} has no fast version (tokenizer.json), which is needed to place media"
         )
+    if not tokenizer("A word.", add_special_tokens=False).input_ids:
+        # What transformers makes of a folder that has a config, but none of the tokenizer's files.
+        raise UserError(
+            f"there is no tokenizer in {name!r}: text becomes no tokens; put tokenizer.json and tokenizer_config.json "
+            "there, or name another folder with 'tokenizer'"
+        )
     return tokenizer
 
 

@@ -1,0 +1,68 @@
+"""A run that goes on with other data says which changed and how; the same data elsewhere are the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from data_builders import small_encoding, write_lines
+
+from dilatant.config import DataSource, UserError
+from dilatant.data.blend import open_blend
+from dilatant.data.data_identity import DataIdentity
+from dilatant.data.sizes import blend_sizes
+
+
+def identity(folder, *sources, **settings):
+    paths = [write_lines(folder / f"{number}.jsonl", rows) for number, rows in enumerate(sources)]
+    blend = open_blend([DataSource(path=str(path)) for path in paths], cache_dir=folder / "cache")
+    sizes = blend_sizes(blend, small_encoding(units=(), **settings), cache_dir=folder / "cache", workers=0)
+    return DataIdentity.of(blend, sizes)
+
+
+def rows(*answers):
+    return [{"question": f"{answer}?", "answer": answer} for answer in answers]
+
+
+@pytest.fixture
+def before(tmp_path):
+    found = identity(tmp_path, rows("a", "b", "c"), rows("d", "e"))
+    return json.loads(json.dumps(found.by_source))
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        ((rows("a", "b", "c"), rows("d", "f")), "source '1.jsonl' has 2 samples as before, but other ones"),
+        ((rows("b", "a", "c"), rows("d", "e")), "source '0.jsonl' has 3 samples as before, but other ones"),
+        (
+            (rows("a", "b", "c", "d"), rows("d", "e")),
+            "had 3 samples and now has 4, of which the first are the same",
+        ),
+        (
+            (rows("b", "a", "c", "d"), rows("d", "e")),
+            "had 3 samples and now has 4, of which the first are others",
+        ),
+        ((rows("a", "b"), rows("d", "e")), "source '0.jsonl' had 3 samples and now has 2"),
+        ((rows("a", "b", "c"),), "there were 2 sources, and now there are 1"),
+    ],
+)
+def test_what_changed_is_said(tmp_path, before, sources, said):
+    (tmp_path / "now").mkdir()
+    with pytest.raises(
+        UserError, match="the training data changed since the checkpoint was written"
+    ) as caught:
+        identity(tmp_path / "now", *sources).require(before)
+    assert said in str(caught.value)
+
+
+def test_the_same_data_elsewhere_are_the_same(tmp_path, before):
+    (tmp_path / "now").mkdir()
+    identity(tmp_path / "now", rows("a", "b", "c"), rows("d", "e")).require(before)
+    with pytest.raises(UserError, match="become other tokens"):
+        identity(tmp_path / "now", rows("a", "b", "c"), rows("d", "e"), train_on="all").require(before)
+
+
+def test_of_a_stream_or_an_older_checkpoint_nothing_is_required(tmp_path, before):
+    DataIdentity().require(before)
+    identity(tmp_path, rows("x")).require([])
