@@ -23,8 +23,9 @@ from dilatant.training.generation import generate_answers
 def exported(project: Path, dilatant: Dilatant) -> Path:
     tree = tiny_config(steps=2, device="cpu", optimizer={"learning_rate": 0.05})
     (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    code, _, err = dilatant("train", project / "config.yaml")
+    code, out, err = dilatant("train", project / "config.yaml")
     assert code == 0, err
+    assert out.count("source train.jsonl: columns not used: id\n") == 1
     return project / "run" / "export"
 
 

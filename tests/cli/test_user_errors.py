@@ -226,6 +226,7 @@ def test_lint_reports_every_broken_sample_and_fails(project: Path, dilatant: Dil
     assert code == 1
     found = json.loads(out)
     assert found["samples"] == 8
+    assert found["unused"] == {"broken.jsonl": ["id"]}
     problems = {problem["index"]: problem["problem"] for problem in found["problems"]}
     assert problems.keys() == {1, 2, 3, 4, 5}
     assert "does not exist" in problems[1]
@@ -242,6 +243,7 @@ def test_lint_shows_names_with_brackets_as_they_are(project: Path, dilatant: Dil
     code, out, _ = dilatant("data", "lint", project / "config.yaml", "--set", path)
     assert code == 1
     assert "images/[/red]\\x1b[2J[bold].png" in out.replace("\\\\", "\\")
+    assert "source broken.jsonl: columns not used: id\n" in out
     assert "2 samples, 1 problem" in out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from data_builders import small_encoding, write_lines
@@ -10,6 +11,7 @@ from data_builders import small_encoding, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data.blend import open_blend
 from dilatant.data.data_identity import DataIdentity
+from dilatant.data.records import Blocks
 from dilatant.data.sizes import blend_sizes
 
 
@@ -61,6 +63,14 @@ def test_the_same_data_elsewhere_are_the_same(tmp_path, before):
     identity(tmp_path / "now", rows("a", "b", "c"), rows("d", "e")).require(before)
     with pytest.raises(UserError, match="become other tokens"):
         identity(tmp_path / "now", rows("a", "b", "c"), rows("d", "e"), train_on="all").require(before)
+
+
+def test_other_row_groups_are_another_order(tmp_path, before):
+    known = identity(tmp_path, rows("a", "b", "c"), rows("d", "e"))
+    grouped = replace(known, blocks=(Blocks((2, 1), 1), None))
+    with pytest.raises(UserError, match=r"'0.jsonl' has the same samples in other row groups"):
+        grouped.require(before)
+    grouped.require(grouped.by_source)
 
 
 def test_of_a_stream_or_an_older_checkpoint_nothing_is_required(tmp_path, before):

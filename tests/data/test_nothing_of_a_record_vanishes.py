@@ -240,7 +240,8 @@ def test_turns_that_are_marked_carry_no_loss(tmp_path, key, no, yes, tagged):
         (tmp_path / "t.jinja").write_text(ROLES)
         template = None if tagged else str(tmp_path / "t.jinja")
         assert learned(sample, template).replace("\n", "") == "good"
-    assert "BAD" in learned(sample_of(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "BAD", key: yes}]), template)  # fmt: skip
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "BAD", key: yes}]
+    assert "BAD" in learned(sample_of(messages=asked), template)
 
 
 def test_marks_that_cannot_be_obeyed_are_refused():

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.blend import Blend, StreamBlend
+from dilatant.data.records import Blocks
+from dilatant.data.sample import digest_of
 from dilatant.data.sizes import SizesIndex
 
 
@@ -20,26 +22,35 @@ from dilatant.data.sizes import SizesIndex
 class DataIdentity:
     """The sources of a run by the content of their samples; none for a stream, whose samples are not known ahead.
 
-    content: int64 [samples], the `content_digest` of every sample, source after source.
+    content: int64 [samples], the `content_digest` of every sample, source after source. blocks: how each source is
+    read, on which the order of its samples depends.
     """
 
     names: Sequence[str] = ()
     lengths: Sequence[int] = ()
     content: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    blocks: Sequence[Blocks | None] = ()
 
     @staticmethod
     def of(blend: Blend | StreamBlend, sizes: SizesIndex | None) -> DataIdentity:
         if not isinstance(blend, Blend) or sizes is None:
             return DataIdentity()
-        return DataIdentity(blend.source_names, blend.lengths, sizes.content)
+        blocks = tuple(reader.blocks for reader in blend.readers)
+        return DataIdentity(blend.source_names, blend.lengths, sizes.content, blocks)
 
     @cached_property
     def by_source(self) -> list[dict[str, Any]]:
-        """For each source its name, the number of its samples and a digest of their tokens and labels, as JSON."""
+        """For each source its name, the number of its samples, a digest of their tokens and labels and one of how they
+        are read together, as JSON."""
         ends = np.cumsum(self.lengths).tolist()
         return [
-            {"name": name, "samples": length, "content": _digest(self.content[end - length : end])}
-            for name, length, end in zip(self.names, self.lengths, ends)
+            {
+                "name": name,
+                "samples": length,
+                "content": _digest(self.content[end - length : end]),
+                "blocks": "" if blocks is None else digest_of(blocks)[:32],
+            }
+            for name, length, end, blocks in zip(self.names, self.lengths, ends, self.blocks)
         ]
 
     def require(self, before: Sequence[Mapping[str, Any]]) -> None:
@@ -70,6 +81,8 @@ class DataIdentity:
                     is_same = _digest(part[: old["samples"]]) == old["content"]
                     text += f", of which the first are {'the same' if is_same else 'others'}"
                 found.append(text)
+            elif old["blocks"] != new["blocks"]:
+                found.append(f"{source} has the same samples in other row groups, so in another order")
         return found
 
 
