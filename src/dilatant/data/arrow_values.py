@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ def row_fields(table: Any, row: int, place: str) -> dict[str, Any]:
     return {name: convert[name](value) if name in convert else value for name, value in fields.items()}
 
 
-def converters(schema: Any) -> dict[str, Convert]:
+@lru_cache(maxsize=64)
+def converters(schema: Any) -> Mapping[str, Convert]:
     """What to do with the values of columns, by name; columns whose values stay as they are, are left out.
 
     schema: of Arrow, with the metadata of `datasets`, which has the names of class labels. Functions can be pickled.

@@ -20,10 +20,9 @@ def take_choices(fields: Fields) -> dict[str, str]:
     """
     name = fields.only(CHOICE_COLUMNS, "choices")
     if name is None:
-        letters = [letter for letter in ascii_uppercase if fields.has(letter)]
-        if len(letters) < 2 or letters[0] != "A":
+        if not (fields.has("A") and fields.has("B")):
             return {}
-        return {letter: fields.text(letter) for letter in letters}
+        return {letter: fields.text(letter) for letter in ascii_uppercase if fields.has(letter)}
     value = fields.take(name)
     if isinstance(value, str):
         try:

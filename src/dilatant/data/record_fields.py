@@ -87,6 +87,7 @@ class Fields:
                 hidden.update(names, OTHER_MEDIA_COLUMNS[kind])
         kept = {key: value for key, value in record.fields.items() if key not in hidden}
         self._values = kept | {key: record.fields[name] for key, name in columns.items()}
+        self._there = {key: value for key, value in self._values.items() if not is_blank(value)}
         self._used: set[str] = set()
         self._inner: dict[str, None] = {}
 
@@ -100,14 +101,14 @@ class Fields:
         return column in self._columns
 
     def has(self, name: str) -> bool:
-        return not is_blank(self._values.get(name))
+        return name in self._there
 
     def knows(self, name: str) -> bool:
         """Whether there is such a column, were it null in this record."""
         return name in self._values
 
     def names(self) -> Iterable[str]:
-        return (name for name in self._values if self.has(name))
+        return self._there
 
     def peek(self, name: str) -> Any:
         """The value of a column that is not used yet."""
@@ -126,7 +127,7 @@ class Fields:
 
         Raises SampleError where two of them differ. what: they are for.
         """
-        there = [name for name in names if self.has(name)]
+        there = [name for name in names if name in self._there]
         if not there:
             return None
         first = there[0]
@@ -179,7 +180,11 @@ def is_blank(value: Any) -> bool:
 
 
 def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+    if isinstance(value, str | bytes | dict):
+        return False
+    return isinstance(value, list | tuple) or (
+        isinstance(value, Sequence) and not isinstance(value, bytearray | memoryview)
+    )
 
 
 def as_list(value: Any) -> list[Any]:

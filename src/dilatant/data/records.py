@@ -144,7 +144,7 @@ def _refuse_grounding(fields: Fields, turns: tuple[Turn, ...]) -> None:
 def _refuse_undesired(fields: Fields) -> None:
     """`label: false` marks the answer as one that must not be given, where the record has another answer."""
     for name in DESIRED_COLUMNS:
-        if name in fields.unused() and isinstance(fields.peek(name), bool) and not fields.take(name):
+        if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
             fields.refuse(
                 f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
                 "remove the record, or set 'data.on_error: skip'",
@@ -159,7 +159,7 @@ def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -
     said = {part for turn in turns for part in turn.content if isinstance(part, str)}
     used = {chat, "completion"} if chat == "prompt" else {chat}
     for name in (*CHAT_COLUMNS, "texts", *QUESTION_COLUMNS, "input", "history", *ANSWER_COLUMNS):
-        if name in used or name not in fields.unused() or not fields.has(name):
+        if not fields.has(name) or name in used or name not in fields.unused():
             continue
         value = fields.take(name)
         if not (isinstance(value, str) and value in said):
