@@ -139,6 +139,8 @@ def test_files_about_a_shard_are_no_samples(tmp_path):
         (json.dumps(ROW, indent=2), ["a"]),
         (json.dumps(ROW, indent=1) + "\n" + json.dumps({**ROW, "answer": "b"}, indent=1), ["a", "b"]),
         ('{"question": "q", "answer": "a"\n' + json.dumps(ROW), ["not valid JSON", "a"]),
+        (json.dumps(ROW, indent=2)[:-3], ["is wrong or cut off in record 1"]),
+        (json.dumps(ROW, indent=2) + json.dumps(ROW)[:-3], ["is wrong or cut off in record 2"]),
         (
             json.dumps({"data": [ROW, ROW]}, indent=2),
             ["one object that holds a list of 2 records under 'data'"],

@@ -89,7 +89,7 @@ def _record_spans(path: Path, name: str) -> NDArray[np.int64]:
         return _array_spans(text, begin, name)
     if first == b"{":
         lines = _line_spans(text, begin)
-        objects = None if _is_json(text, lines[0]) else _object_spans(text, begin)
+        objects = None if _is_json(text, lines[0]) else _object_spans(text, begin, name)
         return lines if objects is None else objects
     raise UserError(f"{name} is neither JSON Lines nor a JSON array: it starts with {first!r}")
 
@@ -121,9 +121,12 @@ def _is_json(text: mmap.mmap, span: NDArray[np.int64]) -> bool:
     return True
 
 
-def _object_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64] | None:
+def _object_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64] | None:
     """Objects over several lines, one after another, as programs that indent JSON write them; None where the text is
-    something else, such as lines of which the first is damaged."""
+    something else, such as lines of which the first is damaged, or too large to be looked at whole. Raises UserError
+    where an object behind the first is wrong."""
+    if len(text) > MOST_BYTES:
+        return None
     characters = text[begin:].decode("latin-1")  # one for each byte
     decoder = json.JSONDecoder(parse_int=str, strict=False)
     spans: list[tuple[int, int]] = []
@@ -131,7 +134,11 @@ def _object_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64] | None:
     while at < len(characters):
         try:
             value, end = decoder.raw_decode(characters, at)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
+            if spans or characters[at : at + 2] in ("{\n", "{\r"):
+                raise UserError(
+                    f"{name} has objects over several lines, and is wrong or cut off in record {len(spans) + 1}: {error}"
+                ) from None
             return None
         if not isinstance(value, dict):
             return None

@@ -113,14 +113,18 @@ class ListedMedia:
 
 def _numbered(fields: Fields, kind: MediaKind) -> list[str]:
     """Columns such as `image_1`, in the order of their numbers."""
-    names = [name for name in fields.names() if name.startswith(f"{kind}_") and name[len(kind) + 1 :].isdecimal()]
+    names = [
+        name for name in fields.names() if name.startswith(f"{kind}_") and name[len(kind) + 1 :].isdecimal()
+    ]
     return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
 
 
 def _others(fields: Fields, kind: MediaKind) -> list[str]:
     """Columns of other names that hold what may be media."""
     fits = (str, bytes, list, dict)
-    return [name for name in OTHER_MEDIA_COLUMNS[kind] if fields.has(name) and isinstance(fields.peek(name), fits)]
+    return [
+        name for name in OTHER_MEDIA_COLUMNS[kind] if fields.has(name) and isinstance(fields.peek(name), fits)
+    ]
 
 
 def _is_of(value: Any, kind: MediaKind) -> bool:

@@ -65,11 +65,9 @@ def parse_record(
     fields = Fields(record, columns or {})
     _refuse_preferences(fields)
     listed = ListedMedia(fields)
-    tools = ""
     chat = fields.only(CHAT_COLUMNS, "the conversation")
     if chat is not None:
         turns = parse_turns(fields, fields.take(chat), listed)
-        tools = parse_tools(record.id, fields.take("tools")) if fields.has("tools") else ""
     elif fields.has("texts"):
         chat = "texts"
         turns = parse_pairs(fields, chat, listed)
@@ -78,7 +76,9 @@ def parse_record(
         turns = parse_turns(fields, fields.take(chat), listed) + _completion(fields, listed)
     else:
         turns = _question_and_answer(fields, prompt, listed)
+    tools = ""
     if chat is not None:
+        tools = parse_tools(record.id, fields.take("tools")) if fields.has("tools") else ""
         _refuse_second_meaning(fields, chat, turns)
     _refuse_undesired(fields)
     _refuse_grounding(fields, turns)
@@ -156,13 +156,13 @@ def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -
     turn."""
     if fields.names_conversation:
         return
-    said = {part for turn in turns for part in turn.content if isinstance(part, str)}
+    said = [part for turn in turns for part in turn.content if isinstance(part, str)]
     used = {chat, "completion"} if chat == "prompt" else {chat}
     for name in (*CHAT_COLUMNS, "texts", *QUESTION_COLUMNS, "input", "history", *ANSWER_COLUMNS):
         if not fields.has(name) or name in used or name not in fields.unused():
             continue
         value = fields.take(name)
-        if not (isinstance(value, str) and value in said):
+        if not (isinstance(value, str) and any(value in text for text in said)):
             fields.refuse(
                 f"is a conversation in {chat!r}, and has {name!r} besides",
                 f"say which counts with 'columns' of the data source: {{messages: {chat}}}, say",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,7 +178,7 @@ def scan_tar(path: Path, name: str) -> Scan:
                     raise UserError(
                         f"{name} is a sparse tar, which cannot be read in place; write it without --sparse"
                     )
-                full = str(PurePosixPath(member.name))
+                full = posixpath.normpath(member.name)
                 if member.isreg():
                     places[full] = member.offset_data, member.size
                 else:
@@ -186,7 +186,7 @@ def scan_tar(path: Path, name: str) -> Scan:
                 key, suffix = _split_name(full)
                 if _is_hidden(full):
                     continue
-                if PurePosixPath(key).name.lower() in ABOUT:
+                if key.rpartition("/")[2].lower() in ABOUT:
                     passed_over.append(full)
                     continue
                 if not keys or key != last_key:
@@ -245,22 +245,22 @@ def _refuse_early_end(path: Path, name: str, end: int, last: str) -> None:
 
 
 def _is_hidden(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    return any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in parts)
+    if not name.startswith((".", "__MACOSX")) and "/." not in name and "/__MACOSX" not in name:
+        return False
+    return any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/"))
 
 
 def _split_name(name: str) -> tuple[str, str]:
     """Key and suffix by the WebDataset convention: the key ends at the first dot of the file name."""
-    path = PurePosixPath(name)
-    stem, _, suffix = path.name.partition(".")
-    parent = str(path.parent)
-    return (stem if parent == "." else f"{parent}/{stem}"), suffix.lower()
+    folder, slash, base = name.rpartition("/")
+    stem, _, suffix = base.partition(".")
+    return f"{folder}{slash}{stem}", suffix.lower()
 
 
 def _target(member: tarfile.TarInfo, name: str) -> str:
     """The name of the member that a link leads to; "" for what is no link."""
     if member.islnk():
-        return str(PurePosixPath(member.linkname))
+        return posixpath.normpath(member.linkname)
     if member.issym() and not member.linkname.startswith("/"):
         return posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
     return ""
