@@ -137,7 +137,7 @@ def _object_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64] |
         except (ValueError, RecursionError) as error:
             if spans or characters[at : at + 2] in ("{\n", "{\r"):
                 raise UserError(
-                    f"{name} has objects over several lines, and is wrong or cut off in record {len(spans) + 1}: {error}"
+                    f"{name} has objects over several lines and is wrong or cut off in record {len(spans) + 1}: {error}"
                 ) from None
             return None
         if not isinstance(value, dict):
