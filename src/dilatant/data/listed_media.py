@@ -53,12 +53,8 @@ class ListedMedia:
             numbered = [] if fields.is_named(f"{kind}s") else _numbered(fields, kind)
             name = fields.only((*names, *numbered[:1]), f"{kind}s")
             if name in numbered:
-                media = {
-                    (number := int(column.rpartition("_")[2])): parse_media(
-                        fields, kind, fields.take(column), number
-                    )
-                    for column in numbered
-                }
+                found = {int(column.rpartition("_")[2]): fields.take(column) for column in numbered}
+                media = {number: parse_media(fields, kind, value, number) for number, value in found.items()}
                 self._waiting[kind] = list(media.values())
                 if kind == "image":
                     self._numbered = media
@@ -133,10 +129,7 @@ def _is_of(value: Any, kind: MediaKind) -> bool:
 
 def _items(kind: MediaKind, name: str, value: Any) -> Sequence[Any]:
     """The items that a column lists; how files write "none" in lists is left out."""
-    value = rows(value)
-    if not is_list(value):
-        return (value,)
-    items = [item for item in value if not (is_blank(item) or _is_hollow(item))]
+    items = [item for item in as_list(rows(value)) if not (is_blank(item) or _is_hollow(item))]
     if kind == "video" and name == "video" and len(items) > 1 and all(map(_is_still, items)):
         return (items,)
     return items

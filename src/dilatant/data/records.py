@@ -80,8 +80,7 @@ def parse_record(
     if chat is not None:
         tools = parse_tools(record.id, fields.take("tools")) if fields.has("tools") else ""
         _refuse_second_meaning(fields, chat, turns)
-    _refuse_undesired(fields)
-    _refuse_grounding(fields, turns)
+    _refuse_other_answers(fields, turns)
     return _sample(fields, turns, listed, tools)
 
 
@@ -130,8 +129,15 @@ def _refuse_preferences(fields: Fields) -> None:
         )
 
 
-def _refuse_grounding(fields: Fields, turns: tuple[Turn, ...]) -> None:
-    """ms-swift's `objects` fill markers in the text, in a form that each model has its own of."""
+def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
+    """Raises SampleError for answers that are not to be given: KTO's `label: false` beside an answer, and texts with
+    ms-swift's markers for `objects`, which each model writes in a form of its own."""
+    for name in DESIRED_COLUMNS:
+        if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
+            fields.refuse(
+                f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
+                "remove the record, or set 'data.on_error: skip'",
+            )
     texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
     marker = next((mark for mark in GROUNDING_MARKERS if any(mark in text for text in texts)), None)
     if fields.has("objects") and marker is not None:
@@ -139,16 +145,6 @@ def _refuse_grounding(fields: Fields, turns: tuple[Turn, ...]) -> None:
             f"{marker} in its text stands for what 'objects' lists (grounding), which is not filled in here",
             "write names and boxes into the text, in the form that the model knows",
         )
-
-
-def _refuse_undesired(fields: Fields) -> None:
-    """`label: false` marks the answer as one that must not be given, where the record has another answer."""
-    for name in DESIRED_COLUMNS:
-        if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
-            fields.refuse(
-                f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
-                "remove the record, or set 'data.on_error: skip'",
-            )
 
 
 def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -> None:
