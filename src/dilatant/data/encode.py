@@ -89,6 +89,8 @@ def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding)
     left = list(unplaced)
     for marker in () if markers is None else markers[0].findall(answer):
         assert markers is not None
+        if marker not in markers[1]:  # a word
+            continue
         of_kind = [at for at, media in enumerate(left) if media.kind == markers[1][marker].kind]
         if of_kind:
             del left[of_kind[-1]]
@@ -204,7 +206,7 @@ def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int
     """The labels with no loss but on the last answer. Raises SampleError where nothing is asked."""
     before = len(lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True).ids)
     answer = np.where(np.arange(len(labels)) < before, NO_LOSS, labels)
-    ends = np.flatnonzero(answer == encoding.chat.eos_id)
+    ends = np.flatnonzero(np.isin(answer, encoding.chat.stop_ids))
     if len(ends):  # what a template writes behind the answer is not judged
         answer[int(ends[0]) + 1 :] = NO_LOSS
     return answer

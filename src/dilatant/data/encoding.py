@@ -32,6 +32,10 @@ Unit = MediaUnit | ImageTarget
 """What a media item is for the model: an input of an encoder, or a target of a generator."""
 
 
+ESCAPE = "\\"
+"""Stands before a marker that is a word of the text."""
+
+
 def grid_part(unit: str) -> str:
     """The part of a sample that is the sizes of a unit's items, without the items."""
     return f"{unit}.grid"
@@ -97,11 +101,13 @@ class Encoding:
 
     @cached_property
     def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, Unit]] | None]:
-        """By role, what finds the markers of media in a text, the longest first, and whose they are."""
+        """By role, what finds the markers of media in a text, escaped ones with their `ESCAPE`, the longest first, and
+        whose they are."""
         found: dict[Role, tuple[re.Pattern[str], Mapping[str, Unit]] | None] = {}
         for role in get_args(Role):
             unit_of = {unit.marker: unit for unit in reversed(self.units_in(role))}
             longest_first = sorted(unit_of, key=len, reverse=True)
-            pattern = re.compile("|".join(map(re.escape, longest_first))) if unit_of else None
+            either = "|".join(map(re.escape, longest_first))
+            pattern = re.compile(f"{re.escape(ESCAPE)}?(?:{either})") if unit_of else None
             found[role] = None if pattern is None else (pattern, unit_of)
         return found

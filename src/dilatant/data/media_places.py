@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import get_args
 
-from dilatant.data.chat import MEDIA, RESERVED
+from dilatant.data.chat import BREAK, MEDIA, RESERVED
 from dilatant.data.chat_template import Message
-from dilatant.data.encoding import IN_PIECES, Encoding, Unit
+from dilatant.data.encoding import ESCAPE, IN_PIECES, Encoding, Unit
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.image_target import ImageTarget
 from dilatant.data.media import media_size
@@ -44,21 +44,46 @@ def naming(sample: Sample, media: Media) -> Iterator[None]:
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Markers that are words of a text. listed: kinds of media that a sample lists beside its text, whose markers are
+    none. tokens: of the tokenizer, which a word must not become."""
+
+    listed: frozenset[MediaKind]
+    tokens: frozenset[str]
+
+    def word(self, written: str, marker: str) -> str:
+        """The text for `written`, which ends with `marker`."""
+        before = written[: -len(marker)]
+        return f"{before}{marker[0]}{BREAK}{marker[1:]}" if marker in self.tokens else written
+
+
 Placed = list[tuple[Media, Unit] | tuple[Media, Unit, Piece]]
 
 
 def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Placed, Placed]:
     """Messages with a `MEDIA` character for every item, those items in order, and the items that go before all text.
 
-    Markers in the text take the unplaced media of their unit's kind, in order. Media of a kind that has no marker in
-    the text go before the first user turn. A model that draws learns to draw the images in an assistant's turn; where
-    another turn follows, its encoder reads them, too.
+    Markers in the text take the unplaced media of their unit's kind, in order; a backslash before one makes it a word,
+    and so does a sample without such media. Media of a kind that has no marker in the text go before the first user
+    turn. A model that draws learns to draw the images in an assistant's turn; where another turn follows, its encoder
+    reads them, too.
     """
     waiting: dict[MediaKind, deque[Media]] = {kind: deque() for kind in get_args(MediaKind)}
     for media in sample.unplaced:
         waiting[media.kind].append(media)
-    marked = {unit.kind for turn in sample.turns for unit in encoding.units_in(turn.role) for part in turn.content
-              if isinstance(part, str) and unit.marker in part}  # fmt: skip
+    listed = frozenset(media.kind for media in sample.unplaced)
+    marked: set[MediaKind] = set()
+    for turn in sample.turns:
+        if (found := encoding.markers[turn.role]) is not None and listed:
+            pattern, unit_of = found
+            written = (
+                match.group()
+                for part in turn.content
+                if isinstance(part, str)
+                for match in pattern.finditer(part)
+            )
+            marked.update(unit_of[marker].kind for marker in written if marker in unit_of)
     read_by: dict[MediaKind, MediaUnit] = {}
     for unit in encoding.units:
         read_by.setdefault(unit.kind, unit)
@@ -66,6 +91,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
     for target in encoding.targets:
         drawn_by.setdefault(target.kind, target)
     leading = tuple(media for media in sample.unplaced if media.kind not in marked)
+    words = Words(listed, encoding.chat.added)
     for media in leading:
         waiting[media.kind].popleft()
     given = {kind: len(media) for kind, media in waiting.items()}
@@ -118,7 +144,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
                 code = ord(reserved.group())
                 kind = "half a character" if code < 0xE000 else "a private character that is used internally"
                 raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
-            text.append(_fill_markers(part, encoding.markers[turn.role], waiting, used, put))
+            text.append(_fill_markers(part, encoding.markers[turn.role], words, waiting, used, put))
         messages.append(Message(turn.role, "".join(text), turn.extras, turn.carries_loss))
     problems = [
         f"{used[kind]} {kind} markers in the text for {given[kind]} {kind}s beside it"
@@ -129,7 +155,8 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
         raise SampleError(
             sample.id,
             ", ".join(problems),
-            "write one marker for each item, or none at all to put them first",
+            "write one marker for each item, or none at all to put them first; a backslash before a marker makes it a "
+            "word of the text",
         )
     order = {unit.name: at for at, unit in enumerate(encoding.units)}
     prepended.sort(key=lambda item: order[item[1].name])
@@ -139,6 +166,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
 def _fill_markers(
     text: str,
     markers: tuple[re.Pattern[str], Mapping[str, Unit]] | None,
+    words: Words,
     waiting: Mapping[MediaKind, deque[Media]],
     used: dict[MediaKind, int],
     put: Callable[[Media, Unit], str],
@@ -148,7 +176,12 @@ def _fill_markers(
     pattern, unit_of = markers
 
     def fill(match: re.Match[str]) -> str:
-        unit = unit_of[match.group()]
+        marker = match.group().removeprefix(ESCAPE)
+        unit = unit_of[marker]
+        if unit.kind not in words.listed:
+            return words.word(match.group(), marker)
+        if match.group() != marker:
+            return words.word(marker, marker)
         used[unit.kind] += 1
         return put(waiting[unit.kind].popleft(), unit) if waiting[unit.kind] else ""
 
