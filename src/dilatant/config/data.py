@@ -75,6 +75,9 @@ class DataConfig(Section):
     """Use only the first samples of each data set of `train`, as `limit` of all of them."""
     chat_template: str = "auto"
     """`auto` (the tokenizer's own, else plain), `plain`, or a file with a Jinja template."""
+    template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
+    """The day that a chat template writes (`strftime_now`), as `YYYY-MM-DD`, at midnight. Default: the day on which the
+    run begins, which is kept with the run and its checkpoints."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Which tokens carry loss."""
     max_length: int = Field(2048, gt=0)

@@ -16,6 +16,7 @@ from dilatant.profiling.assemble import Samples, assemble_model, assemble_sample
 from dilatant.report.wording import counted
 from dilatant.training.costs import costs_of_run
 from dilatant.training.layout import TrainingPlan, plan_from_config
+from dilatant.training.starting_point import with_template_date
 from dilatant.training.steps import count_steps
 
 LOOKED_AT = 4096
@@ -44,6 +45,7 @@ def prepare(
     planned: proven already, by rank 0 or the launcher. made: by the run itself, to be proven as the config's own.
     progress: of samples that must be measured first.
     """
+    config = with_template_date(config)  # of an agent's ranks, which read the file of the run themselves
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
         if config.data.preprocess == "ray":

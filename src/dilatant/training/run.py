@@ -32,7 +32,7 @@ from dilatant.training.layout import TrainingPlan, prove_schedule, zero_text
 from dilatant.training.optimizer import check_optimizer
 from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
-from dilatant.training.starting_point import Start, find_start
+from dilatant.training.starting_point import Start, find_start, with_template_date
 from dilatant.training.stop_signal import StopSignal
 
 
@@ -70,6 +70,7 @@ def train(
     stop later is saved and returns. resilient: starts the ranks of a run that goes on when some are lost.
     """
     fork_server.require_main_guard()
+    config = with_template_date(config)
     if config.train.device == "cpu":
         hide_gpus()
     check_optimizer(config.train.optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from dilatant.config.own_files import require_plain
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.training.checkpoint import damage, identity, list_checkpoints, newest_valid
+from dilatant.training.checkpoint_files import DamagedError, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,31 @@ def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Cons
             )
         return Start(None, discards=True)
     return Start(None)
+
+
+def with_template_date(config: Config) -> Config:
+    """The config with the day that chat templates write: its own, that of the checkpoint from which it goes on, or
+    today."""
+    day = config.data.template_date
+    if day is None:
+        day = _day_of_start(config) or datetime.now().date().isoformat()
+    return config.model_copy(update={"data": config.data.model_copy(update={"template_date": day})})
+
+
+def _day_of_start(config: Config) -> str | None:
+    resume = config.train.resume
+    if resume == "auto":
+        found = [each.path for each in list_checkpoints(RunFolder(config.output_dir).checkpoints)]
+    else:
+        found = [] if resume == "never" else [Path(resume)]
+    for checkpoint in found:
+        try:
+            day = read_manifest(checkpoint).values.get("template_date")
+        except (UserError, DamagedError):  # `find_start` says what is wrong with it
+            continue
+        if isinstance(day, str):
+            return day
+    return None
 
 
 def agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:

@@ -256,6 +256,7 @@ class Trainer:
             "left_out": dict(self._left_out),
             "costs": self.runtime.costs.to_json(),
             "best": self.evaluator.best.to_json(),
+            "template_date": self._config.data.template_date,
         }
 
     def names_with_moments(self) -> set[str]:
