@@ -131,10 +131,6 @@ class _Conversation:
     def _answer(self, question: str) -> None:
         from transformers import TextStreamer
 
-        class Shown(TextStreamer):
-            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                super().on_finalized_text(printable(text), stream_end)
-
         from dilatant.data.encode import encode_prompt
         from dilatant.data.errors import SampleError
         from dilatant.data.sample import Sample, Turn
@@ -150,7 +146,18 @@ class _Conversation:
             self._media = []
             print(printable(f"that cannot be asked: {error.problem}"), file=sys.stderr)
             return
-        tokenizer = self._exported.tokenizer
+        tokenizer, stop_ids = self._exported.tokenizer, self._exported.encoding.chat.stop_ids
+
+        class Shown(TextStreamer):
+            """Shows an answer without the token that ends it, and without control characters."""
+
+            def put(self, value: Any) -> None:
+                if value.numel() != 1 or value.item() not in stop_ids:
+                    super().put(value)
+
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                super().on_finalized_text(printable(text), stream_end)
+
         try:
             (answer,) = generate_answers(
                 self._model,
@@ -158,6 +165,7 @@ class _Conversation:
                 [prompt],
                 self._device,
                 self._max_new_tokens,
+                stop_ids,
                 streamer=Shown(tokenizer, skip_prompt=True, skip_special_tokens=True),
                 **self._sampling,
             )

@@ -108,9 +108,11 @@ def generate(
         encoded = encode_prompt(sample, exported.encoding)
     except SampleError as error:
         raise UserError(f"the prompt: {error.problem}") from None  # its remedy is about data files
-    model = exported.model.to(device)
+    model, stop_ids = exported.model.to(device), exported.encoding.chat.stop_ids
     if not exported.encoding.targets:
-        (answer,) = generate_answers(model, exported.tokenizer, [encoded], device, max_new_tokens, **sampling)
+        (answer,) = generate_answers(
+            model, exported.tokenizer, [encoded], device, max_new_tokens, stop_ids, **sampling
+        )
         print(json.dumps({"answer": answer}) if as_json else printable(answer))
         return
     assert isinstance(model, MultimodalModel)  # whatever draws is
@@ -123,6 +125,7 @@ def generate(
         max_new_tokens,
         Drawing(drawing_steps, guidance),
         seed,
+        eos_token_id=list(stop_ids) or None,
         **sampling,
     )
     pictures = [part for part in parts if not isinstance(part, str)]
@@ -171,7 +174,7 @@ def _answer_all(
             "--prompts is for models that write; this one draws, so ask it for one --prompt at a time"
         )
     records = open_source(DataSource(path=str(prompts))).records
-    model = exported.model.to(device)
+    model, stop_ids = exported.model.to(device), exported.encoding.chat.stop_ids
     refused = 0
     for number in range(len(records)):
         name = records.name_of(number)
@@ -184,7 +187,9 @@ def _answer_all(
             refused += 1
             print(json.dumps({"id": name, "error": str(error)}), flush=True)
             continue
-        (answer,) = generate_answers(model, exported.tokenizer, [asked], device, max_new_tokens, **sampling)
+        (answer,) = generate_answers(
+            model, exported.tokenizer, [asked], device, max_new_tokens, stop_ids, **sampling
+        )
         print(json.dumps({"id": name, "answer": answer}), flush=True)
     if refused:
         print(f"{refused} of {len(records)} could not be asked; their lines say why", file=sys.stderr)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dilatant.config.errors import UserError
 
@@ -39,7 +40,37 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             f"there is no tokenizer in {name!r}: text becomes no tokens; put tokenizer.json and tokenizer_config.json "
             "there, or name another folder with 'tokenizer'"
         )
+    # transformers' processor, of which it may be a part, takes the template of these files before its own.
+    for file in ("processor_config.json", "chat_template.json"):
+        template = _settings(name, file).get("chat_template")
+        if isinstance(template, str | dict):
+            tokenizer.chat_template = template
+            break
     return tokenizer
+
+
+def generation_ends(source: str | None) -> tuple[int, ...]:
+    """The ids that end an answer by the `generation_config.json` of a hub id or a local folder. Raises UserError."""
+    found = _settings(source, "generation_config.json").get("eos_token_id") if source is not None else None
+    ids = found if isinstance(found, list) else [found]
+    return tuple(token for token in ids if isinstance(token, int))
+
+
+def _settings(source: str, file: str) -> dict[str, Any]:
+    """The content of a JSON file of a hub id or a local folder; nothing where it is absent. Raises UserError."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        path = cached_file(
+            source,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        content = {} if path is None else json.loads(Path(str(path)).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{source!r}: {file} cannot be read: {str(error).partition(chr(10))[0]}") from None
+    return content if isinstance(content, dict) else {}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -64,7 +64,7 @@ def build_model(
     with seeded(seed, LANGUAGE):
         language_model = load_language_model(
             _hollow(
-                _language_source(source, vocab_size),
+                _language_source(source, vocab_size, tokenizer),
                 LANGUAGE,
                 hollow,
                 source.trust_remote_code,
@@ -218,6 +218,11 @@ def _build_whole(
 ) -> MultimodalModel:
     own = None if config.attn_implementation == "dilatant" else config.attn_implementation
     whole = open_whole(config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora)
+    if config.config is not None:
+        said = {**config.config, **config.config.get("text_config", {})}
+        for name, token in _ends_of(tokenizer).items():
+            if name not in said:
+                setattr(whole.config.get_text_config(), name, token)
     if hollow is None and config.id is not None:
         raise UserError(
             "a whole model from an id is read by those who train it (`parallelize`, `dilatant train`); give "
@@ -264,10 +269,20 @@ def _hollow(
     return load_pretrained_config(source, unit, own_code) if unwanted and isinstance(source, str) else source
 
 
-def _language_source(config: LanguageModelConfig, vocab_size: int | None) -> Any:
+def _language_source(config: LanguageModelConfig, vocab_size: int | None, tokenizer: Any) -> Any:
     if config.config is None:
         return config.id
-    return {**({} if vocab_size is None else {"vocab_size": vocab_size}), **config.config}
+    return {
+        **({} if vocab_size is None else {"vocab_size": vocab_size}),
+        **_ends_of(tokenizer),
+        **config.config,
+    }
+
+
+def _ends_of(tokenizer: Any) -> dict[str, int]:
+    """The tokens that start and end a text, of which a model from scratch would else have its family's default."""
+    found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")}
+    return {name: token for name, token in found.items() if token is not None}
 
 
 def _check_vocabulary(language_model: Any, vocab_size: int | None) -> None:

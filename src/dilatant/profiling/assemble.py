@@ -21,7 +21,7 @@ from dilatant.data.image_unit import ImageProcessor
 from dilatant.data.processors import image_processor
 from dilatant.data.sample import MediaUnit
 from dilatant.data.sizes import Progress, SizesIndex, blend_sizes
-from dilatant.data.tokenizer import load_tokenizer
+from dilatant.data.tokenizer import generation_ends, load_tokenizer
 from dilatant.models.build import build_model, open_whole, picture_nets, token_of
 from dilatant.models.geometry import MERGING_TOWERS, encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
@@ -56,9 +56,16 @@ def assemble_samples(config: Config) -> Samples:
         assert isinstance(train, Blend)
         train, held_out = train.split(data.val_size, config.seed)
     tokenizer = load_model_tokenizer(config.model)
+    units = media_units(config.model, tokenizer)
     encoding = Encoding(
-        chat=chat_tokenizer(tokenizer, config.data.chat_template),
-        units=media_units(config.model, tokenizer),
+        chat=chat_tokenizer(
+            tokenizer,
+            data.chat_template,
+            day=data.template_date,
+            processed=config.model.is_whole and bool(units),
+            ends=generation_ends(config.model.text.id),
+        ),
+        units=units,
         train_on=config.data.train_on,
         max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
         targets=image_targets(config.model, tokenizer),

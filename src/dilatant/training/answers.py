@@ -9,7 +9,7 @@ step does: nobody needs the whole model, and every layout writes the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,16 +36,16 @@ class Answer:
     draft: list[int] = field(default_factory=list)
     is_done: bool = False
 
-    def prove(self, given: Sequence[int], said: Sequence[int], longest: int, end: int | None) -> None:
+    def prove(self, given: Sequence[int], said: Sequence[int], longest: int, ends: Collection[int]) -> None:
         """given: the tokens of a draft from the beginning; said: the likeliest in the place of each."""
         right = 0
         while right < len(given) and given[right] == said[right]:
             right += 1
         proven = list(said[: right + 1])
-        if end is not None and end in proven:
-            proven = proven[: proven.index(end) + 1]
+        stop = next((at for at, token in enumerate(proven) if token in ends), None)
+        proven = proven if stop is None else proven[: stop + 1]
         self.written = proven[:longest]
-        self.is_done = len(proven) >= longest or (end is not None and proven[-1:] == [end])
+        self.is_done = len(proven) >= longest or stop is not None
         self.draft = list(said[right + 1 :])
 
 
@@ -62,7 +62,7 @@ def judge_answers(
     answers = {}
     for number, (expected, prompt, said, loss) in _everywhere(runtime, own).items():
         answer = Answer(expected, loss, prompt)
-        answer.prove(expected, said, len(said), None)
+        answer.prove(expected, said, len(said), ())
         answers[number] = answer
     return answers
 
@@ -73,15 +73,15 @@ def write_answers(
     step: PreparedStep,
     answers: Mapping[int, Answer],
     longest: int,
-    end: int | None,
+    ends: Collection[int],
 ) -> None:
-    """Write the answers that `judge_answers` gave to their end: token `end`, or `longest` tokens. Called by all ranks
+    """Write the answers that `judge_answers` gave to their end: one of `ends`, or `longest` tokens. Called by all ranks
     together."""
     for answer in answers.values():
         proven = [*answer.written, *answer.draft]
-        answer.prove(answer.written, answer.written, longest, end)
+        answer.prove(answer.written, answer.written, longest, ends)
         answer.draft = proven[len(answer.written) :]
-    pad = 0 if end is None else end
+    pad = min(ends, default=0)
     turn = 0
     while not all(answer.is_done for answer in answers.values()):
         turn += 1
@@ -96,7 +96,7 @@ def write_answers(
         again = runtime.prepare(asked, step.assignment, step.schedule, forwards=True)
         own = {number: one.tokens for number, one in runtime.predict(asked, again).items()}
         for number, said in _everywhere(runtime, own).items():
-            answers[number].prove(drafts[number], said, longest, end)
+            answers[number].prove(drafts[number], said, longest, ends)
 
 
 def _with_draft(sample: EncodedSample, prompt: int, draft: Sequence[int], turn: int) -> EncodedSample:

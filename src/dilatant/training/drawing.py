@@ -76,9 +76,8 @@ def answer_with_pictures(
             encoder_inputs=inputs,
             max_new_tokens=max_new_tokens,
             stopping_criteria=StoppingCriteriaList([_Announced(tokenizer, targets)]),
-            eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            **{"do_sample": False, **generation},
+            **{"do_sample": False, "eos_token_id": tokenizer.eos_token_id, **generation},
         )
         text = tokenizer.decode(written[0], skip_special_tokens=True)
         target = next((target for target in targets if text.endswith(target.start)), None)

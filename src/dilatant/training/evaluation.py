@@ -20,6 +20,7 @@ from dilatant.runtime.step_planner import PreparedStep
 from dilatant.training.answer_metrics import measure
 from dilatant.training.answers import Answer, judge_answers, write_answers
 from dilatant.training.feed import StepInput
+from dilatant.training.generation import decode_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,14 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """metrics: their names. sources: what data sets go by. max_new_tokens: of an answer that is written."""
+    """metrics: their names. sources: what data sets go by. max_new_tokens: of an answer that is written. stop_ids: the
+    tokens that end one."""
 
     tokenizer: Any
     metrics: tuple[str, ...]
     sources: tuple[str, ...]
     max_new_tokens: int
+    stop_ids: tuple[int, ...]
 
     @property
     def writes(self) -> bool:
@@ -124,13 +127,12 @@ def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: Judging) ->
     answers = judge_answers(runtime, samples, question.step)
     whole = {number: answer.written for number, answer in answers.items()}
     if how.writes:
-        end = how.tokenizer.eos_token_id
-        write_answers(runtime, samples, question.step, answers, how.max_new_tokens, end)
+        write_answers(runtime, samples, question.step, answers, how.max_new_tokens, how.stop_ids)
     for number, sample in enumerate(samples):
         answer = answers[number]
-        expected = how.tokenizer.decode(answer.expected, skip_special_tokens=True)
+        expected = decode_answer(how.tokenizer, answer.expected, how.stop_ids)
         written = (
-            how.tokenizer.decode(answer.written, skip_special_tokens=True)
+            decode_answer(how.tokenizer, answer.written, how.stop_ids)
             if how.writes
             else _as_far_as_known(answer, whole[number], how)
         )
@@ -139,9 +141,9 @@ def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: Judging) ->
 
 def _as_far_as_known(answer: Answer, proven: Sequence[int], how: Judging) -> str:
     """All of a right answer, or up to the first wrong token ("..." if it goes on there)."""
-    longest, end = how.max_new_tokens, how.tokenizer.eos_token_id
+    longest = how.max_new_tokens
     if list(proven) == answer.expected and len(proven) <= longest:
-        return how.tokenizer.decode(answer.expected, skip_special_tokens=True)
+        return decode_answer(how.tokenizer, answer.expected, how.stop_ids)
     written = list(proven[:longest])
-    ends = len(proven) >= longest or written[-1:] == [end]
-    return how.tokenizer.decode(written, skip_special_tokens=True) + ("" if ends else "...")
+    ends = len(proven) >= longest or written[-1] in how.stop_ids
+    return decode_answer(how.tokenizer, written, how.stop_ids) + ("" if ends else "...")

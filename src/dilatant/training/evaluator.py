@@ -45,7 +45,8 @@ class Evaluator:
         how = self._how
         sources = held_out.source_names if isinstance(held_out, Blend) else ()
         questions = self._inputs.held_out(how.limit, how.batch_size)
-        judging = Judging(self._samples.tokenizer, how.metrics, sources, how.max_new_tokens)
+        stop_ids = self._samples.encoding.chat.stop_ids
+        judging = Judging(self._samples.tokenizer, how.metrics, sources, how.max_new_tokens, stop_ids)
         with self._averaged():
             return evaluate(self._runtime, questions, judging)
 

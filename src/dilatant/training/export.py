@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
+from dilatant.config.model import LANGUAGE
 from dilatant.data.anyres_image_unit import AnyresClipUnit, AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
@@ -31,7 +32,7 @@ from dilatant.data.processors import clip_settings
 from dilatant.data.sample import MediaUnit
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit
-from dilatant.data.tokenizer import load_tokenizer
+from dilatant.data.tokenizer import generation_ends, load_tokenizer
 from dilatant.data.usm_sound_unit import UsmSoundUnit
 from dilatant.models.build import source_dtypes
 from dilatant.models.diffusion import Diffusion
@@ -104,6 +105,9 @@ def export_model(
     it.
     """
     check_target(folder, run)
+    generation = getattr(model.language.model, "generation_config", None)
+    if config is not None and config.text.id is None and generation is not None:
+        generation.eos_token_id = list(encoding.chat.stop_ids) or None
     try:
         with replacing(folder) as writing:
             with without_bars(writing):
@@ -162,8 +166,8 @@ def export_model(
                     },
                 },
             )
-            if model.whole is None or source is None:
-                (writing / _TEMPLATE).write_text(encoding.chat.template.text, encoding="utf-8")
+            (writing / _TEMPLATE).write_text(encoding.chat.template.text, encoding="utf-8")
+            _use_template(writing if model.whole else writing / LANGUAGE, encoding.chat.template.text)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the export to {str(folder)!r} could not be written: {error}") from None
 
@@ -195,7 +199,8 @@ def load_exported(folder: Path) -> Exported:
             units += units_of_merging(name, tower, **common)
         else:
             units.append(media_unit(name, model[name].geometry, merge=model.encoders[name].merge, **common))
-    chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
+    ends = generation_ends(str(folder / LANGUAGE))
+    chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE), ends=ends)
     encoding = Encoding(chat=chat, units=tuple(units), targets=_targets(model, drawn))
     return Exported(model, model.tokenizer, encoding)
 
@@ -240,7 +245,8 @@ def _load_drawing_whole(folder: Path, drawn: Mapping[str, Mapping[str, str]]) ->
     read_connectors(folder, model.language, {name: model[name] for name in generators})
     use_row_attention(model)
     units = units_of_whole(whole, where, tokenizer)
-    encoding = Encoding(chat=chat_tokenizer(tokenizer), units=units, targets=_targets(model, drawn))
+    chat = chat_tokenizer(tokenizer, processed=bool(units), ends=generation_ends(where))
+    encoding = Encoding(chat=chat, units=units, targets=_targets(model, drawn))
     return Exported(model, tokenizer, encoding)
 
 
@@ -261,7 +267,10 @@ def _load_whole(folder: Path, base: str | None = None) -> Exported:
     tokenizer = load_tokenizer(where)
     with without_bars(folder):
         model = WholeAnswers.open(base or where, whole, folder if base else None)
-    encoding = Encoding(chat=chat_tokenizer(tokenizer), units=units_of_whole(whole, where, tokenizer))
+    units = units_of_whole(whole, where, tokenizer)
+    ends = generation_ends(where) or generation_ends(base)
+    chat = chat_tokenizer(tokenizer, processed=bool(units), ends=ends)
+    encoding = Encoding(chat=chat, units=units)
     return Exported(model, tokenizer, encoding)
 
 
@@ -282,6 +291,17 @@ def _read_conversation(folder: Path) -> tuple[dict[str, str], dict[str, dict[str
     raise UserError(
         f"{str(folder)!r} is not an export: it has no readable {CONVERSATION}; make one with `dilatant export RUN`"
     )
+
+
+def _use_template(folder: Path, template: str) -> None:
+    """Let the tokenizer and the processor in a folder have the chat template that the model was trained with, wherever
+    they look for one."""
+    (folder / _TEMPLATE).write_text(template, encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
+        file = folder / name
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if "chat_template" in settings:
+            _write_json(file, {**settings, "chat_template": template})
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +33,10 @@ def generate_answers(
     prompts: Sequence[EncodedPrompt],
     device: torch.device,
     max_new_tokens: int,
+    stop_ids: Collection[int],
     **generation: Any,
 ) -> list[str]:
-    """What the model writes after each prompt; greedy unless `generation` says otherwise."""
+    """What the model writes after each prompt, up to one of `stop_ids`; greedy unless `generation` says otherwise."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     longest = max(len(prompt.sample.input_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), pad or 0)
@@ -50,10 +51,16 @@ def generate_answers(
         attention_mask=attention_mask.to(device),
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=list(stop_ids) or None,
         **{"do_sample": False, **generation},
     )
-    return tokenizer.batch_decode(written, skip_special_tokens=True)
+    return [decode_answer(tokenizer, row, stop_ids) for row in written.tolist()]
+
+
+def decode_answer(tokenizer: Any, written: Sequence[int], stop_ids: Collection[int]) -> str:
+    """The text of an answer, without the token that ends it, which may not be flagged as special."""
+    end = next((at for at, token in enumerate(written) if token in stop_ids), len(written))
+    return str(tokenizer.decode(written[:end], skip_special_tokens=True))
 
 
 def encoder_inputs(

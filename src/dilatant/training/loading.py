@@ -68,7 +68,8 @@ def make_loader(
                 merge=encoder.merge,
             )
         )
-    encoding = Encoding(chat_tokenizer(tokenizer, chat_template), tuple(units), train_on, max_length)
+    chat = chat_tokenizer(tokenizer, chat_template, processed=model.whole is not None)
+    encoding = Encoding(chat, tuple(units), train_on, max_length)
     blend = open_blend(
         [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources],
         cache_dir=cache_dir,
