@@ -208,7 +208,11 @@ class ChatTokenizer:
         if not 0 <= heard.find(PROBE) < end:
             return end
         alone, _ = self.template.render(messages[: position + 1], False, tools=tools)
-        return min(end, _common_start(alone, text))
+        at = _common_start(alone, text)
+        # Not within a token.
+        starts = [at - back for token in self.added for back in range(1, min(at, len(token) - 1) + 1)
+                  if token in (alone[at - back :][: len(token)], text[at - back :][: len(token)])]  # fmt: skip
+        return min(end, at, *starts)
 
     def _prompt_end(
         self, text: str, latest: int | None, messages: Sequence[Message], tools: str, earliest: int

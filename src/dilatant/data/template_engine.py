@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, datetime
 from datetime import time as time_of_day
 from functools import lru_cache
@@ -27,13 +27,15 @@ CLOCK = "strftime_now"
 SECONDS = 5.0
 """Longest that a rendering may compute."""
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 100_000, 1_000, 10
-"""Most turns of loops and calls of macros in a rendering: of any, and for each message and character of it."""
+"""Most steps of a rendering: of any, and for each message and character of it. The turn of a loop is one."""
+STEPS_OF_CALL = 10
+"""Steps that the call of a macro counts."""
 CHARACTERS, CHARACTERS_PER_CHARACTER = 1 << 20, 4
 """Most characters of a rendering: those that it may add, and for each of the conversation."""
 LARGEST_VALUE = 1 << 24
 """Most characters or digits of a product or a power."""
-_TICK = "dilatant_tick"
-_TICKS_PER_LOOK = 64
+_TICK, _COUNTED = "dilatant_tick", "dilatant_counted"
+_STEPS_PER_LOOK = 64
 
 
 class RunawayTemplate(Exception):
@@ -49,12 +51,18 @@ class _Limits:
         self._steps = self._written = 0
         self._began = time.thread_time()
 
-    def tick(self) -> None:
-        self._steps += 1
+    def tick(self, steps: int = STEPS_OF_CALL) -> None:
+        self._steps += steps
         if self._steps > self.most_steps:
             raise RunawayTemplate(f"takes more than {self.most_steps:,} steps")
-        if self._steps % _TICKS_PER_LOOK == 0 and time.thread_time() - self._began > SECONDS:
+        if self._steps % _STEPS_PER_LOOK < steps and time.thread_time() - self._began > SECONDS:
             raise RunawayTemplate(f"computes for more than {SECONDS:g} s")
+
+    def counted(self, values: Iterable[Any]) -> Iterator[Any]:
+        """The values of a loop, each of which is a step."""
+        for value in values:
+            self.tick(1)
+            yield value
 
     def write(self, characters: int) -> None:
         self._written += characters
@@ -108,9 +116,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         }
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
-        for node in [*source.find_all((nodes.For, nodes.Macro))]:
+        for loop in source.find_all(nodes.For):
+            loop.iter = nodes.Call(nodes.Name(_COUNTED, "load"), [loop.iter], [], None, None)
+        for macro in source.find_all(nodes.Macro):
             call = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
-            node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+            macro.body.insert(0, nodes.ExprStmt(call).set_lineno(macro.lineno))
         source.set_environment(self)
         return super()._generate(source, *args, **options)
 
@@ -136,7 +146,8 @@ def render(
     """
     limits = _Limits(len(messages), characters)
     written = []
-    for piece in _compiled(text, day).generate(messages=messages, **variables, **{_TICK: limits.tick}):
+    counting = {_TICK: limits.tick, _COUNTED: limits.counted}
+    for piece in _compiled(text, day).generate(messages=messages, **variables, **counting):
         limits.write(len(piece))
         written.append(piece)
     return "".join(written)
