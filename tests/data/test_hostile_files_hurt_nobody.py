@@ -17,7 +17,6 @@ from data_builders import image_bytes, small_encoding, wav_bytes, write_lines, w
 from PIL import Image
 
 from dilatant.config import DataSource, UserError
-from dilatant.data import chat_template
 from dilatant.data.blend import open_blend
 from dilatant.data.encode import encode_prompt
 from dilatant.data.errors import SampleError
@@ -286,23 +285,21 @@ TEXT = "{{ messages[0]['content'] }}"
 @pytest.mark.parametrize(
     ("template", "pattern"),
     [
-        # Loops let go of the interpreter now and then; one expression does not.
         (
             "{% for a in range(90000) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + TEXT,
             "takes more",
         ),
-        ("{{ 9 ** (9 ** 9) }}" + TEXT, "takes more"),
-        ("{% set n = 3 %}{{ n ** (9 ** 9) }}" + TEXT, "takes more"),
-        ("{{ 'a' * 3000000000 }}" + TEXT, "takes more than 1024 MiB"),
-        ("{% set n = 3000000000 %}{{ 'a' * n }}" + TEXT, "takes more than 1024 MiB"),
-        ("{{ 'a' * 2000000 }}" + TEXT, "does not write the text"),
+        ("{{ 9 ** (9 ** 9) }}" + TEXT, "a value of more than"),
+        ("{% set n = 3 %}{{ n ** (9 ** 9) }}" + TEXT, "a value of more than"),
+        ("{{ 'a' * 3000000000 }}" + TEXT, "a value of more than"),
+        ("{% set n = 3000000000 %}{{ 'a' * n }}" + TEXT, "a value of more than"),
+        ("{{ '%03000000000d' % 1 }}" + TEXT, "takes more than 1024 MiB"),
+        ("{{ 'a' * 2000000 }}" + TEXT, "makes more than"),
         ("{{ 1 / 0 }}" + TEXT, "does not write the text"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + TEXT, "does not write the text"),
     ],
 )
-def test_a_template_that_never_ends_or_fails_is_refused(tmp_path, monkeypatch, template, pattern):
-    if pattern == "takes more":
-        monkeypatch.setattr(chat_template, "TRIAL_SECONDS", 1)
+def test_a_template_that_never_ends_or_fails_is_refused(tmp_path, template, pattern):
     (tmp_path / "x.jinja").write_text(template)
     with pytest.raises(UserError, match=pattern):
         small_encoding(template=str(tmp_path / "x.jinja"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoProcessor, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -15,11 +19,13 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 
+from dilatant.config import UserError
 from dilatant.data.chat import chat_tokenizer
+from dilatant.data.chat_template import Message
 from dilatant.data.encode import encode_prompt
 from dilatant.data.encoding import Encoding
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.tokenizer import load_tokenizer
+from dilatant.data.tokenizer import generation_ends, load_tokenizer
 from dilatant.models.whole import Whole
 from dilatant.profiling.media_units import units_of_whole
 from tiny_wholes import WHOLES
@@ -115,3 +121,52 @@ def _png(image: Image.Image) -> bytes:
     buffer = BytesIO()
     image.save(buffer, "png")
     return buffer.getvalue()
+
+
+def test_a_text_begins_as_the_processor_lets_it_begin() -> None:
+    """LLaVA-1.5's template writes no opening token, and its tokenizer puts one before texts."""
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.image_token, tokenizer.image_token_id = "<image>", tokenizer.convert_tokens_to_ids("<image>")
+    opening = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = opening
+    for own in (template, "{{ bos_token }}" + template):
+        tokenizer.chat_template = own
+        processor = llava(tokenizer)
+        processor.chat_template = own
+        talk = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        theirs = processor.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"][0]
+        chat = chat_tokenizer(tokenizer, processed=True)
+        ours = chat.tokens([Message("user", "hi")])
+        assert ours.ids.tolist() == list(theirs)
+        assert ours.ids.tolist().count(tokenizer.bos_token_id) == 1
+        assert not ours.answered.any()
+
+
+@pytest.mark.parametrize("own", [None, "tokenizer's {{ messages }}"])
+def test_the_template_is_the_processors(tmp_path: Path, own: str | None) -> None:
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.image_token, tokenizer.image_token_id = "<image>", tokenizer.convert_tokens_to_ids("<image>")
+    llava(tokenizer).save_pretrained(tmp_path)
+    tokenizer.chat_template = own
+    tokenizer.save_pretrained(str(tmp_path))
+    for file, template in (
+        ("chat_template.json", "older {{ messages }}"),
+        ("processor_config.json", "p {{ messages }}"),
+    ):
+        path = tmp_path / file
+        settings = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps({**settings, "chat_template": template}))
+        theirs = AutoProcessor.from_pretrained(tmp_path).chat_template
+        assert load_tokenizer(str(tmp_path)).chat_template == theirs == template
+
+
+def test_the_ends_of_a_generation_config_are_read(tmp_path: Path) -> None:
+    assert generation_ends(str(tmp_path)) == ()
+    GenerationConfig(eos_token_id=[260, 258]).save_pretrained(tmp_path)
+    assert generation_ends(str(tmp_path)) == (260, 258)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read"):
+        generation_ends(str(tmp_path))

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config import UserError
-from dilatant.data.chat import MEDIA
+from dilatant.data.chat import MEDIA, chat_tokenizer
 from dilatant.data.encode import encode_prompt, encode_sample, find_problems, measure_sample
 from dilatant.data.sample import Media, Sample, Turn
+from dilatant.data.tokenizer import byte_tokenizer
 
 ENCODING = small_encoding()
 BOS, EOS = 257, 258
@@ -174,14 +175,44 @@ def test_sizes_and_places_agree_for_any_mixture(turns, prepend):
     assert encoded.input_ids[: len(prompt.input_ids)].tolist() == prompt.input_ids.tolist()
 
 
+def text_of(example):
+    """The text of a sample, with the tokens that stand for media left out."""
+    ids = encode_sample(example, replace(ENCODING, max_length=None)).input_ids
+    return bytes(int(token) for token in ids if token < 256).decode()
+
+
+@pytest.mark.parametrize(
+    ("example", "text"),
+    [
+        (sample("a <image> tag", answer="an <audio> tag"), "a <image> tag\nan <audio> tag"),
+        (sample("a <image>", image(), " \\<image>", answer="b"), "a <image> \\<image>\nb"),
+        (sample("<audio>b \\<image>", answer="<image>", unplaced=[sound(0.05)]), "b \\<image>\n<image>"),
+        (sample("<image>b \\<image>", answer="c", unplaced=[image()]), "b <image>\nc"),
+        (sample("b \\<image>", answer="c", unplaced=[image()]), "b <image>\nc"),
+    ],
+)
+def test_markers_are_words_where_nothing_else_is_meant(example, text):
+    assert text_of(example) == text
+
+
+def test_a_word_is_never_the_token_that_it_spells():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    encoding = replace(ENCODING, chat=chat_tokenizer(tokenizer), max_length=None)
+    ids = encode_sample(sample("a <image> tag", answer="b"), encoding).input_ids
+    assert bytes(int(token) for token in ids if token < 256).decode() == "a <image> tag\nb"
+    assert tokenizer.convert_tokens_to_ids("<image>") not in ids
+
+
 @pytest.mark.parametrize(
     ("example", "pattern"),
     [
         (sample("<image><image>", unplaced=[image()]), "^s:1: 2 image markers in the text for 1 images"),
         (sample("<image>", unplaced=[image(), image()]), "1 image markers in the text for 2 images"),
-        (sample("<image>"), "1 image markers in the text for 0 images"),
-        (sample("a<image>", image()), "1 image markers in the text for 0 images"),
-        (sample("a", answer="it is <audio>"), "1 audio markers in the text for 0 audios"),
+        (
+            sample("<image>\\<image>", unplaced=[image(), image()]),
+            "a backslash before a marker makes it a word",
+        ),
         (sample("a" * 40), "has 46 tokens, more than the 45 allowed"),
         (Sample("s:1", (Turn("user", ("a",)),)), "has no assistant answer"),
         (sample("a", answer="  "), "only empty answers"),

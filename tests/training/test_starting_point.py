@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime
 from pathlib import Path
 
 import torch
 
 from dilatant.comm.comm import Comm
+from dilatant.config import parse_config
 from dilatant.config.errors import UserError
 from dilatant.training.checkpoint_writer import CheckpointWriter
-from dilatant.training.starting_point import agreed_checkpoint
+from dilatant.training.starting_point import agreed_checkpoint, with_template_date
 from worker_pool import Worker, WorkerPool
 
 PATH = Path("checkpoints") / "step-00000002"
 
 
-def write_checkpoint(folder: Path, session: str) -> None:
+def write_checkpoint(folder: Path, session: str, **values: str) -> None:
     writer = CheckpointWriter(folder / "checkpoints", keep=2, session=session)
-    writer.save(2, {"model": {"weight": torch.ones(3)}}, {"step": 2, "position": {}})
+    writer.save(2, {"model": {"weight": torch.ones(3)}}, {"step": 2, "position": {}, **values})
     writer.wait()
     writer.publish()
     writer.close()
@@ -53,3 +55,22 @@ def test_ranks_with_unequal_sight_refuse_in_one_line(workers: WorkerPool, tmp_pa
         assert "rank 1: checkpoint 'checkpoints/step-00000002' cannot be used" in said
         assert "rank 2 sees another checkpoint there" in said
         assert "\n" not in said
+
+
+def test_the_day_of_templates_is_the_configs_or_the_checkpoints_or_today(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "aa" * 8, template_date="2020-02-29")
+    today = datetime.now().date().isoformat()
+
+    def day(resume: str, written: str | None = None, folder: Path = tmp_path) -> str | None:
+        tree = {
+            "output_dir": str(folder),
+            "model": {"id": "some/model"},
+            "data": {"train": [{"path": "x.jsonl"}], **({"template_date": written} if written else {})},
+            "train": {"resume": resume},
+        }
+        return with_template_date(parse_config(tree, tmp_path)).data.template_date
+
+    assert day("auto") == day(str(tmp_path / PATH)) == "2020-02-29"
+    assert day("auto", "2021-01-01") == "2021-01-01"
+    assert day("never") in (today, datetime.now().date().isoformat())
+    assert day("auto", folder=tmp_path / "none") in (today, datetime.now().date().isoformat())

@@ -33,10 +33,13 @@ def generate_answers(
     prompts: Sequence[EncodedPrompt],
     device: torch.device,
     max_new_tokens: int,
-    stop_ids: Collection[int],
+    stop_ids: Collection[int] | None = None,
     **generation: Any,
 ) -> list[str]:
-    """What the model writes after each prompt, up to one of `stop_ids`; greedy unless `generation` says otherwise."""
+    """What the model writes after each prompt, up to one of `stop_ids` (default: the tokenizer's end of a text); greedy
+    unless `generation` says otherwise."""
+    if stop_ids is None:
+        stop_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     longest = max(len(prompt.sample.input_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), pad or 0)
