@@ -29,7 +29,7 @@ from dilatant.data.freed_memory import keep_freed_memory
 T = TypeVar("T")
 R = TypeVar("R")
 
-PRELOAD = ("dilatant.data.pool_worker", "dilatant.data.reader", "transformers.utils.chat_template_utils")
+PRELOAD = ("dilatant.data.pool_worker", "dilatant.data.reader", "dilatant.data.template_engine")
 """Imported once by the server process, so that a worker is there in a moment. None of them starts a thread."""
 
 TASKS_IN_HAND = 3
