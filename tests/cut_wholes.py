@@ -12,7 +12,7 @@ from dilatant.config.model import LoraConfig
 from dilatant.data.sample import EncodedSample
 from dilatant.models.lora import is_adapter
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import prefer_row_attention
+from dilatant.models.row_attention import choose_attention
 from dilatant.models.stage import StepData, stage_tensors
 from dilatant.models.whole import Whole
 from tiny_wholes import reference, whole_config
@@ -34,7 +34,7 @@ def opened(family: str, weights: Mapping[str, torch.Tensor] | None = None, **opt
                 key = model.whole.key_of(unit, weight)
                 if key in weights:
                     tensors[weight.canonical].copy_(weights[key])
-    prefer_row_attention(model)
+    choose_attention(model)
     return model.train()
 
 

@@ -142,7 +142,7 @@ class PerLayer:
             states[kind] = tuple(each.transpose(1, 2) for each in pair.unbind(-3))
             at += 2 * heads * width
         keywords: dict[str, Any] = {"shared_kv_states": states}
-        if self.each:
+        if self.each and end > first:
             own = behind[..., : (end - first) * self.each]
             own = own if shards is None else shards.split_beside(own)
             keywords["per_layer_inputs"] = own.unflatten(-1, (end - first, self.each))

@@ -19,6 +19,7 @@ from dilatant.models.carried import Carried
 from dilatant.models.crossing import Crossing, look_by_sample
 from dilatant.models.language_stage import BeforeLanguageModel, LanguageStage
 from dilatant.models.packed_row import PackedRow, Positions, token_places
+from dilatant.models.passage import PassingBlock
 from dilatant.models.queries import Queries
 from dilatant.models.router_loss import count_routers, has_router_loss, router_weight
 from dilatant.models.slicing import slice_model
@@ -35,6 +36,14 @@ class LanguageUnit(Unit, LanguageStage):
     model: PreTrainedModel
     generating_attention: str | None
     """The attention implementation that `generate` decodes with, where it is not the model's own."""
+    proven: str = ""
+    """What was proven of the model with the attention that was chosen, in a line (see `choose_attention`)."""
+    packs_rows: bool = True
+    """Whether samples may share a row; else every one is a microbatch of its own."""
+    uncut: str | None = None
+    """Why the model cannot be cut into stages; None if it can."""
+    without_plans: str | None = None
+    """Why it does not attend over plans of rows, where that was decided."""
 
     def __init__(
         self,
@@ -175,12 +184,18 @@ class LanguageUnit(Unit, LanguageStage):
         first_block, end_block = self._blocks(first, end)
         is_first, is_last = first == 0, end == len(self.layers)
         assert self.structure is not None
-        return LanguageStage(
+        stage = LanguageStage(
             unit=self.unit,
             layers=self.layers[first:end],
             weights=self._weights_between(first, end),
             model=slice_model(
-                self.model, self.structure, first_block, end_block, keep_before=is_first, keep_after=is_last
+                self.model,
+                self.structure,
+                first_block,
+                end_block,
+                keep_before=is_first,
+                keep_after=is_last,
+                passes=True,
             ),
             placeholder_ids=self.placeholder_ids,
             outputs=self.outputs,
@@ -200,6 +215,9 @@ class LanguageUnit(Unit, LanguageStage):
             blocks_before=first_block,
             blocks_path=self.blocks_path,
         )
+        if first_block == end_block:
+            stage.passing = PassingBlock(self.blocks[min(first_block, len(self.blocks) - 1)])
+        return stage
 
 
 def _target_tokens(sample: EncodedSample) -> int:

@@ -29,6 +29,7 @@ from dilatant.models.crossing_rows import RowsHere
 from dilatant.models.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.packed_row import PackedRow, Positions
+from dilatant.models.passage import PassingBlock, run_between
 from dilatant.models.queries import Queries, number_queries
 from dilatant.models.random_draws import Spread
 from dilatant.models.router_loss import router_loss
@@ -147,6 +148,7 @@ class LanguageStage(Stage):
         self.crossing = crossing
         self.blocks_before = blocks_before
         self.blocks_path = blocks_path
+        self.passing: PassingBlock | None = None  # in the place of the blocks of a stage that has none
 
     def attention_of(
         self,
@@ -328,10 +330,17 @@ class LanguageStage(Stage):
             decoder = carried.prepare(decoder)
         if router_logits is not None:
             run["output_router_logits"] = True
-        output = decoder(**run)
+        output, hidden = run_between(
+            decoder,
+            cast(nn.ModuleList, self.model.get_submodule(self.blocks_path)),
+            run,
+            enters=not self.is_first,
+            leaves=not self.is_last,
+            passing=self.passing,
+            behind=self.behind_blocks,
+        )
         if router_logits is not None:
             router_logits += output.router_logits or ()
-        hidden = output.last_hidden_state
         if not self.is_last:
             if carried is None:
                 return hidden

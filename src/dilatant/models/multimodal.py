@@ -26,6 +26,7 @@ from dilatant.models.language import LanguageUnit
 from dilatant.models.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.materialize import materialize
 from dilatant.models.merge import prepend_placeholders
+from dilatant.models.proof import prove
 from dilatant.models.saving import load_model, save_model
 from dilatant.models.saving_generators import read_connectors
 from dilatant.models.sources import load_language_model
@@ -113,11 +114,7 @@ class MultimodalModel(nn.Module):
             before_language_model,
             self.output_ids,
             queries,
-            decoder=None if self.whole is None else self.whole.family.decoder,
-            positions=None if self.whole is None else self.whole.positions,
-            units_with_grids=() if self.whole is None else self.whole.units_with_grids,
-            crossing=None if self.whole is None else self.whole.crossing,
-            carried=None if self.whole is None else self.whole.carried,
+            **({} if self.whole is None else self.whole.of_language),
         )
         for name, generator in self.generators.items():
             units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)
@@ -126,6 +123,7 @@ class MultimodalModel(nn.Module):
             for unit in units.values():
                 materialize(unit, 0, len(unit.layers), seed)
         self.units = cast(Any, nn.ModuleDict(units))
+        self._packs_under_mask: str | None = None  # "" where it does, else why not; None: not asked yet
 
     def __getitem__(self, name: str) -> Any:
         """The unit called `name`. Raises KeyError that names the units there are."""
@@ -343,12 +341,27 @@ class MultimodalModel(nn.Module):
         """Keywords for a batch that came without; who made it on the host gives them and spares the wait."""
         make = self.language.row_attention
         if make is None:
+            if position_ids is not None and attention_mask is None and input_ids.shape[0] == 1:
+                self._require_apart(position_ids)
             return {}
         if position_ids is None or attention_mask is not None:
             mask = None if attention_mask is None else attention_mask.cpu().numpy()
             return make.padded(input_ids.cpu().numpy(), mask)
         begins = (position_ids[0] == 0).nonzero()[1:, 0].cpu()
         return make([part.numpy() for part in input_ids[0].cpu().tensor_split(begins)])
+
+    def _require_apart(self, position_ids: Tensor) -> None:
+        """Raise UserError where samples of this row would reach each other under transformers' own mask."""
+        if self._packs_under_mask is None:
+            self._packs_under_mask = (
+                prove(self.language, self.whole, f"mask {self.media_attention}").packed or ""
+            )
+        if self._packs_under_mask and int((position_ids.flatten(0, -2)[0] == position_ids.min()).sum()) > 1:
+            raise UserError(
+                f"{self.language.family}: in this packed row, samples would reach each other under transformers' own "
+                f"mask (on a small copy, {self._packs_under_mask}); call "
+                "dilatant.models.row_attention.use_row_attention(model) first, or give one sample at a time"
+            )
 
     def _refuse_keywords(self, keywords: Mapping[str, Any]) -> None:
         problems = []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import partial
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.hook import (
@@ -30,7 +32,9 @@ from dilatant.attention.packing import (
 )
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
+from dilatant.models.language import LanguageUnit
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.proof import Proof, prove
 
 MEDIA_MASKS: Mapping[str, Callable[[RowLayout, Sequence[int]], AttentionMask]] = {
     "causal": lambda row, prefixes: document_causal(row),
@@ -151,20 +155,23 @@ def use_row_attention(model: MultimodalModel) -> None:
     `generate` goes on as before. Call it before the model is cut into stages. Raises UserError for a family that
     cannot.
     """
-    language = model.language
-    if language.row_attention is not None:
-        return
     units = {
         name: MediaTokens(placeholder, None if model[name].packs else model[name].geometry.tokens_per_row)
         for name, placeholder in model.placeholder_ids.items()
         # Sounds are as text is to the families whose images see themselves in layers with a window.
         if model.media_attention not in MASKS_IN_WINDOWS or model[name].geometry.kind == "image"
     }
+    _attend_over_plans(model.language, model.media_attention, units)
+
+
+def _attend_over_plans(language: LanguageUnit, media: str, units: Mapping[str, MediaTokens]) -> None:
+    if language.row_attention is not None:
+        return
     generating = language.model.config._attn_implementation
     use_dilatant_attention(language.model)
     # States of linear attention pass along the row.
     placement = "contiguous" if linear_layers(language.model) else "auto"
-    language.row_attention = RowAttention(model.media_attention, units, placement)
+    language.row_attention = RowAttention(media, units, placement)
     language.generating_attention = generating
 
 
@@ -182,45 +189,76 @@ def place_rows(model: MultimodalModel, placement: str) -> None:
     language.row_attention = replace(cast(RowAttention, language.row_attention), placement=placement)
 
 
-def prefer_row_attention(model: MultimodalModel) -> None:
-    """As `use_row_attention`, where the family allows it; else its packed rows keep transformers' dense mask, which
-    costs the square of the row, and a warning says so once. Raises UserError where that would be wrong."""
-    reason = why_not(model.language.model, causal=model.media_attention == "causal")
-    if reason is None:
-        use_row_attention(model)
-        return
-    if model.media_attention != "causal":
-        raise UserError(f"model: its tokens see each other as {model.media_attention!r} says, but {reason}")
-    _refuse_leaks(model, reason)
-    warnings.warn(
-        f"packed rows will pay for the square of the row, under a mask of tokens by tokens: {reason}. Shorter rows "
-        "(train.row_tokens) cost less",
-        stacklevel=2,
-    )
-
-
 def attend_as_configured(model: MultimodalModel, config: LanguageModelConfig) -> None:
-    """What `model.language_model` of a config asks for: plans where it must or may have them. Raises UserError."""
-    if config.needs_plans:
-        use_row_attention(model)
-        reason = dropout_of(model.language.model)
-        if reason is not None:
-            raise UserError(f"model.language_model: {reason}; set it to 0 in the model's config")
-    elif config.attn_implementation is None:
-        prefer_row_attention(model)
-    elif model.media_attention != "causal":
+    """Choose attention as `model.language_model` of a config asks for it (see `choose_attention`). Raises UserError."""
+    choose_attention(model, "dilatant" if config.needs_plans else config.attn_implementation)
+
+
+def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
+    """Choose how the language model of `model` attends to packed rows, and prove that it trains as it should.
+
+    named: "dilatant" insists on plans of the rows; a name that transformers knows, on transformers' own mask. None
+    takes plans where the family allows them, else transformers' mask, whose cost is the square of the row. Where a
+    small copy of the model shows that samples of a row reach each other (see `proof`), every sample is a row of its
+    own. What is slower than plans is said in a warning. Raises UserError for what was asked for and would be wrong.
+    """
+    language, media = model.language, model.media_attention
+    if language.row_attention is not None:
+        named = "dilatant"
+    reason = None if named in (None, "dilatant") else f"attn_implementation is {named!r}"
+    if named is None:
+        reason = why_not(language.model, causal=media == "causal")
+    if media != "causal" and reason is not None:
         raise UserError(
-            f"model.attn_implementation: {config.attn_implementation!r} knows nothing of whom tokens see in packed "
-            f"rows of this family ({model.media_attention}); leave it out"
+            f"model: the tokens of its media see each other as {media!r} says, which transformers' own attention does "
+            f"not know: {reason}; leave attn_implementation out"
         )
-    else:
-        _refuse_leaks(model, f"attn_implementation is {config.attn_implementation!r}")
-
-
-def _refuse_leaks(model: MultimodalModel, reason: str) -> None:
-    """Raise UserError if samples of a packed row would reach each other; reason: why there is no plan to part them."""
-    leak = leaks_between_samples(model.language.model)
+    if reason is None:
+        if named == "dilatant" and (drops := dropout_of(language.model)) is not None:
+            raise UserError(f"model.language_model: {drops}; set it to 0 in the model's config")
+        proof = _prove(model, "plans")
+        if proof.packed is None or (proof.unproven is not None and (model.whole or named == "dilatant")):
+            use_row_attention(model)
+            _settle(model, proof)
+            return
+        reason = f"with it, {proof.packed}"
+        if named == "dilatant" or media != "causal":
+            raise UserError(
+                f"model.language_model: packed rows would train another model under attention over plans: {reason}"
+            )
+    language.without_plans = reason
+    proof = _prove(model, "mask")
+    leak = leaks_between_samples(language.model) or proof.packed
+    language.packs_rows = leak is None
+    _settle(model, proof)
     if leak is not None:
-        raise UserError(
-            f"model.language_model: {leak}, and attention over plans, which parts them, cannot be used: {reason}"
+        warnings.warn(
+            "every sample will be a row and a microbatch of its own: samples of a packed row would reach each other "
+            f"({leak}), and attention over plans, which parts them, cannot be used: {reason}",
+            stacklevel=3,
         )
+    elif named is None:
+        warnings.warn(
+            f"packed rows will pay for the square of the row, under a mask of tokens by tokens: {reason}. Shorter rows "
+            "(train.row_tokens) cost less",
+            stacklevel=3,
+        )
+
+
+def own_attention(model: PreTrainedModel) -> str | None:
+    """The name of the attention that somebody chose for a model; None for what transformers takes by itself."""
+    name = model.config._attn_implementation
+    return None if name == ("sdpa" if model._supports_sdpa else "eager") else name
+
+
+def _prove(model: MultimodalModel, how: Literal["plans", "mask"]) -> Proof:
+    media = model.media_attention
+    attach = partial(_attend_over_plans, media=media, units={}) if how == "plans" else None
+    return prove(model.language, model.whole, f"{how} {media}", attach)
+
+
+def _settle(model: MultimodalModel, proof: Proof) -> None:
+    """Note what follows; families of whole models are proven by tests, with their media, where a copy is not made."""
+    language = model.language
+    language.uncut = None if proof.unproven is not None and model.whole is not None else proof.cut
+    language.proven = f"{language.family}: {proof}"

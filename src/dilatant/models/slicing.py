@@ -38,19 +38,27 @@ class StandIn(nn.Module):
 
 
 def slice_model(
-    model: PreTrainedModel, structure: Structure, first: int, end: int, keep_before: bool, keep_after: bool
+    model: PreTrainedModel,
+    structure: Structure,
+    first: int,
+    end: int,
+    keep_before: bool,
+    keep_after: bool,
+    passes: bool = False,
 ) -> PreTrainedModel:
     """A module of the same class with blocks `first <= block < end`, sharing weights with `model`.
 
-    Without `keep_before` (`keep_after`) the modules before (after) the blocks are stand-ins.
+    Without `keep_before` (`keep_after`) the modules before (after) the blocks are stand-ins. passes: a slice without
+    blocks has the config of one block, as it is run with one that changes nothing (see `passage.PassingBlock`).
     Choose the attention implementation before slicing: the slice has its own config, the blocks keep theirs.
     """
     configs: dict[int, Any] = {}
-    root = shell = _shell(model, structure, configs, first, end)
+    shown = (min(first, structure.num_blocks - 1), max(end, 1)) if passes and first == end else (first, end)
+    root = shell = _shell(model, structure, configs, *shown)
     original = model
     for part in structure.blocks.split(".")[:-1]:
         original = getattr(original, part)
-        child = _shell(original, structure, configs, first, end)
+        child = _shell(original, structure, configs, *shown)
         shell._modules[part] = child
         shell = child
     name = structure.blocks.rsplit(".", 1)[-1]
@@ -93,6 +101,9 @@ def _shorter_config(config: Any, num_blocks: int, first: int, end: int) -> Any:
     shorter = copy.deepcopy(config)
     for key in PER_LAYER_KEYS:
         entries = getattr(shorter, key, None)
+        own = getattr(type(shorter), key, None)
+        if isinstance(own, property) and own.fset is None:  # it follows the depth
+            continue
         if entries is not None and len(entries) == num_blocks:
             setattr(shorter, key, list(entries)[first:end])
     for key in DEPTH_KEYS:

@@ -202,6 +202,17 @@ class Whole:
         return None
 
     @property
+    def of_language(self) -> dict[str, Any]:
+        """What the unit of its text model is told beside the model and its placeholders, as keywords."""
+        return {
+            "decoder": self.family.decoder,
+            "positions": self.positions,
+            "units_with_grids": self.units_with_grids,
+            "crossing": self.crossing,
+            "carried": self.carried,
+        }
+
+    @property
     def media_attention(self) -> MediaAttention:
         """Whom the tokens of an item see (see `row_attention.MEDIA_MASKS`)."""
         own = self.family.media_attention

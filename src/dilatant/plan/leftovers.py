@@ -41,7 +41,7 @@ def with_leftovers(plan: Plan, candidate: Candidate, space: Space) -> Iterator[P
     idle = sorted({*range(cluster.num_devices)} - {*plan.ranks})
     for tp, cp in space.table.units.degrees([*roles.encoders, roles.language]):
         groups = _groups(idle, tp * cp, cluster.gpus_per_node)
-        groups = groups[: len(space.model.unit(roles.language).layers)]
+        groups = groups[: space.model.unit(roles.language).most_stages]
         share = len(groups) * tp * cp / cluster.num_devices
         if not groups or share * space.global_batch < 1:
             continue

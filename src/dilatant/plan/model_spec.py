@@ -69,7 +69,7 @@ class UnitSpec:
 
     `recompute` says what of its blocks is recomputed in the backward, as `train.recompute` does; None leaves it to the
     plan. `items_per_token`: what context-parallel ranks share is indivisible items (images, clips), so many for each of
-    their tokens: 1 where they share tokens, 0 where whole samples.
+    their tokens: 1 where they share tokens, 0 where whole samples. `is_cut`: it may be cut into stages.
     """
 
     name: str
@@ -77,6 +77,12 @@ class UnitSpec:
     feeds: tuple[str, ...] = ()
     recompute: Recompute | None = "none"
     items_per_token: float = 1.0
+    is_cut: bool = True
+
+    @property
+    def most_stages(self) -> int:
+        """Into how many stages it can be cut."""
+        return len(self.layers) if self.is_cut else 1
 
     @property
     def trainable(self) -> tuple[bool, ...]:

@@ -77,7 +77,7 @@ class OptionTable:
         cut does not fit; what does not fit either way recomputes as little as it can. `balance` [layers] replaces the
         seconds that the cut balances (a planner unaware of freezing). `chunks` stages are on each group of devices.
         """
-        if stages > len(self.units.model.unit(unit).layers):
+        if stages > self.units.model.unit(unit).most_stages:
             return None
         found: list[Option] = []
         for level in self.units.levels([unit, *extra]):

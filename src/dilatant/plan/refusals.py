@@ -107,7 +107,7 @@ def excess_by_unit(space: Space, mode: Mode, samples: int, microbatches: int) ->
                 for stages in _halving(
                     min(
                         (space.cluster.num_devices - others) // (tp * cp),
-                        len(space.model.unit(unit).layers),
+                        space.model.unit(unit).most_stages,
                     )
                 )
             ),

@@ -104,7 +104,7 @@ class _Shape:
         ends = [units for units in (roles.encoders, roles.generators) if units]
         for tp, cp in self.table.units.degrees(roles.units):
             stages = budget // (tp * cp) - len(ends)
-            if not 1 <= stages <= len(space.model.unit(roles.language).layers):
+            if not 1 <= stages <= space.model.unit(roles.language).most_stages:
                 continue
             after = len(ends) - bool(roles.encoders)
             balance = space.unaware.units.layers(roles.language, tp, cp, self.samples).seconds
@@ -174,7 +174,7 @@ class _Shape:
         if 0.0 < self.most_seconds < math.inf:
             layers = self.table.units.layers(unit, tp, cp, self.samples, ep=ep)
             fewest = max(1, math.ceil(self.microbatches * float(layers.work.sum()) / self.most_seconds))
-        return range(fewest, min(len(self.space.model.unit(unit).layers), budget // (tp * cp)) + 1)
+        return range(fewest, min(self.space.model.unit(unit).most_stages, budget // (tp * cp)) + 1)
 
     def _language(self, budget: int, behind: int) -> list[Option]:
         """Those of the language model; also with several stages for each group of devices where that can pay."""
@@ -185,7 +185,7 @@ class _Shape:
         return self._known[key]
 
     def _with_chunks(self, name: str, plain: Sequence[Option], behind: int) -> list[Option]:
-        most = len(self.space.model.unit(name).layers)
+        most = self.space.model.unit(name).most_stages
         found = [*plain]
         for one in plain:
             for chunks in self.space.chunks:
@@ -223,7 +223,7 @@ class _Shape:
         encoders = self.space.roles.encoders
         if encoders_at is not EncoderPosition.COLOCATED:
             return [self._chains(unit, budget, behind) for unit in encoders]
-        most = min(len(self.space.model.unit(unit).layers) for unit in encoders)
+        most = min(self.space.model.unit(unit).most_stages for unit in encoders)
         options = [
             self.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
             for tp, cp in self.table.units.degrees(encoders)

@@ -159,7 +159,7 @@ class UnitsBeside:
         key = unit, count, microbatches, by_tokens, behind
         if key not in self._known_chains:
             space = self.spaces[self.away[unit]]
-            budget, most = space.cluster.num_devices // count, len(space.model.unit(unit).layers)
+            budget, most = space.cluster.num_devices // count, space.model.unit(unit).most_stages
             table = space.by_tokens if by_tokens else space.table
             table = table.shared_by(count, budget) if budget else table
             samples = space.global_batch / microbatches

@@ -214,7 +214,7 @@ def _problems(space: Space, asked: Asked) -> list[str]:
                     f"(plan.{name}_parallel, or the degrees of the cost file, that its layers and a node of "
                     f"{space.cluster.gpus_per_node} take)"
                 )
-        layers = len(space.model.unit(unit).layers)
+        layers = space.model.unit(unit).most_stages
         stages = wanted.get("pp", 1) * wanted.get("chunks", 1)
         if stages > layers:
             problems.append(f"{unit} has {layers} layers, which {stages} stages cannot share")

@@ -155,6 +155,7 @@ def describe_model(
                 model.graph.feeds[name],
                 (recompute or {}).get(name, "none"),
                 _items_per_token(unit),
+                getattr(unit, "uncut", None) is None,
             )
         )
     return ModelDescription(
@@ -206,6 +207,8 @@ def _items_per_token(unit: Unit) -> float:
 
 def _dense(model: MultimodalModel) -> dict[str, float]:
     attention = getattr(model.language.model.config, "_attn_implementation", None)
+    if not model.language.packs_rows:  # every row is one sample
+        return {}
     return {model.graph.anchor: _DENSE[attention]} if attention in _DENSE else {}
 
 

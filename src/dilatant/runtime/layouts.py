@@ -33,6 +33,13 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
         for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.cp > 1)
         for problem in context_problems(units[name])
     ]
+    for name in dict.fromkeys(p.unit for p in plan.stages() if not (p.is_first and p.is_last)):
+        unit = units[name]
+        if isinstance(unit, LanguageUnit) and unit.uncut is not None:
+            problems.append(
+                f"{name}: cut into stages, it would train another model (on a small copy, {unit.uncut}); give it "
+                "pp: 1, and more replicas or tp"
+            )
     degrees: dict[str, set[int]] = {}
     for placed in plan.stages():
         if placed.stage.tp > 1:
@@ -55,7 +62,7 @@ def context_problems(unit: Unit) -> list[str]:
         return []
     problems = []
     if unit.row_attention is None:
-        reason = why_not(unit.model) or "another attn_implementation was asked for"
+        reason = unit.without_plans or why_not(unit.model) or "nobody asked for them (`choose_attention`)"
         problems.append(
             f"{unit.unit}: context parallelism needs attention over block tables: {reason}; {remedy}"
         )

@@ -9,7 +9,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, local_worker
 from dilatant.config.errors import UserError
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import prefer_row_attention
+from dilatant.models.row_attention import choose_attention, own_attention
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 from dilatant.runtime.precision import pick_precision
@@ -64,8 +64,7 @@ def parallelize(
     if assignment not in POLICIES:
         raise UserError(f"assignment {assignment!r} is unknown; there are {', '.join(POLICIES)}")
     family = FAMILIES[schedule] if isinstance(schedule, str) else schedule
-    if model.language.model.config._attn_implementation == "sdpa":  # what transformers takes if nobody chose
-        prefer_row_attention(model)
+    choose_attention(model, own_attention(model.language.model))
     return Runtime(
         model,
         plan,

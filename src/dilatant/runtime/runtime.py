@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -185,6 +186,8 @@ class Runtime:
             # Without seconds there is nothing to hold against, and alone nobody has anything to balance.
             correct_costs and costs is not None and len(plan.ranks) > 1,
         )
+        if not model.language.packs_rows:
+            microbatching = replace(microbatching, alone=True)
         self._planner = StepPlanner(
             plan, self._trainability, model.graph, microbatching, self.costs, comm.rank
         )

@@ -1,0 +1,94 @@
+"""Run a stage as the family's own forward that is entered at the stage's first block and left behind its last one.
+
+What a family does to embeddings before its first block (a scale, a norm, positions that are added) happens in the first
+stage alone, and what it does behind its last block in the last stage alone, although every stage runs the same forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.models.slicing import StandIn
+
+
+class PassingBlock(StandIn):
+    """Stand in for the blocks of a stage that has none: hidden states leave as they came.
+
+    Families disagree on whether a block returns hidden states or a tuple that begins with them, so one row is returned,
+    [1, tokens, hidden]: its first entry is the same tokens.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states.flatten(0, -2)[None]
+
+
+def run_between(
+    decoder: nn.Module,
+    blocks: nn.ModuleList,
+    keywords: dict[str, Any],
+    *,
+    enters: bool,
+    leaves: bool,
+    passing: nn.Module | None,
+    behind: nn.Module | None = None,
+) -> tuple[Any, Tensor]:
+    """Return the decoder's output and the hidden states that leave the stage, shaped as `inputs_embeds` are.
+
+    enters: the first of `blocks` is given `inputs_embeds` of `keywords`, whatever the decoder makes of them. leaves:
+    what the last block returns is the result, whatever the decoder makes of it; with `behind`, what that module is
+    given. passing: the block of a stage without blocks.
+    """
+    arrived = keywords["inputs_embeds"]
+    left: list[Tensor] = []
+    with _with_a_block(blocks, passing):
+        handles = []
+        if enters:
+            # The decoder works on zeros, which have no graph: no gradient goes around the first block.
+            keywords = {**keywords, "inputs_embeds": torch.zeros_like(arrived)}
+            handles.append(_enter(blocks[0], arrived))
+        if leaves and behind is not None:
+            handles.append(behind.register_forward_pre_hook(lambda module, args: left.append(args[0])))
+        elif leaves:
+            handles.append(blocks[-1].register_forward_hook(lambda *call: left.append(_first(call[2]))))
+        try:
+            output = decoder(**keywords)
+        finally:
+            for handle in handles:
+                handle.remove()
+    hidden = left[-1] if left else output.last_hidden_state
+    return output, hidden.reshape(*arrived.shape[:-1], hidden.shape[-1])
+
+
+def _enter(block: nn.Module, arrived: Tensor) -> Any:
+    """Give the block `arrived` as its hidden states, before any other hook sees them."""
+
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (arrived, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": arrived}
+
+    return block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+
+
+@contextmanager
+def _with_a_block(blocks: nn.ModuleList, passing: nn.Module | None) -> Iterator[None]:
+    """Inside, a list without blocks has one that changes nothing."""
+    if len(blocks) or passing is None:
+        yield
+        return
+    blocks.append(passing)
+    try:
+        yield
+    finally:
+        del blocks[-1]
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
