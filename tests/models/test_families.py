@@ -33,11 +33,11 @@ Phi 3, and weights of InternLM 2 map onto Llama's layout."""
 PLAIN = {
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1},
     "gpt_neox": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{
-        name: {key: value for key, value in LANGUAGE_MODELS["llama"].items() if key != "model_type"}
-        for name in ("olmo2", "granite", "mixtral", "cohere", "starcoder2")
-    },
+    **dict.fromkeys(("olmo", "nanochat", "olmo2", "mixtral", "cohere", "starcoder2"), _LLAMA),
+    "granite": {**_LLAMA, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    "hyperclovax": {**_LLAMA, "embedding_multiplier": 10.0, "attention_multiplier": 0.3},
 }
+"""The second row holds families that scale or norm hidden states before their first block or behind the last."""
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)

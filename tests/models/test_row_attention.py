@@ -12,7 +12,6 @@ from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
 from transformers import masking_utils
 
-from cut_and_packed import find_problems
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.data.sample import EncodedSample
@@ -232,12 +231,6 @@ def test_a_padded_batch_has_the_loss_of_transformers_attention(language: str, si
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
-def test_the_self_check_of_a_family_holds_on_block_tables_too() -> None:
-    model = vision_language("qwen2", "siglip")
-    use_row_attention(model)
-    assert find_problems(model.language) == ()
-
-
 def test_a_model_whose_media_need_block_tables_does_not_run_without_them() -> None:
     model = vision_language("llama", "siglip")
     model.media_attention = "bidirectional"
@@ -275,10 +268,13 @@ HYBRID = {
 }
 
 
-def test_linear_attention_without_plans_is_refused_since_samples_would_meet() -> None:
+def test_without_plans_samples_of_linear_attention_do_not_share_a_row() -> None:
     model = MultimodalModel({}, parse_config(HYBRID, "language"), seed=0)
-    with pytest.raises(UserError, match=r"linear_attention would carry .* into the next.* is 'sdpa'"):
+    with pytest.warns(UserWarning, match=r"a row.*linear_attention would carry .* into the next.* is 'sdpa'"):
         attend_as_configured(model, LanguageModelConfig(id="any", attn_implementation="sdpa"))
+    assert model.language.row_attention is None
+    assert not model.language.packs_rows
+    model = MultimodalModel({}, parse_config(HYBRID, "language"), seed=0)
     attend_as_configured(model, LanguageModelConfig(id="any"))
     assert model.language.row_attention is not None
     assert model.language.row_attention.placement == "contiguous"

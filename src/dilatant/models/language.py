@@ -20,6 +20,7 @@ from dilatant.models.crossing import Crossing, look_by_sample
 from dilatant.models.language_stage import BeforeLanguageModel, LanguageStage
 from dilatant.models.packed_row import PackedRow, Positions, token_places
 from dilatant.models.passage import PassingBlock
+from dilatant.models.proven import Proof
 from dilatant.models.queries import Queries
 from dilatant.models.router_loss import count_routers, has_router_loss, router_weight
 from dilatant.models.slicing import slice_model
@@ -36,8 +37,8 @@ class LanguageUnit(Unit, LanguageStage):
     model: PreTrainedModel
     generating_attention: str | None
     """The attention implementation that `generate` decodes with, where it is not the model's own."""
-    proven: str = ""
-    """What was proven of the model with the attention that was chosen, in a line (see `choose_attention`)."""
+    proof: Proof | None = None
+    """What was proven of the model with the attention that was chosen (see `row_attention.choose_attention`)."""
     packs_rows: bool = True
     """Whether samples may share a row; else every one is a microbatch of its own."""
     uncut: str | None = None

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from dilatant.config.environment import cache_folder
 from dilatant.data.sample import EncodedSample
 from dilatant.models.language import LanguageUnit
 from dilatant.models.materialize import materialize, seeded
+from dilatant.models.proven import Proof
 from dilatant.models.shrink import FIRST_PLAIN_ID, LAST_PLAIN_ID, shrink
 from dilatant.models.stage import StepData
 from dilatant.models.whole import Whole
@@ -40,39 +41,6 @@ _LARGEST = 50_000_000
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
 """Relative differences that are taken for rounding in fp32: of the loss, and of a gradient to its own largest number or
 to that of all gradients. A wrong mask, position or scale changes them by parts of 1."""
-
-Losses = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What holds of a language model; each None, or why not in a few words.
-
-    packed: samples of a packed row train as each alone. cut: any cut into stages trains as the whole. unproven: the
-    copy could not be made or run in transformers alone, so nothing is known. differences: the largest relative ones of
-    the loss and of a gradient that were seen. seconds: what it took to find out. is_kept: it was known from before.
-    """
-
-    packed: str | None
-    cut: str | None
-    unproven: str | None = None
-    differences: tuple[float, float] = (0.0, 0.0)
-    seconds: float = 0.0
-    is_kept: bool = False
-
-    def __str__(self) -> str:
-        """What was proven, in half a line."""
-        when = "known from before" if self.is_kept else f"{self.seconds:.1f} s"
-        if self.unproven is not None:
-            return f"packed rows and stages could not be proven on a small copy ({self.unproven}; {when})"
-        held = [name for name, why in (("packed rows", self.packed), ("stages", self.cut)) if why is None]
-        failed = [
-            f"{name} do not ({why})"
-            for name, why in (("packed rows", self.packed), ("stages", self.cut))
-            if why
-        ]
-        said = [f"{' and '.join(held)} train a small copy as transformers does"] if held else []
-        return f"{'; '.join([*said, *failed])} ({when})"
 
 
 def prove(

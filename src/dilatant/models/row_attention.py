@@ -34,7 +34,8 @@ from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.models.language import LanguageUnit
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.proof import Proof, prove
+from dilatant.models.proof import prove
+from dilatant.models.proven import Proof
 
 MEDIA_MASKS: Mapping[str, Callable[[RowLayout, Sequence[int]], AttentionMask]] = {
     "causal": lambda row, prefixes: document_causal(row),
@@ -261,4 +262,4 @@ def _settle(model: MultimodalModel, proof: Proof) -> None:
     """Note what follows; families of whole models are proven by tests, with their media, where a copy is not made."""
     language = model.language
     language.uncut = None if proof.unproven is not None and model.whole is not None else proof.cut
-    language.proven = f"{language.family}: {proof}"
+    language.proof = proof

@@ -290,7 +290,9 @@ def _describe(console: Console, config: Config, prepared: Prepared) -> None:
     amount = f"{len(samples.train):,} samples" if isinstance(samples.train, Blend) else "a stream of samples"
     held_out = f", {len(samples.held_out):,} held out" if samples.held_out is not None else ""
     console.print(f"{amount} to train on{held_out}", highlight=False)
-    console.print(prepared.model.language.proven, highlight=False)
+    language = prepared.model.language
+    if language.proof is not None:
+        console.print(f"{language.family}: {language.proof}", highlight=False)
     planned = prepared.planned
     if len(planned.plan.ranks) > 1:
         seconds = planned.predicted_seconds

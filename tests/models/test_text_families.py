@@ -1,0 +1,120 @@
+"""Every text family of transformers: what the proof before a first training finds, and how Dilatant then runs it.
+
+The table in docs/models.md is written here: `PYTHONPATH=src:tests python tests/models/test_text_families.py`, for some
+families alone with their names behind it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dilatant.config.errors import UserError
+from dilatant.models.language import LanguageUnit
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import choose_attention
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- text families: begin -->\n", "<!-- text families: end -->\n"
+HEAD = "| family | a packed row | cut into stages | loss, gradients | attention |\n|---|---|---|---|---|\n"
+PLANS, MASK, ALONE = "plans of rows", "dense mask", "one sample a row"
+KNOWN = {
+    "granite": ("right", "right", PLANS),
+    "olmo": ("right", "right", PLANS),
+    "nanochat": ("right", "right", PLANS),
+    "hyperclovax": ("right", "right", PLANS),
+    "gpt_oss": ("right", "right", PLANS),
+    "gemma3_text": ("right", "right", PLANS),
+    "qwen3": ("right", "right", PLANS),
+    "gpt2": ("right", "right", MASK),
+    "bloom": ("wrong", "right", ALONE),
+    "mpt": ("wrong", "right", ALONE),
+    "biogpt": ("wrong", "right", ALONE),
+    "xglm": ("wrong", "right", ALONE),
+    "mamba": ("wrong", "right", ALONE),
+}
+"""What is known of the hard ones, which scale or norm around their blocks, or make masks in their own way."""
+
+
+def opened(family: str) -> MultimodalModel:
+    """The model of the family's default config, without memory, with the attention that is chosen for it."""
+    config = CONFIG_MAPPING[family]()
+    if getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
+        config.is_decoder = True
+    model = MultimodalModel({}, {**config.to_dict(), "model_type": family}, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        choose_attention(model)
+    return model
+
+
+def found(language: LanguageUnit) -> tuple[str, str, str]:
+    """Packed rows, stages, and how it is run."""
+    proof = language.proof
+    assert proof is not None
+    how = PLANS if language.row_attention is not None else MASK if language.packs_rows else ALONE
+    if proof.unproven is not None:
+        return "not proven", "not proven", how
+    return "wrong" if proof.packed else "right", "wrong" if proof.cut else "right", how
+
+
+def row(family: str) -> str:
+    """A line of the table."""
+    try:
+        language = opened(family).language
+    except Exception as error:  # a default config may contradict itself
+        reason = " ".join(str(error).split())[:90].replace("|", "/")
+        kind = "refused" if isinstance(error, UserError) else "its default config does not build"
+        return f"| `{family}` | | | | {kind}: {reason} |\n"
+    proof = language.proof
+    assert proof is not None
+    packed, cut, how = found(language)
+    numbers = "{:.0e}, {:.0e}".format(*proof.differences) if "right" in (packed, cut) else ""
+    why = "" if proof.unproven is None else f"; {proof.unproven[:90]}".replace("|", "/")
+    return f"| `{family}` | {packed} | {cut if cut != 'wrong' else 'refused'} | {numbers} | {how}{why} |\n"
+
+
+def table(families: Iterable[str]) -> str:
+    """The table of families, with a count of what is right."""
+    rows = []
+    for family in families:
+        rows.append(row(family))
+        print(rows[-1], end="", file=sys.stderr, flush=True)
+    packed, cut = (sum(each.split("|")[place].strip() == "right" for each in rows) for place in (2, 3))
+    ran = sum(bool(each.split("|")[2].strip()) for each in rows)
+    head = f"Of {ran} text families that build from a default config, {packed} are packed and {cut} cut into stages.\n\n"
+    return head + HEAD + "".join(rows)
+
+
+def statuses(text: str) -> dict[str, tuple[str, ...]]:
+    """Family → what the table says of it but for numbers."""
+    lines = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
+    return {line[1].strip(): (line[2].strip(), line[3].strip()) for line in lines}
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_hard_families_are_run_where_they_are_right(family: str) -> None:
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"this version of transformers does not have {family}")
+    assert found(opened(family).language) == KNOWN[family]
+
+
+@pytest.mark.slow
+def test_the_page_says_what_the_proof_finds_of_every_text_family() -> None:
+    page = statuses(PAGE.read_text().split(BEGIN)[1].split(END)[0])
+    now = statuses(table(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if f"`{name}`" in page))
+    assert now == {name: page[name] for name in now}
+
+
+if __name__ == "__main__":
+    chosen: Any = sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    text = table(chosen)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}")
