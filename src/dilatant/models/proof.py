@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -30,7 +30,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.language import LanguageUnit
 from dilatant.models.materialize import materialize, seeded
 from dilatant.models.proven import Proof
-from dilatant.models.shrink import FIRST_PLAIN_ID, LAST_PLAIN_ID, shrink
+from dilatant.models.shrink import shrink, special_ids
 from dilatant.models.stage import StepData
 from dilatant.models.whole import Whole
 
@@ -80,7 +80,8 @@ def _prove(
     attach: Callable[[LanguageUnit], None] | None,
 ) -> Proof:
     small = _copy_of(unit, whole, settings)
-    samples = _samples(cast(Any, small.model.get_input_embeddings()).num_embeddings)
+    vocabulary = cast(Any, small.model.get_input_embeddings()).num_embeddings
+    samples = _samples(vocabulary, [*special_ids(settings)])
     wanted = _of_transformers(small, samples)
     if attach is not None:
         attach(small)
@@ -130,11 +131,11 @@ def _attention(unit: LanguageUnit) -> str:
     return own if own in ("eager", "sdpa") else "sdpa" if unit.model._supports_sdpa else "eager"
 
 
-def _samples(vocabulary: int) -> list[EncodedSample]:
+def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
+    plain = np.setdiff1d(np.arange(vocabulary), [*special])
     samples = []
     for number, length in enumerate(LENGTHS):
-        first, end = min(FIRST_PLAIN_ID, vocabulary // 2), min(LAST_PLAIN_ID, vocabulary)
-        ids = torch.randint(first, end, (length,)).numpy()
+        ids = plain[torch.randint(len(plain), (length,)).numpy()]
         labels = np.concatenate([[-100], ids[1:]])
         samples.append(EncodedSample(f"{number}", ids, labels, draw=number + 1))
     return samples
@@ -189,17 +190,12 @@ def _differ(
 ) -> tuple[str | None, tuple[float, float]]:
     """What differs, or None, and how much: relative differences of the loss and of a gradient."""
     loss = float(abs(wanted[0] - found[0]) / abs(wanted[0]))
-    of_all = max(float(each.abs().max()) for each in wanted[1] if each is not None)
+    least = _OF_LARGEST / _GRADIENT * max(float(each.abs().max()) for each in wanted[1] if each is not None)
     worst = 0.0
-    for ours, theirs in zip(found[1], wanted[1], strict=True):
-        zero = (
-            torch.zeros(())
-            if ours is None and theirs is None
-            else torch.zeros_like(cast(Any, ours if theirs is None else theirs))
-        )
-        ours, theirs = zero if ours is None else ours, zero if theirs is None else theirs
-        scale = max(float(theirs.abs().max()), of_all * _OF_LARGEST / _GRADIENT)
-        worst = max(worst, float((ours - theirs).abs().max()) / scale)
+    for theirs, ours in zip(wanted[1], found[1], strict=True):
+        scale = max(least, 0.0 if theirs is None else float(theirs.abs().max()))
+        difference = cast(Any, 0 if ours is None else ours) - cast(Any, 0 if theirs is None else theirs)
+        worst = max(worst, float(abs(difference).max() if isinstance(difference, Tensor) else 0.0) / scale)
     if not loss < _LOSS:
         return f"the loss changes from {float(wanted[0]):.5f} to {float(found[0]):.5f}", (loss, worst)
     if not worst < _GRADIENT:
