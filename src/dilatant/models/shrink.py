@@ -59,7 +59,7 @@ def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from special_ids(value)
-        elif _IDS.search(key):
+        elif isinstance(key, str) and _IDS.search(key):  # numbers are those of labels
             yield from (each for each in (value if isinstance(value, list) else [value]) if each is not None)
 
 
