@@ -6,9 +6,7 @@ stage alone, and what it does behind its last block in the last stage alone, alt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,50 +43,33 @@ def run_between(
     """
     arrived = keywords["inputs_embeds"]
     left: list[Tensor] = []
-    with _with_a_block(blocks, passing):
-        handles = []
-        if enters:
-            # The decoder works on zeros, which have no graph: no gradient goes around the first block.
-            keywords = {**keywords, "inputs_embeds": torch.zeros_like(arrived)}
-            handles.append(_enter(blocks[0], arrived))
-        if leaves and behind is not None:
-            handles.append(behind.register_forward_pre_hook(lambda module, args: left.append(args[0])))
-        elif leaves:
-            handles.append(blocks[-1].register_forward_hook(lambda *call: left.append(_first(call[2]))))
-        try:
-            output = decoder(**keywords)
-        finally:
-            for handle in handles:
-                handle.remove()
-    hidden = left[-1] if left else output.last_hidden_state
-    return output, hidden.reshape(*arrived.shape[:-1], hidden.shape[-1])
 
-
-def _enter(block: nn.Module, arrived: Tensor) -> Any:
-    """Give the block `arrived` as its hidden states, before any other hook sees them."""
-
-    def enter(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (arrived, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": arrived}
 
-    return block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        left.append(output[0] if isinstance(output, tuple) else output)
 
-
-@contextmanager
-def _with_a_block(blocks: nn.ModuleList, passing: nn.Module | None) -> Iterator[None]:
-    """Inside, a list without blocks has one that changes nothing."""
-    if len(blocks) or passing is None:
-        yield
-        return
-    blocks.append(passing)
+    handles = []
+    is_empty = passing is not None and not len(blocks)
+    if is_empty:
+        blocks.append(cast(nn.Module, passing))
     try:
-        yield
+        if enters:
+            # The decoder works on zeros, which have no graph: no gradient goes around the first block.
+            keywords = {**keywords, "inputs_embeds": torch.zeros_like(arrived)}
+            handles.append(blocks[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        if leaves and behind is not None:
+            handles.append(behind.register_forward_pre_hook(lambda module, args: left.append(args[0])))
+        elif leaves:
+            handles.append(blocks[-1].register_forward_hook(leave))
+        output = decoder(**keywords)
     finally:
-        del blocks[-1]
-
-
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+        for handle in handles:
+            handle.remove()
+        if is_empty:
+            del blocks[-1]
+    hidden = left[-1] if left else output.last_hidden_state
+    return output, hidden.reshape(*arrived.shape[:-1], hidden.shape[-1])

@@ -8,7 +8,6 @@ row, and of stages of a single layer each. What was proven is kept in the cache 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.utils import logging as transformers_logging
 
+from dilatant.config.durable import write_durably
 from dilatant.config.environment import cache_folder
 from dilatant.data.sample import EncodedSample
 from dilatant.models.language import LanguageUnit
@@ -69,7 +69,9 @@ def prove(
     finally:
         transformers_logging.set_verbosity(level)
     proof = replace(proof, seconds=time.perf_counter() - begin)
-    _keep(path, proof)
+    with suppress(OSError):  # where the cache cannot be written, it is just not kept
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(asdict(proof)))
     return proof
 
 
@@ -190,12 +192,14 @@ def _differ(
 ) -> tuple[str | None, tuple[float, float]]:
     """What differs, or None, and how much: relative differences of the loss and of a gradient."""
     loss = float(abs(wanted[0] - found[0]) / abs(wanted[0]))
-    least = _OF_LARGEST / _GRADIENT * max(float(each.abs().max()) for each in wanted[1] if each is not None)
-    worst = 0.0
-    for theirs, ours in zip(wanted[1], found[1], strict=True):
-        scale = max(least, 0.0 if theirs is None else float(theirs.abs().max()))
-        difference = cast(Any, 0 if ours is None else ours) - cast(Any, 0 if theirs is None else theirs)
-        worst = max(worst, float(abs(difference).max() if isinstance(difference, Tensor) else 0.0) / scale)
+    nothing = torch.zeros(1)
+    pairs = [
+        (nothing if theirs is None else theirs, nothing if ours is None else ours)
+        for theirs, ours in zip(wanted[1], found[1], strict=True)
+    ]
+    least = _OF_LARGEST / _GRADIENT * max(theirs.abs().max() for theirs, _ in pairs)
+    each = [(theirs - ours).abs().max() / theirs.abs().max().clamp(min=least) for theirs, ours in pairs]
+    worst = float(torch.stack(each).max())  # NaN, if any is
     if not loss < _LOSS:
         return f"the loss changes from {float(wanted[0]):.5f} to {float(found[0]):.5f}", (loss, worst)
     if not worst < _GRADIENT:
@@ -217,15 +221,6 @@ def _read(path: Path) -> Proof | None:
         return Proof(**{**kept, "differences": tuple(kept["differences"]), "is_kept": True})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _keep(path: Path, proof: Proof) -> None:
-    """Where the cache cannot be written, it is just not kept."""
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(asdict(proof)))
-        part.replace(path)
 
 
 def _one_line(error: Exception) -> str:
