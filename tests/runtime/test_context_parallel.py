@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from test_numerics import check_case
 from test_tensor_parallel import BATCHES, case_of, plan_of
 
@@ -179,23 +181,38 @@ def test_dropout_is_drawn_by_token(workers: WorkerPool) -> None:
     check_case(workers, case_of(plan, **changes), "none", 1)
 
 
-def _predicts(worker: Worker, case: Case) -> dict[int, list[int]]:
+def _predicts(worker: Worker, case: Case, diverged: bool = False) -> dict[int, tuple[list[int], list[float]]]:
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
-    said = {number: one.tokens for number, one in runtime.predict(build_samples(case)).items()}
+    if diverged:
+        with torch.no_grad():
+            for parameter in runtime.parameters.values():
+                parameter.fill_(float("nan"))
+    said = {number: (one.tokens, one.losses) for number, one in runtime.predict(build_samples(case)).items()}
     runtime.close()
     comm.close()
     return said
 
 
+PREDICTED = case_of(TWO, attention="embedded", texts=((30, (1,)),) * 6)
+
+
 def test_predictions_are_told_once_and_in_the_order_of_the_row(workers: WorkerPool) -> None:
-    case = case_of(TWO, attention="embedded", texts=((30, (1,)),) * 6)
-    alone = case_of(
-        plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (0,)),)), attention="embedded", texts=case.texts
-    )
-    (expected,) = workers.run(_predicts, 1, alone)
-    told = [said for said in workers.run(_predicts, len(case.plan.ranks), case) if said]
-    assert told == [expected]
+    one = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (0,)),))
+    (expected,) = workers.run(_predicts, 1, case_of(one, attention="embedded", texts=PREDICTED.texts))
+    (said,) = filter(None, workers.run(_predicts, len(TWO.ranks), PREDICTED))
+    assert {number: tokens for number, (tokens, _) in said.items()} == {
+        number: tokens for number, (tokens, _) in expected.items()
+    }
+    for number, (_, losses) in said.items():
+        assert losses == pytest.approx(expected[number][1], rel=1e-4)  # fp32 sums in another order
+
+
+def test_a_diverged_model_predicts_nan_for_every_target(workers: WorkerPool) -> None:
+    (said,) = filter(None, workers.run(_predicts, len(TWO.ranks), PREDICTED, True))
+    targets = [int((sample.labels[1:] >= 0).sum()) for sample in build_samples(PREDICTED)]
+    assert [len(said[number][1]) for number in range(len(targets))] == targets
+    assert all(map(math.isnan, (loss for _, losses in said.values() for loss in losses)))
 
 
 def test_what_ranks_cannot_share_is_refused_in_a_line() -> None:

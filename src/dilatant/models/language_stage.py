@@ -234,7 +234,7 @@ class LanguageStage(Stage):
         if wanted is not None:
             assert output.token_losses is not None
             at = wanted.to(data.device)
-            losses_there = row.whole_row(output.token_losses.clamp(min=0), at)  # rounding may go below
+            losses_there = row.whole_row(output.token_losses, at)
             return StageOutput(predicted=Predictions(row.whole_row(output.predicted, at), losses_there))
         rows = None
         if output.hidden is not None:

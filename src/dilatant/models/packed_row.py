@@ -99,12 +99,12 @@ class PackedRow:
         return hidden if self.share is None else hidden[: self.share.tokens.size]
 
     def whole_row(self, values: Tensor, places: Tensor) -> Tensor:
-        """Non-negative values at some places of all ranks' tokens, in the order of the row."""
+        """Values at some places of all ranks' tokens, in the order of the row. places: this rank's, int64."""
         if self.share is None:
             return values
-        own = values.new_full((len(self.ids),), -1).index_copy(0, places, values)
-        row = self.share.gather(own)
-        return row[row >= 0]
+        is_place = places.new_zeros(len(self.ids)).index_fill(0, places, 1)
+        row = self.share.gather(values.new_zeros(len(self.ids)).index_copy(0, places, values))
+        return row[self.share.gather(is_place) > 0]
 
 
 def token_places(samples: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:
