@@ -20,7 +20,7 @@ COMPAT_TESTS ?= tests/test_import_graph.py tests/config tests/comm/test_collecti
   tests/runtime/test_executor.py tests/runtime/test_tensor_parallel.py tests/report/test_say.py \
   tests/cli/test_one_line_start.py tests/cli/test_export.py
 
-.PHONY: train test slow chaos compat lint install clean
+.PHONY: train test slow chaos mutants compat lint install clean
 
 train: install
 	$(BIN)/python examples/digits.py data/digits
@@ -50,6 +50,11 @@ $(COMPAT_VENV)/.installed: pyproject.toml
 	$(COMPAT_VENV)/bin/python -m pip install --quiet $(COMPAT_VERSIONS)
 	$(COMPAT_VENV)/bin/python -m pip install --quiet --editable ".[dev]" $(COMPAT_VERSIONS)
 	touch $@
+
+# Plausible wrong changes, one at a time in a copy of the tree: which test notices? An hour or two; it goes on where it was
+# left. MUTANTS="--match window" tries some, "--whole" survivors by the whole default run (tests/mutants/run.py).
+mutants: install
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 lint: install
 	$(BIN)/ruff check .

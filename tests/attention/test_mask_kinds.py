@@ -94,6 +94,22 @@ def test_prefix_tokens_see_each_other_and_the_rest_is_causal(samples, data):
 
 
 @checked
+@given(samples=rows, data=st.data(), window=st.integers(1, 12))
+def test_a_window_holds_what_is_behind_the_prefix_alone(samples, data, window):
+    row = RowLayout.of_samples(samples, MODALITIES)
+    prefix = [data.draw(st.integers(0, sum(length for _, length in sample))) for sample in samples]
+    whole = oracle.prefix_lm(prefix)
+
+    def rule(q, k):
+        return whole(q, k) and (q.index < prefix[q.sample] or q.index - k.index < window)
+
+    np.testing.assert_array_equal(
+        seen(packing.prefix_lm(row, prefix).with_window(window)),
+        oracle.matrix(oracle.tokens_of(samples), rule),
+    )
+
+
+@checked
 @given(first=rows, second=rows)
 def test_packing_keeps_every_row_its_own_mask(first, second):
     parts = [

@@ -92,6 +92,14 @@ def test_figures_are_told_by_data_set_and_answers_are_those_of_the_export(
     weights = stored(newest, "model")
     assert averages.keys() == {key for key in weights if key in averages}
     assert any(not torch.equal(weights[key], average) for key, average in averages.items())
+    in_blocks = {
+        key.replace("language.layers", "model.layers"): value
+        for key, value in averages.items()
+        if key.startswith("language.layers.")
+    }
+    written = load_file(project / "run" / "export" / "language" / "model.safetensors")
+    assert len(in_blocks) > 8
+    assert all(torch.equal(written[key], value) for key, value in in_blocks.items())
 
 
 def test_the_best_checkpoint_stays_is_exported_and_training_ends_without_a_better_one(

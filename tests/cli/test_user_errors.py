@@ -234,6 +234,17 @@ def test_lint_reports_every_broken_sample_and_fails(project: Path, dilatant: Dil
     assert "answer" in problems[5]
 
 
+def test_lint_finds_held_out_samples_that_ask_nothing(project: Path, dilatant: Dilatant) -> None:
+    answer = {"role": "assistant", "content": "left"}
+    lines = [{"messages": [{"role": "user", "content": "Side?"}, answer]}, {"messages": [answer]}]
+    (project / "lone.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    for held_out, expected in ((False, []), (True, ["lone.jsonl:2"])):
+        key = "data.eval=[{path: lone.jsonl}]" if held_out else "data.train.0.path=lone.jsonl"
+        code, out, err = dilatant("data", "lint", project / "config.yaml", "--set", key, "--json")
+        assert [problem["sample"] for problem in json.loads(out)["problems"]] == expected, err
+        assert code == len(expected)
+
+
 def test_lint_shows_names_with_brackets_as_they_are(project: Path, dilatant: Dilatant) -> None:
     broken = write_images(project, 2, "broken.jsonl")
     lines = [json.loads(line) for line in broken.read_text().splitlines()]

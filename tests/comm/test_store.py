@@ -70,6 +70,38 @@ def test_who_waits_gets_the_value_when_it_comes_or_hears_of_the_timeout(server: 
         store.wait(["never"])
 
 
+def test_the_deadline_of_an_answered_request_ends_no_later_one(server: StoreServer) -> None:
+    store, other = _connect(server), _connect(server)
+    began = time.monotonic()
+    threading.Timer(0.05, other.set, ("first", b"1")).start()
+    store.wait(["first"], timedelta(seconds=0.2))
+    threading.Timer(max(0.0, began + 0.4 - time.monotonic()), other.set, ("second", b"2")).start()
+    store.wait(["second"], timedelta(seconds=30))  # it waits beyond the first one's deadline
+    assert store.get("second") == b"2"
+
+
+def test_what_is_taken_deleted_or_replaced_gives_its_room_back(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "MAX_STORED_BYTES", 3000)
+    store, value = _connect(server), b"x" * 1000
+    for _ in range(4):
+        for _ in range(2):
+            store.push("q", value)
+        assert [store.pop("q"), store.pop("q")] == [value, value]
+    for round_ in range(4):
+        store.set("k", value)
+        store.set(f"l{round_}", value)
+        store.delete_key(f"l{round_}")
+        store.compare_set("k", value, value)
+    store.push("q", value)
+    store.push("q", value)
+    with pytest.raises(StoreGone):  # the third queue item and "k" are more than there is room for
+        store.push("q", value)
+    again = _connect(server)
+    assert [again.pop("q"), again.get("k")] == [value, value]
+
+
 def test_each_value_of_a_queue_goes_to_one_of_those_who_wait(server: StoreServer) -> None:
     values: list[bytes] = []
     threads = [threading.Thread(target=lambda: values.append(_connect(server).pop("q"))) for _ in range(8)]

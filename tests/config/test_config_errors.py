@@ -78,6 +78,48 @@ def test_paths_are_taken_from_the_file_not_the_working_directory(tmp_path: Path)
     assert Path(config.output_dir).resolve() == (tmp_path.parent / "runs/a").resolve()
 
 
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("data.train.0.path", "data.train.0.path=HERE"),
+        ("data.eval.0.path", "data.eval=[{path: HERE}]"),
+        ("data.cache_dir", "data.cache_dir=HERE"),
+        ("data.chat_template", "data.chat_template=HERE"),
+        ("train.resume", "train.resume=HERE"),
+        ("parallel.plan", "parallel={plan: HERE}"),
+        ("plan.costs", "plan.costs=HERE"),
+        ("cluster.hardware_file", "cluster.hardware_file=HERE"),
+        ("output_dir", "output_dir=HERE"),
+        ("model.language_model.id", "model.language_model={id: HERE}"),
+        ("model.language_model.tokenizer", "model.language_model.tokenizer=HERE"),
+        ("model.encoders.vision.id", "model.encoders.vision={kind: image, id: HERE}"),
+        ("model.encoders.vision.processor", "model.encoders.vision.processor=HERE"),
+        ("model.lora.adapter", "model.lora={adapter: HERE}"),
+        ("model.id", "model={id: HERE}"),
+        ("model.tokenizer", "model={id: a/b, tokenizer: HERE}"),
+        ("model.processor", "model={id: a/b, processor: HERE}"),
+        ("model.generators.image.id", "model.generators.image={id: HERE}"),
+        ("model.generators.image.vae", "model.generators.image={id: a/b, vae: HERE}"),
+        (
+            "model.generators.image.target.encoder",
+            "model.generators.image={id: a/b, target: {encoder: HERE}}",
+        ),
+    ],
+)
+def test_every_path_is_taken_from_the_file(tmp_path: Path, key: str, override: str) -> None:
+    (tmp_path / "it").mkdir()
+    found: object = load_config(write(tmp_path, GOOD), [override.replace("HERE", "it")]).model_dump()
+    for part in key.split("."):
+        found = found[int(part) if part.isdigit() else part]  # type: ignore[index]
+    assert found == str(tmp_path / "it")
+
+
+@pytest.mark.parametrize(("enabled", "salvage"), [(True, True), (True, False), (False, True)])
+def test_gradients_are_kept_for_a_salvage_that_may_come(tmp_path: Path, enabled: bool, salvage: bool) -> None:
+    path = write(tmp_path, changed(resilience={"enabled": enabled, "salvage": salvage}))
+    assert load_config(path).resilience.keeps_gradients == (enabled and salvage)
+
+
 def test_id_of_a_local_folder_becomes_absolute_and_a_hub_id_stays(tmp_path: Path) -> None:
     (tmp_path / "llm").mkdir()
     tree = changed(
@@ -316,6 +358,8 @@ def test_microbatches_by_tokens_fit_into_rows(tmp_path: Path) -> None:
         UserError, match=r"plan.microbatch_tokens: 4096 are more than the 1024 that 'train.row_tokens'"
     ):
         load_config(path, ["plan.microbatch_tokens=[512,4096]", "train.row_tokens=1024"])
+    full = load_config(path, ["plan.microbatch_tokens=[512,1024]", "train.row_tokens=1024"])
+    assert full.plan.microbatch_tokens == (512, 1024)
 
 
 GROUP = {"name": "fast", "hardware": "H100", "gpus_per_node": 2}

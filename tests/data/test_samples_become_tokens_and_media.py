@@ -288,6 +288,18 @@ def test_the_fingerprint_changes_with_whatever_changes_tokens():
     assert len({variant.fingerprint for variant in variants}) == len(variants)
 
 
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_an_item_that_ends_where_a_sample_is_cut_stays(spare: int) -> None:
+    turns = (Turn("user", ("a",)), Turn("assistant", ("b",)), Turn("user", (image(), "c")))
+    example = Sample("s:1", (*turns, Turn("assistant", ("d",))))
+    whole = encode_sample(example, ENCODING).input_ids
+    end = int(np.flatnonzero(whole == IMAGE_ID)[-1]) + 1
+    cut = encode_sample(example, replace(ENCODING, max_length=end + spare, truncates=True))
+    kept = end - 4 if spare < 0 else end + spare  # the image, of four tokens, goes as a whole
+    assert cut.input_ids.tolist() == whole[:kept].tolist()
+    assert len(cut.media.get("vision", ())) == (spare >= 0)
+
+
 @settings(max_examples=60)
 @given(st.integers(2, 40), st.integers(0, 3))
 def test_a_sample_is_cut_behind_its_first_tokens_and_never_within_an_item(length: int, pictures: int) -> None:

@@ -179,13 +179,14 @@ def _load(path: Path) -> dict[str, Result]:
 
 
 def _save(path: Path, results: Mapping[str, Result]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps({k: asdict(v) for k, v in results.items()}, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns how many changes survived."""
+    """Returns how many changes nobody noticed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -197,7 +198,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="longest that the tests of a change may take"
     )
-    parser.add_argument("--results", type=Path, default=ROOT / "mutants.json")
+    parser.add_argument(
+        "--page", type=Path, help="also write the table into this file, as README.md beside this one"
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.json")
     options = parser.parse_args(arguments)
     places = read_places()
     problems = check(places)
@@ -228,14 +232,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         with ThreadPoolExecutor(max(1, options.jobs)) as pool:
             for ended in as_completed([pool.submit(run, place) for place in todo]):
-                place, result = ended.result()
+                try:
+                    place, result = ended.result()
+                except RuntimeError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    continue
                 results[place.name] = result
                 _save(options.results, results)
                 print(f"{result.verdict:10} {result.seconds:6.1f} s  {place.name}  {result.by}", flush=True)
     print("\n" + table(places, results))
+    if options.page is not None:
+        head, _, _ = options.page.read_text(encoding="utf-8").partition("| change |")
+        options.page.write_text(head + table(places, results), encoding="utf-8")
     verdicts = [results[place.name].verdict for place in places if place.name in results]
     print(f"{verdicts.count(NOTICED)} of {len(verdicts)} noticed")
-    return len(verdicts) - verdicts.count(NOTICED)
+    return len(places) - verdicts.count(NOTICED)
 
 
 if __name__ == "__main__":

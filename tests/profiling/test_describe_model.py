@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from dilatant.config import ClusterConfig, Config, UserError, parse_config
+from dilatant.config import ClusterConfig, Config, OptimizerConfig, UserError, parse_config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.layer import LayerCost, frozen_work
+from dilatant.cost.memory import BF16
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.models.build import build_model
@@ -24,7 +25,7 @@ from dilatant.profiling.describe_model import BLOCK, HEAD, ModelDescription, des
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measured_tokens
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
+from dilatant.profiling.planned_hardware import is_same_hardware, plan_target, rules_of
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -275,6 +276,34 @@ def test_only_weight_gradients_of_linear_layers_are_put_off(tmp_path):
         )
         splits = {entry.kind: used.layer(entry.kind).splits for entry in found.types}
         assert {entry.role for entry in found.types if splits[entry.kind]} == {BLOCK, "projector"}
+
+
+def test_a_head_runs_in_chunks_where_its_targets_are_more_than_one(tmp_path):
+    """Not where its tokens are: those without a target never reach it."""
+    found = described(config(tmp_path))
+    whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
+    (head,) = found.kinds(HEAD)
+    for share, row, chunked in (
+        (0.25, 2048, False),
+        (0.5, 2048, False),
+        (0.5, 2049, True),
+        (1.0, 512, False),
+    ):
+        assert costs_in_use(whole, found, share, row, chunk=1024).layer(head).in_chunks == chunked
+
+
+@pytest.mark.parametrize(
+    ("settings", "state"),
+    [
+        ({}, 12.0),
+        ({"ema": 0.999}, 16.0),  # an average in fp32 beside master and moments
+        ({"name": "adamw_8bit"}, 12.0 - 8.0 + 2.0 + 8 / 256),
+        ({"name": "adamw_8bit", "ema": 0.9}, 16.0 - 8.0 + 2.0 + 8 / 256),
+        ({"offload": True, "ema": 0.9}, 0.0),
+    ],
+)
+def test_a_weight_takes_what_its_optimizer_keeps_of_it(settings, state):
+    assert rules_of(BF16, OptimizerConfig(**settings)) == replace(BF16, optimizer=pytest.approx(state))
 
 
 def test_a_head_in_chunks_holds_one_chunk_and_its_input(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace as with_values
 
+import pytest
 from msgspec.structs import replace
 
 from dilatant.resilience.protocol.agent import (
@@ -119,6 +120,18 @@ def test_a_node_that_most_of_the_others_wait_for_in_vain_is_left_out() -> None:
     assert coordinator.generation == 1
     say(coordinator, nodes, "n1", accuses="n3")
     assert coordinator.members == ("n0", "n1", "n2")
+
+
+@pytest.mark.parametrize("members", range(3, 9))
+def test_more_than_half_of_the_others_put_a_node_out(members: int) -> None:
+    coordinator, nodes = running(members, with_values(SETTINGS, accuse_seconds=10.0))
+    *others, accused = nodes
+    enough = next(count for count in range(members) if count > (members - 1) / 2)
+    for node in others[: enough - 1]:
+        say(coordinator, nodes, node, broken="waits", accuses=accused)
+    assert (coordinator.generation, coordinator.members) == (1, (*others, accused))
+    say(coordinator, nodes, others[enough - 1], broken="waits", accuses=accused)
+    assert (coordinator.generation, coordinator.members) == (2, tuple(others))
 
 
 def test_who_is_heard_but_does_not_hear_is_left_out() -> None:

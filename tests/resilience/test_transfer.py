@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
-from dilatant.resilience.transfer import Lost, plan_copies
+from dilatant.resilience.transfer import Corrupted, Lost, plan_copies, transfer
+from dilatant.training.checkpoint_boxes import Piece
+from worker_pool import Worker, WorkerPool
 
 SHAPE = (6, 5)
 
@@ -65,3 +71,54 @@ def test_numbers_without_dimensions_travel_too() -> None:
     step = Box.of("optimizer.w.step", ())
     (copy,) = plan_copies([[step], []], [[], [step]])
     assert (copy.source, copy.target, copy.cell) == (0, 1, step)
+
+
+class _Flips:
+    """A group on whose way one bit of the state that arrives here changes, `at` so many bytes from its start."""
+
+    def __init__(self, group: Any, at: int) -> None:
+        self._group, self._at = group, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def receive(self, tensor: torch.Tensor, *where: Any, **named: Any) -> Any:
+        pending = self._group.receive(tensor, *where, **named)
+        if named.get("what") != "state of a layer":
+            return pending
+
+        def wait() -> None:
+            pending.wait()
+            tensor[self._at] ^= 16
+
+        return SimpleNamespace(wait=wait)
+
+
+def _moves(worker: Worker, at: int | None) -> list[float] | str:
+    """Rank 0 has a weight and its step, which rank 1 wants."""
+    comm = Comm(worker.store, worker.rank, worker.size)
+    state = {"w": torch.arange(6.0).view(2, 3), "step": torch.tensor(7.0)}
+    pieces = [
+        Piece(Box.of(name, each.shape), each if comm.rank == 0 else torch.zeros_like(each))
+        for name, each in state.items()
+    ]
+    way: Any = comm
+    if at is not None and comm.rank == 1:
+        way = SimpleNamespace(rank=comm.rank, size=comm.size, world=_Flips(comm.world, at))
+    try:
+        transfer(way, *((pieces, []) if comm.rank == 0 else ([], pieces)))
+        return [number for piece in pieces for number in piece.tensor.flatten().tolist()]
+    except Corrupted as error:
+        return str(error)
+    finally:
+        comm.close()
+
+
+@pytest.mark.parametrize("at", [None, 0, 9, 27, 28, -1])
+def test_a_bit_that_changes_on_the_way_is_noticed(workers: WorkerPool, at: int | None) -> None:
+    """In the weight, in the step, and in the hash itself."""
+    _, arrived = workers.run(_moves, 2, at)
+    if at is None:
+        assert arrived == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
+    else:
+        assert arrived == "state from rank 0 was changed on its way"

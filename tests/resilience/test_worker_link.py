@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+import pytest
+
 from dilatant.resilience.protocol.agent import Computing, Prepared
-from dilatant.resilience.wire import Hello, Link, Warm, accept, listen
+from dilatant.resilience.wire import Hello, Link, LinkClosed, Warm, accept, listen
 from dilatant.resilience.worker_link import SOON_BEATS, WorkerLink
 
 TOKEN = b"of links under test"
@@ -27,6 +30,31 @@ def linked() -> Iterator[tuple[WorkerLink, Link]]:
             worker.warm()
             assert [type(agent.receive()) for _ in range(2)] == [Hello, Warm]
             yield worker, agent
+
+
+@pytest.mark.parametrize("changed", ["again", "later", "back", "bit"])
+def test_frames_count_once_in_their_order_and_direction(changed: str) -> None:
+    ours, theirs = socket.socketpair()
+    one, other = Link(ours, b"key", is_client=True), Link(theirs, b"key", is_client=False)
+    with closing(one), closing(other):
+        one.send(Prepared(1, 7))
+        frame = theirs.recv(1 << 16)
+        ours.sendall(frame)
+        assert other.receive() == Prepared(1, 7)
+        if changed == "again":
+            ours.sendall(frame)
+        elif changed == "later":
+            one.send(Prepared(1, 8))
+            theirs.recv(1 << 16)  # which is held up on its way
+            one.send(Prepared(1, 9))
+        elif changed == "back":
+            theirs.sendall(frame)
+        else:
+            one.send(Prepared(1, 8))
+            frame = theirs.recv(1 << 16)
+            ours.sendall(frame[:-1] + bytes([frame[-1] ^ 1]))
+        with pytest.raises(LinkClosed, match="not signed"):
+            (one if changed == "back" else other).receive()
 
 
 def said(agent: Link, beats: int) -> list[object]:

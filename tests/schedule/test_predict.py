@@ -162,6 +162,8 @@ def test_wide_stages_send_shares_and_gather_them():
     # One port of 1 byte a second for 8 bytes; then each place's 4 bytes are gathered of two ranks' halves.
     assert lag(Stage(0, 1, (0,)), wide) == 8.0 + 2.0 / 2.0
     assert lag(Stage(0, 1, (0, 1), tp=2), wide) == 4.0 + 1.0
+    # Four ranks that all need all of it have a quarter each when it is there.
+    assert lag(Stage(0, 1, (0,)), replace(wide, tp=4, cp=1)) == 8.0 + 8.0 * (1 - 1 / 4) / 2.0
     assert lag(Stage(0, 1, (0, 1, 2, 3), cp=4), wide) == 2.0 + 1.0
     assert lag(replace(wide, ranks=(0, 1, 2, 3)), Stage(0, 1, (4,))) == 8.0
     # The same four ranks: each has 2 of 8 bytes, and gathers with one other what the two of a place need.

@@ -31,6 +31,16 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [4, 3]
 
 
+@pytest.mark.parametrize(("best", "left"), [(None, [6, 5]), (2, [6, 5, 2]), (6, [6, 5])])
+def test_the_best_stays_besides_the_newest(tmp_path: Path, best: int | None, left: list[int]) -> None:
+    writer = CheckpointWriter(tmp_path, 2, "first")
+    for step in range(1, 7):
+        writer.save(step, tensors(step), {"step": step, "best": {"step": best, "value": 0.5, "since": 0}})
+        writer.publish()
+    writer.close()
+    assert steps_in(tmp_path) == left
+
+
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_going_on_from_an_older_checkpoint_keeps_the_new_ones_not_the_abandoned(
     tmp_path: Path, keep: int

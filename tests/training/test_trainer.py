@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -15,6 +16,7 @@ from dilatant.config import UserError
 from dilatant.data.sampler import SamplerState
 from dilatant.plan.boxes import Box
 from dilatant.training import trainer as room
+from dilatant.training.best import Best
 from dilatant.training.steps import count_steps, seed_step
 from dilatant.training.trainer import Trainer
 
@@ -158,6 +160,9 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
     }
     assert (trainer.step, trainer._position) == (7, place)
     assert trainer._left_out == {12: "is cut off"}
+    # What it would save now is where it goes on from: as JSON the same.
+    trainer.runtime.costs.to_json = lambda: "corrected"
+    assert json.loads(json.dumps(trainer.values())) == {**values, "best": Best().to_json()}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""A tower of DeepStack may be cut before, at and behind each block whose hidden states go on by themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cut_wholes import opened
+from dilatant.models.stage import StepData
+from whole_samples import sample_of
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_every_cut_sends_rows_of_the_width_it_says_and_changes_none(family: str) -> None:
+    model = opened(family)
+    unit = model["vision"]
+    data = StepData.of([sample_of(model, 0, [("image", 2, 4), ("text", 2)])], model.graph.losses)
+    count = len(unit.layers)
+    whole = unit.stage(0, count).run(data, (0,), {}).rows
+    assert isinstance(whole, torch.Tensor)
+    assert whole.shape[1] == unit.boundary(count, "language").width
+    widths = []
+    for cut in range(1, count):
+        sent = unit.stage(0, cut).run(data, (0,), {}).rows
+        assert isinstance(sent, torch.Tensor)
+        assert sent.shape[1] == unit.boundary(cut, "vision").width
+        assert unit.example(cut, len(sent), sent.device)[0].shape[1] == sent.shape[1]
+        rows = unit.stage(cut, count).run(data, (0,), {"vision": sent}).rows
+        torch.testing.assert_close(rows, whole, rtol=0, atol=1e-6)  # fp32: the same operations
+        widths.append(sent.shape[1] // widths[0] if widths else sent.shape[1])
+    taps = len(unit.model.config.deepstack_visual_indexes)
+    assert {1, 1 + taps} <= {1, *widths[1:]}, "there are cuts before the first tap and behind the last"

@@ -1,0 +1,53 @@
+"""The token budget is that of the language model's microbatches, whichever unit is first and whoever defers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from dilatant.config.errors import UserError
+from dilatant.schedule import assign_microbatches
+from dilatant.schedule.pipeline_shape import PipelineShape, default_shape
+
+SHAPES = (
+    default_shape(2),
+    default_shape(3),
+    PipelineShape((2, 2, 2), ((1,), (), ()), (2.0,) * 3, (0.0,) * 3),  # what is fed is in the middle
+)
+ANCHORS = (1, 2, 1)
+
+
+def largest(batches: tuple[tuple[int, ...], ...], weight: np.ndarray) -> float:
+    return max((sum(weight[sample] for sample in batch) for batch in batches), default=0.0)
+
+
+@pytest.mark.parametrize("policy", ["random", "disttrain", "entrain", "searched"])
+def test_only_the_language_models_microbatches_are_held_to_the_budget(policy: str) -> None:
+    met: Counter[str] = Counter()
+    for seed in range(60 if policy != "searched" else 12):
+        rng = np.random.default_rng(seed)
+        shape, anchor = SHAPES[seed % 3], ANCHORS[seed % 3]
+        count, samples = int(rng.integers(2, 5)), int(rng.integers(6, 14))
+        seconds = rng.lognormal(0, 1, (samples, shape.num_units))
+        weight = rng.integers(1, 100, samples).astype(np.float64)
+        settings = {"shape": shape, "evaluations": 100}
+        free = assign_microbatches(seconds, count, policy, seed, **settings)  # type: ignore[arg-type]
+        by_unit = [largest(free.microbatches[unit], weight) for unit in range(shape.num_units)]
+        # Between what the language model's microbatches take and what those of another unit do, where these differ.
+        other = max(by_unit, key=lambda most: abs(most - by_unit[anchor]))
+        capacity = (by_unit[anchor] + other) / 2 if other != by_unit[anchor] else by_unit[anchor] - 1
+        try:
+            held = assign_microbatches(
+                seconds, count, policy, seed, weight=weight, capacity=capacity, **settings  # type: ignore[arg-type]
+            )  # fmt: skip
+        except UserError:
+            continue  # so many microbatches cannot hold the samples
+        assert largest(held.microbatches[anchor], weight) <= capacity
+        fits = by_unit[anchor] <= capacity
+        met["kept" if fits else "replaced"] += 1
+        if fits and policy != "searched":  # which knows of the budget itself
+            assert held.microbatches == free.microbatches
+    assert met["replaced"] > 0
+    assert met["kept"] > 0 or policy != "entrain", "only Entrain's units have unlike microbatches"

@@ -1,0 +1,40 @@
+"""Held-out samples are judged by the averages, and training goes on with the weights that it had."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dilatant.config.train import EvaluationConfig
+from dilatant.training import evaluator as room
+from dilatant.training.averages import Averages
+from dilatant.training.evaluator import Evaluator
+from dilatant.training.master_weights import MasterAdamW, make_masters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_computes_with_averages_while_it_is_judged_and_not_afterwards(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    masters = make_masters({"w": weight})
+    optimizer = MasterAdamW([{"params": list(masters.values())}], {"w": weight}, masters)
+    averages = Averages(masters, 0.5)
+    with torch.no_grad():
+        masters["w"].fill_(3.0)
+    optimizer.write_weights()
+    gathered: list[float] = []  # what all holders of the weight were brought to, each time
+    runtime: Any = SimpleNamespace(owned=SimpleNamespace(gather=lambda: gathered.append(weight[0].item())))
+    judged: list[float] = []
+    monkeypatch.setattr(room, "evaluate", lambda *_: judged.append(weight[0].item()))
+    samples: Any = SimpleNamespace(tokenizer=None, held_out=object())
+    inputs: Any = SimpleNamespace(held_out=lambda limit, size: [])
+    for own in (averages, None):
+        Evaluator(EvaluationConfig(), samples, runtime, inputs, optimizer, own).evaluate()
+        assert weight.tolist() == masters["w"].tolist() == [3.0] * 3
+    assert averages.tensors["w"].tolist() == [1.0] * 3
+    assert (judged, gathered) == ([1.0, 3.0], [1.0, 3.0])
