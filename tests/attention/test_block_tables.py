@@ -144,10 +144,7 @@ def test_joined_intervals_hide_nothing_and_stay_few(mask, block, key_block, most
 MIXED_INSTANCES = AttentionMask.from_tokens(pack_fields(1, 1, instance=[0, 3, 0, 3], local=True))
 
 
-@example(mask=MIXED_INSTANCES, block=4, key_block=4)
-@checked
-@given(mask=any_mask, block=blocks, key_block=blocks)
-def test_summaries_are_sound(mask, block, key_block):
+def check_summaries(mask, block, key_block):
     runs = np.stack([mask.runs.start, mask.runs.length, mask.runs.field, mask.runs.position])
     window = -1 if mask.window is None else mask.window
     offsets, intervals, counts = summary.classify(
@@ -160,6 +157,21 @@ def test_summaries_are_sound(mask, block, key_block):
             found[row, start : start + length] = kind
     assert_sound(found, true)
     np.testing.assert_array_equal(counts, np.stack([(found == 2).sum(1), (found == 1).sum(1)], axis=1))
+
+
+@example(mask=MIXED_INSTANCES, block=4, key_block=4)
+@checked
+@given(mask=any_mask, block=blocks, key_block=blocks)
+def test_summaries_are_sound(mask, block, key_block):
+    check_summaries(mask, block, key_block)
+
+
+@pytest.mark.parametrize("kind", ["document_causal", "full"])
+def test_summaries_are_sound_where_a_window_ends_at_every_place_of_a_block(kind):
+    row = RowLayout.of_lengths([17, 7])
+    for window in range(1, 18):
+        for block, key_block in ((1, 1), (2, 3), (4, 4), (5, 2)):
+            check_summaries(packing.build_mask(row, kind).with_window(window), block, key_block)
 
 
 def test_summaries_lose_little_on_masks_with_two_kinds_of_query():

@@ -88,7 +88,7 @@ def test_paths_are_taken_from_the_file_not_the_working_directory(tmp_path: Path)
         ("train.resume", "train.resume=HERE"),
         ("parallel.plan", "parallel={plan: HERE}"),
         ("plan.costs", "plan.costs=HERE"),
-        ("cluster.hardware_file", "cluster.hardware_file=HERE"),
+        ("cluster.hardware_file", "cluster={hardware: mine, hardware_file: HERE}"),
         ("output_dir", "output_dir=HERE"),
         ("model.language_model.id", "model.language_model={id: HERE}"),
         ("model.language_model.tokenizer", "model.language_model.tokenizer=HERE"),

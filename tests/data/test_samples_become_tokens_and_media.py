@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dilatant.config import UserError
 from dilatant.data.chat import MEDIA, chat_tokenizer
 from dilatant.data.encode import encode_prompt, encode_sample, find_problems, measure_sample
+from dilatant.data.encoding import QUESTION
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.tokenizer import byte_tokenizer
 
@@ -286,6 +287,20 @@ def test_the_fingerprint_changes_with_whatever_changes_tokens():
         small_encoding(template="plain", units=()),
     ]
     assert len({variant.fingerprint for variant in variants}) == len(variants)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_held_out_samples_are_judged_by_the_whole_of_their_last_answer(train_on):
+    turns = (Turn("user", ("a", image())), Turn("assistant", ("first",)), Turn("user", ("b",)))
+    example = Sample("s:1", (*turns, Turn("assistant", ("yes",))))
+    encoding = replace(ENCODING, train_on=train_on)
+    asked = encode_sample(example, encoding, frozenset({QUESTION}))
+    whole = encode_sample(example, encoding)
+    assert asked.input_ids.tolist() == whole.input_ids.tolist()
+    judged = np.flatnonzero(asked.labels != -100)
+    assert asked.labels[judged].tolist() == [*letters("yes"), EOS]
+    first = len(encode_prompt(example, encoding).sample.input_ids)
+    assert judged.tolist() == [*range(first, first + 4)]
 
 
 @pytest.mark.parametrize("spare", [-1, 0, 1])
