@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
 from dilatant.cost.memory import ParameterBytes
 from dilatant.models.four_bit_stages import four_bit_names
-from dilatant.models.lora import is_adapter
+from dilatant.models.lora import inject, is_adapter, merged_state
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.whole import Whole
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -53,6 +54,26 @@ def test_adapters_begin_by_changing_nothing_and_name_no_weight_anew(use_dora):
     assert {name for name in own if not is_adapter(name)} == {
         weight.name for unit in without.units.values() for weight in unit.weights
     }
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
+def test_a_merged_model_computes_what_its_adapters_do(settings: dict[str, bool]) -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    adapted, plain = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    inject(adapted, LoraConfig(r=4, lora_alpha=6.0, **settings), {"language": ("",)})
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if is_adapter(name):  # as after some training
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    plain.load_state_dict(merged_state(adapted))
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        expected, found = adapted(ids).logits, plain(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # fp32: products in another order
 
 
 @pytest.mark.parametrize(
