@@ -9,7 +9,7 @@ import pytest
 
 from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.manual import plan_from_specs
-from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
 
 LAYERS = {"vision": 3, "language": 6}
 
@@ -44,3 +44,11 @@ def test_losing_one_node_fewer_than_copies_loses_no_layer_and_as_many_may(seed: 
     )
     if one_node_stages:
         assert not all(survives(plan, lost, per_node) for lost in itertools.combinations(nodes, copies))
+
+
+def test_a_copy_across_nodes_hides_none_that_lie_on_one() -> None:
+    across = Replica((Stage(0, 1, (0, 2), tp=1, cp=2),))
+    on_one = [Replica((Stage(0, 1, (rank,)),)) for rank in (1, 3)]
+    for replicas in ([across, *on_one], [*on_one, across], [on_one[0], across, on_one[1]]):
+        assert copies_on_nodes(Plan((UnitPlan("u", tuple(replicas)),)), 2) == {"u": 2}
+    assert copies_on_nodes(Plan((UnitPlan("u", (across, on_one[0])),)), 2) == {"u": 1}
