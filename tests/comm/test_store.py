@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 
-from dilatant.comm import newcomers, rendezvous, store
+from dilatant.comm import newcomers, rendezvous, store, store_server
 from dilatant.comm.store import Store, StoreGone, connect
 from dilatant.comm.store_server import StoreServer
 from dilatant.config.errors import UserError

@@ -240,7 +240,9 @@ def test_base64_is_read_in_all_its_forms(tmp_path, text):
     assert sample.unplaced[0].source == RED
 
 
-@pytest.mark.parametrize("value", [None, [], [None], [""], "", [{"bytes": None, "path": None}], {"bytes": None}])
+@pytest.mark.parametrize(
+    "value", [None, [], [None], [""], "", [{"bytes": None, "path": None}], {"bytes": None}]
+)
 def test_nothing_in_a_column_of_images_is_no_image(tmp_path, value):
     (sample,) = read_all(write_lines(tmp_path / "a.jsonl", [{**ROW, "images": value}]))
     assert sample.unplaced == ()

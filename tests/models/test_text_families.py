@@ -89,7 +89,9 @@ def table(families: Iterable[str]) -> str:
         print(rows[-1], end="", file=sys.stderr, flush=True)
     packed, cut = (sum(each.split("|")[place].strip() == "right" for each in rows) for place in (2, 3))
     ran = sum(bool(each.split("|")[2].strip()) for each in rows)
-    head = f"Of {ran} families whose default config builds, {packed} are packed and {cut} cut into stages.\n\n"
+    head = (
+        f"Of {ran} families whose default config builds, {packed} are packed and {cut} cut into stages.\n\n"
+    )
     return head + HEAD + "".join(rows)
 
 
