@@ -219,7 +219,16 @@ def test_a_run_that_goes_on_keeps_its_records_and_drops_those_of_steps_that_neve
 
 @pytest.mark.parametrize(
     "name",
-    [".lock", "metrics.jsonl", "metrics.damaged", "checkpoints", "plan", "checkpoints/step-00000001", "x/y"],
+    [
+        ".lock",
+        "metrics.jsonl",
+        "metrics.damaged",
+        "checkpoints",
+        "plan",
+        "checkpoints/step-00000001",
+        "export/x/y",
+        "data.html",
+    ],
 )
 @pytest.mark.parametrize("target", ["file", "folder", "nothing"])
 def test_links_in_a_run_folder_are_refused_before_anything_is_written(
@@ -270,9 +279,10 @@ def test_pipes_in_a_run_folder_are_not_waited_for(tmp_path: Path) -> None:
         run.lock()
 
 
-def test_the_run_folder_itself_may_be_a_link_and_wandb_may_have_its_own(tmp_path: Path) -> None:
+def test_the_run_folder_itself_may_be_a_link_and_others_may_lie_beside_it(tmp_path: Path) -> None:
     (tmp_path / "scratch" / "wandb" / "run-1").mkdir(parents=True)
     (tmp_path / "scratch" / "wandb" / "latest-run").symlink_to("run-1")
+    (tmp_path / "scratch" / "data").symlink_to("/")  # of the user's own
     (tmp_path / "runs").symlink_to("scratch")
     folder = RunFolder(tmp_path / "runs")
     folder.lock()

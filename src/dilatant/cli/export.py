@@ -27,7 +27,7 @@ def export(
     from dilatant.training.export_folder import check_target
 
     console = open_console(stderr=as_json)
-    require_plain(folder)
+    require_plain(folder, is_run=True)
     config = read_run(folder, trust=trust)
     target = to or folder / "export"
     check_target(target, folder)

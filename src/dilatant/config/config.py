@@ -141,7 +141,7 @@ def load_config(
     path, overrides = Path(path), tuple(overrides)
     run = run_folder_of(path)
     if run is not None:
-        require_plain(run)
+        require_plain(run, is_run=True)
     try:
         tree = read_yaml(read_text(path, MOST_BYTES))
     except FileNotFoundError:

@@ -15,17 +15,17 @@ from typing import BinaryIO
 
 from dilatant.config.errors import UserError
 
-TRACKERS = frozenset({"wandb"})
-"""Folders in a run folder whose libraries put links of their own into them."""
+RUN_FOLDERS = frozenset({"checkpoints", "export", "plan", "resilience", "tensorboard"})
+RUN_SUFFIXES = (".lock", ".damaged", ".html", ".json", ".jsonl", ".yaml")
+"""What a run writes into its folder, beside which users may keep what they like (also links, as wandb does)."""
 MOST_TEXT = 256 << 20
 """Bytes of the longest text that is read whole: a plan of ten thousand ranks takes a tenth of it."""
 
 
-def require_plain(folder: Path, *, links: bool = False) -> None:
+def require_plain(folder: Path, is_run: bool = False) -> None:
     """Raise UserError where `folder` holds a link, a pipe, a socket or a device at any depth.
 
-    The folder itself may be a link, or lie behind one, for its user named it. links: links to files and folders are
-    left alone, as in the hub's cache, of which only reading is safe.
+    The folder itself may be a link, or lie behind one, for its user named it. is_run: only what a run writes counts.
     """
     waiting = [folder]
     while waiting:
@@ -35,16 +35,17 @@ def require_plain(folder: Path, *, links: bool = False) -> None:
                 found = list(entries)
         except OSError:
             continue  # absent, no folder or unreadable: whoever opens it says so
+        if is_run and place == folder:
+            found = [one for one in found if one.name in RUN_FOLDERS or one.name.endswith(RUN_SUFFIXES)]
         for entry in found:
-            if entry.is_symlink() and not links:
+            if entry.is_symlink():
                 raise UserError(
                     f"{entry.path!r} is a link, which could lead out of {str(folder)!r}; remove it, or put what it "
                     "leads to in its place"
                 )
             if entry.is_dir(follow_symlinks=False):
-                if not (place == folder and entry.name in TRACKERS):
-                    waiting.append(Path(entry.path))
-            elif not entry.is_file() and os.path.exists(entry.path) and not entry.is_dir():
+                waiting.append(Path(entry.path))
+            elif not entry.is_file(follow_symlinks=False):
                 raise UserError(f"{entry.path!r} is no regular file; remove it")
 
 

@@ -66,7 +66,7 @@ class RunFolder:
         decides by. Raises UserError that names the process which holds it already, and for a folder that is no run's
         and holds what a run would replace.
         """
-        require_plain(self.path)
+        require_plain(self.path, is_run=True)
         with self._writing():
             foreign = None if self._is_of_a_run() else self._first_foreign()
             if foreign is not None:

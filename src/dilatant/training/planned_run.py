@@ -112,7 +112,7 @@ _REPORT = "report.json"
 def check_plan_folder(config: Config) -> None:
     """Raise UserError where the run folder's plan/ holds what no plan wrote."""
     folder = Path(config.output_dir) / "plan"
-    require_plain(folder.parent)
+    require_plain(folder.parent, is_run=True)
     foreign = [name for name in ("plan.json", "config.yaml", "costs.yaml") if (folder / name).exists()]
     if foreign and not (folder / _REPORT).is_file():
         raise UserError(
