@@ -11,10 +11,7 @@ shares the cores with the run here: its CPU seconds are printed, for on a networ
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
-import selectors
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,76 +22,17 @@ from typing import Any
 
 from trace_replay import Machines
 
+from dilatant.resilience.process import Child, Start
+from dilatant.resilience.protocol.values import Settings
 from dilatant.resilience.wire import connect
 
 ROOT = Path(__file__).resolve().parent.parent
+COORDINATOR = "dilatant.resilience.coordinator_process"
+TOKEN = b"of a crowd's coordinator"
 MACHINES = 2
-RETURN_SECONDS = 1.0
-DRIP_SECONDS = 3.0
 ASK_SECONDS = 0.5
 BEGIN_SECONDS = 400.0
-SHOUT = (b"\xff" * 65536, b"\x00\xff\xff\xff" * 1024, b"GET / HTTP/1.1\r\n\r\n" * 8)
 KINDS = ("idle", "dripping", "shouting")
-
-
-class _Stranger:
-    """One connection, and when it does its next thing."""
-
-    def __init__(self, port: int, kind: str, at: float) -> None:
-        self.port, self.kind, self.at = port, kind, at
-        self.connection: socket.socket | None = None
-
-    def act(self, now: float, selector: selectors.BaseSelector) -> None:
-        if self.connection is None:
-            self.connection = connection = socket.socket()
-            connection.setblocking(False)
-            connection.connect_ex(("127.0.0.1", self.port))
-            selector.register(connection, selectors.EVENT_READ, self)
-            self.at = now + (0.05 if self.kind == "shouting" else DRIP_SECONDS)
-            return
-        self.at = now + DRIP_SECONDS
-        if self.kind != "idle":
-            try:
-                self.connection.send(b"x" if self.kind == "dripping" else SHOUT[id(self) // 64 % len(SHOUT)])
-            except BlockingIOError:
-                pass
-            except OSError:
-                self.leave(now, selector)
-
-    def hear(self, now: float, selector: selectors.BaseSelector) -> None:
-        """Take the challenge, or the end."""
-        assert self.connection is not None
-        try:
-            if self.connection.recv(1 << 12):
-                return
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        self.leave(now, selector)
-
-    def leave(self, now: float, selector: selectors.BaseSelector) -> None:
-        assert self.connection is not None
-        selector.unregister(self.connection)
-        self.connection.close()
-        self.connection, self.at = None, now + RETURN_SECONDS
-
-
-def crowd(ports: list[int], kind: str, count: int, seconds: float, spent: Any) -> None:
-    """So many strangers, at the ports in turn; CPU seconds go to `spent`."""
-    began = time.monotonic()
-    strangers = [  # all are there after a second
-        _Stranger(ports[number % len(ports)], kind, began + number / count) for number in range(count)
-    ]
-    with selectors.DefaultSelector() as selector:
-        while (now := time.monotonic()) < began + seconds:
-            for stranger in strangers:
-                if stranger.at <= now:
-                    stranger.act(now, selector)
-            for key, _ in selector.select(0.02):
-                key.data.hear(now, selector)
-            time.sleep(0.02)
-    spent.put(time.process_time())
 
 
 def listening_ports(process: int) -> list[int]:
@@ -110,6 +48,59 @@ def listening_ports(process: int) -> list[int]:
     return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets]
 
 
+def _strangers(kind: str, count: int, seconds: float, ports: list[int]) -> subprocess.Popen[str]:
+    """So many of them at the ports in turn; all are there when this returns."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "strangers.py"), kind, str(count), str(seconds)]
+    found = subprocess.Popen([*command, *map(str, ports)], stdout=subprocess.PIPE, text=True)
+    assert found.stdout is not None
+    assert found.stdout.readline() == "there\n"
+    return found
+
+
+def _cpu_of(strangers: subprocess.Popen[str]) -> float:
+    assert strangers.stdout is not None
+    return float(strangers.stdout.readline())
+
+
+def alone(counts: list[int], seconds: float) -> list[dict[str, Any]]:
+    """What a crowd costs the coordinator by itself: its CPU seconds, and how long the right token waits."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        child = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), Settings(), folder))
+        try:
+            for count, kind in [(0, KINDS[0]), *itertools.product(counts, KINDS)]:
+                before = _cpu_seconds(child.process.pid)
+                with _strangers(kind, max(1, count), seconds, [child.port]) as strangers:
+                    answers = _answers(child.port, TOKEN, seconds)
+                    _cpu_of(strangers)
+                share = (_cpu_seconds(child.process.pid) - before) / seconds
+                found.append({"kind": kind, "connections": count, "core_share": share, "answers": answers})
+                print(
+                    f"{count or 'no'} {kind:8} at the coordinator: {share:5.1%} of a core; the right token is answered "
+                    f"within {max(answers) * 1e3:.0f} ms, {statistics.median(answers) * 1e3:.0f} in the median",
+                    flush=True,
+                )
+        finally:
+            child.close()
+    return found
+
+
+def _cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _answers(port: int, token: bytes, seconds: float) -> list[float]:
+    """How long a connection with the token waits, tried every half a second."""
+    began, answers = time.monotonic(), list[float]()
+    while time.monotonic() < began + seconds:
+        asked = time.monotonic()
+        connect("127.0.0.1", port, token).close()
+        answers.append(time.monotonic() - asked)
+        time.sleep(ASK_SECONDS)
+    return answers
+
+
 def _steps(run: Path) -> int:
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -117,21 +108,13 @@ def _steps(run: Path) -> int:
 
 def _window(run: Path, port: int, token: bytes, seconds: float) -> tuple[int, list[float]]:
     """Steps of so many seconds, and what the right token waited for its answers."""
-    began, before, answers = time.monotonic(), _steps(run), list[float]()
-    for turn in itertools.count(1):
-        asked = time.monotonic()
-        connect("127.0.0.1", port, token).close()
-        answers.append(time.monotonic() - asked)
-        if began + turn * ASK_SECONDS >= began + seconds:
-            break
-        time.sleep(max(0.0, began + turn * ASK_SECONDS - time.monotonic()))
-    time.sleep(max(0.0, began + seconds - time.monotonic()))
+    before = _steps(run)
+    answers = _answers(port, token, seconds)
     return _steps(run) - before, answers
 
 
 def crowded(counts: list[int], seconds: float) -> dict[str, Any]:
     """Raises RuntimeError where the run does not begin or ends on the way."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         data, folder = Path(name) / "digits", Path(name)
         digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
@@ -155,13 +138,9 @@ def crowded(counts: list[int], seconds: float) -> dict[str, Any]:
             windows: list[dict[str, Any]] = []
             crowds = [*itertools.product(counts, KINDS, (ports[:1],)), (counts[-1], KINDS[-1], ports)]
             for count, kind, at in crowds:
-                spent = context.Queue()
-                strangers = context.Process(target=crowd, args=(at, kind, count, seconds + 2.0, spent))
-                strangers.start()
-                time.sleep(1.5)  # all are there
-                steps, answers = _window(run, ports[0], token, seconds)
-                cpu = spent.get(timeout=60.0)
-                strangers.join()
+                with _strangers(kind, count, seconds, at) as strangers:
+                    steps, answers = _window(run, ports[0], token, seconds)
+                    cpu = _cpu_of(strangers)
                 quiet.append(_window(run, ports[0], token, seconds))
                 beside = statistics.mean(each for each, _ in quiet[-2:])
                 windows.append(

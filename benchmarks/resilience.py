@@ -228,15 +228,17 @@ def main() -> None:
     parser.add_argument(
         "--crowd", type=int, nargs="+", help="strangers at each port; nothing else is measured"
     )
-    parser.add_argument("--crowd-seconds", type=float, default=15.0, help="of each window of steps")
+    parser.add_argument("--crowd-seconds", type=float, default=15.0, help="of each window of steps; 0: none")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"load before: {load:.1f} on {os.cpu_count()} cores")
     if options.crowd:
-        from crowd import crowded
+        from crowd import alone, crowded
 
-        attacked = crowded(options.crowd, options.crowd_seconds)
+        seconds = options.crowd_seconds
+        attacked: dict[str, Any] = {"coordinator_alone": alone(options.crowd, 6.0)}
+        attacked |= crowded(options.crowd, seconds) if seconds else {}
         if options.json:
             document = {"machine": machine(), "load_before": load, **attacked}
             options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
