@@ -108,9 +108,9 @@ def _steps(run: Path) -> int:
 
 def _window(run: Path, port: int, token: bytes, seconds: float) -> tuple[int, list[float]]:
     """Steps of so many seconds, and what the right token waited for its answers."""
-    before = _steps(run)
+    before, began = _steps(run), time.monotonic()
     answers = _answers(port, token, seconds)
-    return _steps(run) - before, answers
+    return round((_steps(run) - before) * seconds / (time.monotonic() - began)), answers
 
 
 def crowded(counts: list[int], seconds: float) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def crowded(counts: list[int], seconds: float) -> dict[str, Any]:
             windows: list[dict[str, Any]] = []
             crowds = [*itertools.product(counts, KINDS, (ports[:1],)), (counts[-1], KINDS[-1], ports)]
             for count, kind, at in crowds:
-                with _strangers(kind, count, seconds, at) as strangers:
+                with _strangers(kind, count, seconds + 1.0, at) as strangers:
                     steps, answers = _window(run, ports[0], token, seconds)
                     cpu = _cpu_of(strangers)
                 quiet.append(_window(run, ports[0], token, seconds))
