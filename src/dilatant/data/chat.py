@@ -278,14 +278,14 @@ class ChatTokenizer:
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
         """The special tokens that may end a turn, the longest first."""
-        tokens = {self.backend.id_to_token(token) for token in self.special_ids}
-        return tuple(sorted(tokens - self._never_end - {None}, key=len, reverse=True))
+        tokens = [token for each in self.special_ids if (token := self.backend.id_to_token(each))]
+        return tuple(sorted({*tokens} - self._never_end, key=len, reverse=True))
 
     @property
-    def _never_end(self) -> set[str | None]:
+    def _never_end(self) -> set[str]:
         """The token that starts a text, unless it ends texts, too."""
         ends = None if self.eos_id is None else self.backend.id_to_token(self.eos_id)
-        return {self.opening} - {ends}
+        return set() if self.opening is None or self.opening == ends else {self.opening}
 
 
 def chat_tokenizer(
