@@ -37,20 +37,24 @@ def run_between(
 ) -> tuple[Any, Tensor]:
     """Return the decoder's output and the hidden states that leave the stage, shaped as `inputs_embeds` are.
 
-    enters: the first of `blocks` is given `inputs_embeds` of `keywords`, whatever the decoder makes of them. leaves:
-    what the last block returns is the result, whatever the decoder makes of it; with `behind`, what that module is
-    given. passing: the block of a stage without blocks.
+    enters: the first of `blocks` that runs is given `inputs_embeds` of `keywords`, whatever the decoder makes of them.
+    leaves: what the last block returns is the result, whatever the decoder makes of it; with `behind`, what that module
+    is given. passing: the block of a stage without blocks.
     """
     arrived = keywords["inputs_embeds"]
+    waiting = [arrived] if enters else []
     left: list[Tensor] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not waiting:  # a block before took it; families may skip blocks
+            return None
+        waiting.clear()
         if args:
             return (arrived, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": arrived}
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        left.append(output[0] if isinstance(output, tuple) else output)
+        left[:] = [output[0] if isinstance(output, tuple) else output]
 
     handles = []
     is_empty = passing is not None and not len(blocks)
@@ -60,12 +64,15 @@ def run_between(
         if enters:
             # The decoder works on zeros, which have no graph: no gradient goes around the first block.
             keywords = {**keywords, "inputs_embeds": torch.zeros_like(arrived)}
-            handles.append(blocks[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            for block in blocks:
+                handles.append(block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         if leaves and behind is not None:
             handles.append(behind.register_forward_pre_hook(lambda module, args: left.append(args[0])))
         elif leaves:
-            handles.append(blocks[-1].register_forward_hook(leave))
+            handles += [block.register_forward_hook(leave) for block in blocks]
         output = decoder(**keywords)
+        if waiting:  # all blocks were skipped
+            output = decoder(**{**keywords, "inputs_embeds": arrived})
     finally:
         for handle in handles:
             handle.remove()

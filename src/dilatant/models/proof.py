@@ -82,8 +82,8 @@ def _prove(
     attach: Callable[[LanguageUnit], None] | None,
 ) -> Proof:
     small = _copy_of(unit, whole, settings)
-    vocabulary = cast(Any, small.model.get_input_embeddings()).num_embeddings
-    samples = _samples(vocabulary, [*special_ids(settings)])
+    head = cast(Any, small.model.get_output_embeddings())
+    samples = _samples(head.weight.shape[0], [*special_ids(settings)])
     wanted = _of_transformers(small, samples)
     if attach is not None:
         attach(small)
@@ -108,14 +108,15 @@ def _prove(
 def _copy_of(unit: LanguageUnit, whole: Whole | None, settings: Mapping[str, Any]) -> LanguageUnit:
     """The small model with random weights, none of which is 0 or 1 by chance of its beginning."""
     config = type(unit.model.config).from_dict(dict(settings))
-    attention = _attention(unit)
     if whole is None:
         with torch.device("meta"):
             model = cast(Any, type(unit.model))(config)
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation(_attention(unit))
         small = LanguageUnit(unit.unit, model, {})
     else:
-        part = replace(whole, config=config, attn_implementation=attention, dtype=torch.float32, lora=None)
+        part = replace(
+            whole, config=config, attn_implementation=_named(whole), dtype=torch.float32, lora=None
+        )
         small = LanguageUnit(unit.unit, part.language_model(), part.placeholder_ids, **part.of_language)
     count = sum(parameter.numel() for parameter in small.model.parameters())
     if count > _LARGEST:
@@ -131,6 +132,10 @@ def _copy_of(unit: LanguageUnit, whole: Whole | None, settings: Mapping[str, Any
 def _attention(unit: LanguageUnit) -> str:
     own = unit.generating_attention or unit.model.config._attn_implementation
     return own if own in ("eager", "sdpa") else "sdpa" if unit.model._supports_sdpa else "eager"
+
+
+def _named(whole: Whole) -> str | None:
+    return whole.attn_implementation if whole.attn_implementation in ("eager", "sdpa") else None
 
 
 def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
