@@ -56,3 +56,13 @@ def test_tensor_parallel_ranks_count_by_the_part_that_they_hold() -> None:
     # Of the layer that nobody divides three ranks hold all.
     np.testing.assert_array_equal(split, [2.0, 3.0])
     np.testing.assert_array_equal(whole, [2.0, 3.0])
+
+
+def test_a_stage_on_several_nodes_counts_where_the_fewest_share() -> None:
+    """Its ranks 1 and 2 lie on two nodes of two; beside rank 1 another replica is on rank 0."""
+    across, beside = Stage(0, LAYERS, (1, 2), cp=2), Stage(0, LAYERS, (0,))
+    plan = Plan((UnitPlan("u", (Replica((across,)), Replica((beside,)))),))
+    for zero, expected in (("none", (1.0, 1.0)), ("node", (1.0, 2.0)), ("all", (3.0, 3.0))):
+        rules = ParameterBytes(zero=zero, ranks_per_node=2)  # type: ignore[arg-type]
+        for shared, ranks in zip(sharing(plan, MODEL, rules), expected, strict=True):
+            np.testing.assert_array_equal(shared, [ranks] * LAYERS)
