@@ -120,9 +120,7 @@ class NativeStage(SharesSamples, EncoderStage):
         width = self.geometry.width
         fed, taps = (fed[:, :width], [fed[:, width:]]) if has_taps else (fed, [])
         tower = cast(Any, copy.copy(model))
-        if hasattr(
-            tower, "deepstack_visual_indexes"
-        ):  # those of the whole tower, also where none is of this stage
+        if hasattr(tower, "deepstack_visual_indexes"):  # of the whole tower; none may be of this stage
             tower.deepstack_visual_indexes = [block - self.first_block for block in self.taps]
         full = getattr(tower, "fullatt_block_indexes", None)
         if full is not None:
