@@ -56,6 +56,9 @@ def test_a_given_token_goes_before_a_file_and_a_file_before_the_users_own(
         (lambda path: path.mkdir(), "is no file"),
         (lambda path: os.mkfifo(path, 0o600), "is no file"),
         (lambda path: (path.write_text(SECRET), path.chmod(0o644)), "others may read.*chmod 600"),
+        (lambda path: (path.write_text(SECRET), path.chmod(0o640)), "others may read.*chmod 600"),
+        (lambda path: (path.write_text(SECRET), path.chmod(0o604)), "others may read.*chmod 600"),
+        (lambda path: (path.write_text(SECRET), path.chmod(0o620)), "others may read.*chmod 600"),
         (
             lambda path: (path.write_text("short"), path.chmod(0o600)),
             "fewer than 16 characters; set DILATANT_TOKEN",
