@@ -246,9 +246,9 @@ class ChatTokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer: the tokenizer's end of a text, what the template writes at the end of an
         assistant's turn, and `ends`."""
-        ids = {self.backend.token_to_id(max((token for token in self.added if end.endswith(token)), key=len))
-               for end in self._ends}  # fmt: skip
-        return tuple(sorted(ids.union(self.ends, () if self.eos_id is None else (self.eos_id,))))
+        last = [max((token for token in self.added if end.endswith(token)), key=len) for end in self._ends]
+        ids = {*map(self.backend.token_to_id, last), *self.ends, self.eos_id}
+        return tuple(sorted(one for one in ids if one is not None))
 
     @cached_property
     def _ends(self) -> tuple[str, ...]:
@@ -259,7 +259,7 @@ class ChatTokenizer:
         either = "|".join(map(re.escape, tokens))
         token, run = re.compile(either), re.compile(f"(?:{either})+")
         asked, answer = Message("user", PROBE), Message("assistant", PROBE)
-        found = set()
+        found: set[str] = set()
         for following in ([], [asked], [Message("tool", PROBE)]):
             try:
                 text, _ = self.template.render([asked, answer, *following], False)
@@ -320,13 +320,15 @@ def chat_tokenizer(
     usable = usable_template(text, named, template, day)
     parts = (backend.to_str(), text, sorted(named.items()), usable.day, prefix, ends)
     digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
-    ids = [backend.encode(char, add_special_tokens=False).ids[0] for char in ours]
+    media_id, edge_id, break_id = (backend.encode(char, add_special_tokens=False).ids[0] for char in ours)
     return ChatTokenizer(
         backend,
         usable,
         frozenset(entry.content for entry in added.values()),
         special,
-        *ids,
+        media_id,
+        edge_id,
+        break_id,
         named.get("bos_token"),
         tokenizer.eos_token_id,
         prefix,

@@ -168,7 +168,9 @@ class ChatTemplate:
 
 def _without_tags(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without the engine's marks of generation tags, and the characters that stood between them."""
-    pieces, spans, at = [], [], 0
+    pieces: list[str] = []
+    spans: list[tuple[int, int]] = []
+    at = 0
     for piece in re.split(f"[{template_engine.OPEN}{template_engine.CLOSE}]", text):
         if len(pieces) % 2:
             spans.append((at, at + len(piece)))

@@ -110,7 +110,7 @@ def _orientation(image: Image, stream: BinaryIO) -> int:
                 image.info["exif"] = b"Exif\0\0" + read_at(stream, at + 8, min(length - 12, 1 << 16))
         stream.seek(place)
         found = Image.Image.getexif(image).get(0x0112)
-        return int(found) if found in range(1, 9) else 1
+        return found if isinstance(found, int) and 1 <= found <= 8 else 1
     return 1
 
 

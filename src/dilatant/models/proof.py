@@ -126,7 +126,7 @@ def _copy_of(unit: LanguageUnit, whole: Whole | None, settings: Mapping[str, Any
         for parameter in small.model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     small.loss_chunk = 8
-    return cast(LanguageUnit, small.eval())
+    return small.eval()
 
 
 def _attention(unit: LanguageUnit) -> str:

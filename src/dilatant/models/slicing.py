@@ -31,10 +31,10 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["original"], name)
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(self.__dict__["original"], nn.Embedding):
-            return torch.zeros((), device=hidden.device)
-        return hidden
+            return torch.zeros((), device=hidden_states.device)
+        return hidden_states
 
 
 def slice_model(

@@ -34,11 +34,11 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
         for problem in context_problems(units[name])
     ]
     for name in dict.fromkeys(p.unit for p in plan.stages() if not (p.is_first and p.is_last)):
-        unit = units[name]
-        if isinstance(unit, LanguageUnit) and unit.uncut is not None:
+        cut = units[name]
+        if isinstance(cut, LanguageUnit) and cut.uncut is not None:
             problems.append(
-                f"{name}: cut into stages, it would train another model (on a small copy, {unit.uncut}); give it "
-                "pp: 1, and more replicas or tp"
+                f"{name}: cut into stages, it would train another model (on a small copy, {cut.uncut}); give it pp: 1, "
+                "and more replicas or tp"
             )
     degrees: dict[str, set[int]] = {}
     for placed in plan.stages():
