@@ -109,12 +109,16 @@ def _written_out(
     import yaml
 
     from dilatant.config.config import apply_override
+    from dilatant.config.exports import encoders_of_export, is_export_of_parts
     from dilatant.config.start import starting_config
     from dilatant.models.families import FAMILIES
     from dilatant.models.sources import load_pretrained_config
 
-    family = FAMILIES.get(load_pretrained_config(model, "--model", trust).model_type)
-    encoders = None if family is None else tuple(family.towers)
+    if is_export_of_parts(model):
+        encoders: tuple[str, ...] | None = tuple(encoders_of_export(model))
+    else:
+        family = FAMILIES.get(load_pretrained_config(model, "--model", trust).model_type)
+        encoders = None if family is None else tuple(family.towers)
     tree = starting_config(model, data, held_out, encoders, lora, output_dir)
     if trust:
         tree["model"].get("language_model", tree["model"])["trust_remote_code"] = True

@@ -17,6 +17,7 @@ from dilatant.config.base import Section
 from dilatant.config.data import DataConfig
 from dilatant.config.environment import expand_path
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.exports import with_parts
 from dilatant.config.model import ModelConfig
 from dilatant.config.others_keys import CALLED_HERE
 from dilatant.config.own_files import read_text, require_plain
@@ -352,6 +353,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         name: encoder.model_copy(
             update={
                 "id": local(encoder.id),
+                "projector": absolute(str(encoder.projector)) if encoder.goes_on else encoder.projector,
                 "processor": local(encoder.processor)
                 if isinstance(encoder.processor, str)
                 else encoder.processor,
@@ -393,8 +395,10 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     return config.model_copy(
         update={
             "output_dir": absolute(config.output_dir),
-            "model": whole.model_copy(
-                update={"language_model": language, "encoders": encoders, "generators": generators}
+            "model": with_parts(
+                whole.model_copy(
+                    update={"language_model": language, "encoders": encoders, "generators": generators}
+                )
             ),
             "data": data,
             "train": train,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import Section
 
 LANGUAGE = "language"
 """What the language model's unit is called."""
+PROJECTORS = ("linear", "mlp", "identity")
+"""The kinds of projectors that can begin anew."""
 
 
 class Source(Section):
@@ -61,8 +63,10 @@ class LanguageModelConfig(Source):
 class EncoderConfig(Source):
     kind: Literal["image", "audio"]
     """What the encoder reads."""
-    projector: Literal["linear", "mlp", "identity"] = "mlp"
-    """What maps the encoder's width to the language model's."""
+    projector: str | None = None
+    """What maps the encoder's width to the language model's: `linear`, `mlp`, `identity`, or the path of an export or a
+    safetensors file whose projector goes on. Default: `mlp`. Where `id` is an encoder in an export, the projector beside
+    it goes on, unless another kind is named; to begin a new one of its kind, copy the encoder's folder elsewhere."""
     placeholder: str = ""
     """The marker in the text that stands for one item. Default: `<image>` or `<audio>` by kind."""
     features: Literal["all", "patch"] = "all"
@@ -72,6 +76,20 @@ class EncoderConfig(Source):
     processor: str | dict[str, Any] | None = None
     """An image processor or feature extractor: id, folder, or its settings. Default: that of `id`, or one
     fitted to `config`."""
+
+    @field_validator("projector")
+    @classmethod
+    def _kind_or_path(cls, value: str | None) -> str | None:
+        if value is None or value in PROJECTORS or "/" in value or value.endswith(".safetensors"):
+            return value
+        raise ValueError(
+            "must be 'linear', 'mlp' or 'identity', or a path such as ./NAME or NAME.safetensors"
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """True where `projector` is a path, whose weights are to be taken."""
+        return self.projector is not None and self.projector not in PROJECTORS
 
     @property
     def marker(self) -> str:
@@ -193,7 +211,8 @@ class ModelConfig(Section):
 
     id: str | None = None
     """A whole vision-language model: an id on the hub or a folder, as of Qwen2.5-VL, InternVL3 or LLaVA. Its encoders
-    become units of their own (`vision`), its text model is `language`."""
+    become units of their own (`vision`), its text model is `language`. An export of a model of parts stands for these:
+    its encoders, projectors and language model go on."""
     config: dict[str, Any] | None = None
     """A transformers config of a whole model with its `model_type`, which starts from random weights."""
     tokenizer: str | None = None
@@ -214,7 +233,7 @@ class ModelConfig(Section):
     (`language.model`), or a pattern over parameter names (`language.layers.0.*`)."""
 
     lora: LoraConfig | None = None
-    """LoRA. Of a model of parts, projectors that are new train besides."""
+    """LoRA. Of a model of parts, projectors train besides."""
 
     @property
     def is_whole(self) -> bool:

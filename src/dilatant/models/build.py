@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import (
@@ -29,6 +32,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.net_source import source_of_entry
 from dilatant.models.picture_nets import PictureNet, build_diffusion, look_at
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
+from dilatant.models.stored_projectors import kind_of_projector, misfit, stored_projector
 from dilatant.models.whole import Whole
 
 
@@ -87,7 +91,7 @@ def build_model(
         _check_kind(where, entry, model)
         encoders[name] = Encoder(
             model,
-            entry.projector,
+            kind_of_projector(name, entry),
             merge=entry.merge,
             features=entry.features,
             processor=(processors or {}).get(name),
@@ -113,7 +117,27 @@ def build_model(
         _train_besides(mllm, config.lora)
     mllm.freeze(config.freeze)
     _mark_four_bit(mllm, config.lora)
+    for name, entry in config.encoders.items():
+        _go_on(mllm[name].projector, name, entry, reads=hollow is None)
     return mllm
+
+
+def _go_on(projector: nn.Module, name: str, entry: EncoderConfig, reads: bool) -> None:
+    """Say which weights a projector goes on from, if it does, and read them. Raises UserError for a file that was named
+    and does not fit."""
+    file = stored_projector(name, entry)
+    if file is None:
+        return
+    where = f"model.encoders.{name}.projector"
+    why = misfit(file, projector)
+    if why is not None and entry.goes_on:
+        raise UserError(f"{where}: {str(file)!r} does not fit: {why}")
+    if why is not None:
+        warnings.warn(f"{where}: a new one begins; {str(file)!r} is not taken, for {why}", stacklevel=3)
+        return
+    warnings.warn(f"{where}: it goes on from {str(file)!r}", stacklevel=3)
+    if reads:
+        projector.load_state_dict(load_file(file))
 
 
 def _mark_four_bit(mllm: MultimodalModel, lora: LoraConfig | None) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.exports import MANIFEST
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.generator import Generator, GeneratorUnit
@@ -36,7 +37,6 @@ from dilatant.models.saving_generators import load_generators, save_generators
 from dilatant.models.sources import load_encoder, load_language_model
 
 FORMAT = 1
-MANIFEST = "multimodal.json"
 _CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
 _CODE = ("projector", "adapter", *_CALLBACKS)
 

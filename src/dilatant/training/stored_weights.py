@@ -19,13 +19,14 @@ from transformers.utils.hub import cached_file
 
 from dilatant.config import Config, ModelConfig
 from dilatant.config.errors import UserError
-from dilatant.config.model import GeneratorConfig
+from dilatant.config.model import EncoderConfig, GeneratorConfig
 from dilatant.models.lora import MAGNITUDE, beside, is_adapter, magnitude_of, plain_key
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.net_source import source_of_entry
 from dilatant.models.picture_nets import pretrained_weights
 from dilatant.models.sources import load_encoder, load_language_model, without_bars
+from dilatant.models.stored_projectors import misfit, stored_projector
 from dilatant.models.unit import Unit
 from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
@@ -35,6 +36,7 @@ from dilatant.training.adapter_files import ADAPTER_FILE, adapted_models, adapte
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def first_weights(
@@ -69,6 +71,8 @@ def read_pretrained(
     weights: dict[str, Tensor] = {}
     for name, (source, own_code) in sources.items():
         unit = model.units[name]
+        if name in config.encoders:
+            weights |= _of_projector(unit, name, config.encoders[name], held)
         wanted = {
             weight.name: held[weight.name]
             for weight in unit.weights
@@ -90,6 +94,59 @@ def read_pretrained(
         weights |= found
     weights = _with_magnitudes(weights, given)
     return weights | _of_generators(model, config, held) | read_adapters(model, config, held)
+
+
+def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torch.dtype]:
+    """Logical name → floating dtype of the weights that the files of pretrained ids hold by name, which may differ from
+    weight to weight (fp32 norms in a bf16 model)."""
+    places: dict[str, tuple[Path, str]] = {}
+    if config.is_whole:
+        files = pretrained_files(config.id) if config.id is not None else None
+        whole = model.whole
+        if files and whole is not None:
+            stored = stored_keys(whole, files)
+            for unit, weight in model.weights_of_whole():
+                if (key := stored.get(whole.key_of(unit, weight))) is not None:
+                    places[weight.canonical] = (files[key], key)
+    else:
+        sources = {name: entry.id for name, entry in config.encoders.items()}
+        for name, source in {**sources, model.graph.anchor: config.text.id}.items():
+            files = pretrained_files(source) if source is not None else None
+            for own, key in _stored_names(model.units[name], "model", files or {}).items():
+                places[own] = ((files or {})[key], key)
+    dtypes: dict[str, torch.dtype] = {}
+    for file in {file for file, _ in places.values()}:
+        with open_tensors(file) as tensors:
+            for name, (place, key) in places.items():
+                if place == file and (kind := tensors.get_slice(key).get_dtype()) in _DTYPES:
+                    dtypes[name] = _DTYPES[kind]
+    return dtypes
+
+
+def _stored_names(unit: Unit, module: str, files: Mapping[str, Path]) -> dict[str, str]:
+    """Logical name → stored key of the weights of one module of a unit."""
+    own = [weight for weight in unit.weights if weight.part == module]
+    stored_as = _by_own_key([plain_key(weight.key) for weight in own], files)
+    return {w.name: stored_as[plain_key(w.key)] for w in own if plain_key(w.key) in stored_as}
+
+
+def _check_ties(pairs: Iterable[tuple[str, str, Box]], files: Mapping[str, Path], source: str | Path) -> None:
+    """Raise UserError where files hold two unlike tensors for one weight. pairs: both stored keys, and what is held."""
+    for tied, first, box in pairs:
+        with open_tensors(files[tied]) as one, open_tensors(files[first]) as other:
+            if not torch.equal(_read(one, tied, box).float(), _read(other, first, box).float()):
+                raise UserError(
+                    f"{str(source)!r}: config.json ties {tied!r} to {first!r}, but the files hold unlike weights for "
+                    "them; write tie_word_embeddings: false there (also in its text_config) to train both, or remove "
+                    f"{tied!r} from the files"
+                )
+
+
+def _of_projector(unit: Unit, name: str, entry: EncoderConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    file = stored_projector(name, entry)
+    if file is None or misfit(file, unit.get_submodule("projector")) is not None:  # the latter was said
+        return {}
+    return read_unit(unit, "projector", held, _keys(file))
 
 
 def _of_generators(model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
@@ -146,6 +203,13 @@ def read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> 
     }
     files = pretrained_files(source) or {}
     stored = stored_keys(whole, files) if files else {}
+    pairs = [
+        (stored[key], stored[wanted[first]], held[first])
+        for unit, weight in model.weights_of_whole()
+        if (first := weight.tied_to) is not None and first in wanted and wanted[first] in stored
+        if (key := whole.key_of(unit, weight)) in stored
+    ]
+    _check_ties(pairs, files, source)
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name, key in wanted.items():
         if key in stored:
@@ -231,12 +295,14 @@ def read_unit(
 
     Stored keys may have a prefix that the unit's own keys lack, or the reverse, as in the files of a larger model.
     """
-    stored_as = _by_own_key([plain_key(w.key) for w in unit.weights if w.part == module], files)
+    names = _stored_names(unit, module, files)
     found: dict[Path, list[tuple[str, str]]] = defaultdict(list)
-    for weight in unit.weights:
-        if weight.part == module and weight.name in held and plain_key(weight.key) in stored_as:
-            stored = stored_as[plain_key(weight.key)]
-            found[files[stored]].append((weight.name, stored))
+    for name, stored in names.items():
+        if name in held:
+            found[files[stored]].append((name, stored))
+    ties = [(n, first) for n, first in unit.tied.items() if n in names and first in names and first in held]
+    pairs = [(names[n], names[first], held[first]) for n, first in ties if names[n] != names[first]]
+    _check_ties(pairs, files, files[pairs[0][0]].parent if pairs else "")
     weights = {}
     for file, entries in found.items():
         with open_tensors(file) as tensors:

@@ -1,0 +1,79 @@
+"""An export of a model of parts as the source of another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dilatant.config.errors import UserError
+from dilatant.config.model import ModelConfig
+
+MANIFEST = "multimodal.json"
+CONVERSATION = "conversation.json"
+PROJECTOR_FOLDER = "projectors"
+
+
+def is_export_of_parts(folder: str | Path) -> bool:
+    """Return True for a folder that holds a model of parts, as `dilatant export` and `save_pretrained` write it."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def encoders_of_export(folder: str | Path) -> dict[str, dict[str, Any]]:
+    """The `encoders` section that an export of parts stands for. Raises UserError."""
+    folder = Path(folder)
+    said = read_object(folder / CONVERSATION)["encoders"] if (folder / CONVERSATION).is_file() else {}
+    found = {}
+    for name, entry in read_object(folder / MANIFEST)["encoders"].items():
+        hears = "num_mel_bins" in read_object(folder / name / "config.json")
+        talk = said.get(name, {})
+        found[name] = {
+            "id": str(folder / name),
+            "kind": talk.get("kind", "audio" if hears else "image"),
+            "placeholder": talk.get("marker", ""),
+            "features": entry["features"],
+            "merge": entry["merge"],
+            "projector": str(folder),
+        }
+    return found
+
+
+def with_parts(config: ModelConfig) -> ModelConfig:
+    """The config with the parts of the export that `model.id` names; any other as it is. Raises UserError, also for
+    what an export cannot say."""
+    if config.id is None or not is_export_of_parts(config.id):
+        return config
+    where, folder = f"model.id: {config.id!r}", Path(config.id)
+    manifest = read_object(folder / MANIFEST)
+    if config.processor is not None:
+        raise UserError(f"{where} is an export of parts; name them, with `processor` below its encoder")
+    if config.generators or manifest.get("generators"):
+        raise UserError(f"{where} is an export of parts with generators; name its parts one by one")
+    code = [f"{name}.{key}" for name, entry in manifest["encoders"].items() for key in entry["code"]]
+    if code or manifest["code"]:
+        raise UserError(
+            f"{where} has code of your own ({', '.join([*code, *manifest['code']])}), which no config can give; load "
+            "it by MultimodalModel.from_pretrained(FOLDER, code=...)"
+        )
+    tree = config.model_dump(exclude={"id", "language_model", "encoders", "generators", "processor"})
+    language = {key: tree.pop(key) for key in ("tokenizer", "attn_implementation")}
+    language |= {"id": str(folder / "language"), "media_attention": manifest["media_attention"]}
+    tree |= {"language_model": language, "encoders": encoders_of_export(folder)}
+    try:
+        return ModelConfig.model_validate(tree)
+    except ValidationError as error:
+        reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise UserError(f"{where} is an export of parts: {reasons}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{str(path)!r} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{str(path)!r} is no object of JSON")
+    return content
