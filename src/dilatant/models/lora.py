@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
+from dilatant.models.dtype import main_dtype
 
 ADAPTER = "default"
 """What peft calls the only adapter there is."""
@@ -89,7 +90,8 @@ def save_plain(model: PreTrainedModel, folder: Path) -> None:
         for key, tensor in merged_state(model).items()
         if key in known and key not in tied
     }
-    plain.config.dtype = next(iter(state.values())).dtype
+    dtype: Any = main_dtype(state.values())  # transformers types `to` wrongly
+    plain.to(dtype)  # on the meta device; what the config is to say
     plain.save_pretrained(folder, state_dict=state)
 
 
@@ -184,11 +186,12 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
     state = {plain_key(key): tensor for key, tensor in module.state_dict().items() if not is_adapter(key)}
     for name, layer in layers_of(module):
         key = f"{name}.weight" if name else "weight"
-        dtype = state[key].dtype
-        state[key] = state[key] + layer.get_delta_weight(ADAPTER).to(dtype)
+        plain = state[key]
+        merged = plain.float() + layer.get_delta_weight(ADAPTER).float()
         if ADAPTER in layer.lora_magnitude_vector:
-            factor = layer.lora_magnitude_vector[ADAPTER].weight.float() / magnitude_of(state[key].float())
-            state[key] = (factor[:, None] * state[key]).to(dtype)
+            factor = layer.lora_magnitude_vector[ADAPTER].weight.float() / magnitude_of(merged)
+            merged = factor[:, None] * merged
+        state[key] = merged.to(plain.dtype)
     return state
 
 

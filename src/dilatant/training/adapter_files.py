@@ -59,11 +59,12 @@ def write_adapter(adapted: Adapted, lora: LoraConfig, folder: Path) -> None:
     for unit, weight, key in _weights(adapted):
         if is_adapter(weight.name):
             names.add(beside(key).removesuffix(".weight"))
-        elif weight.name in unit.trained_names:
+        elif weight.canonical in unit.trained_names:  # peft ties no copies, so a tied weight is written twice
             saved.add(key.rpartition(".")[0])
         else:
             continue
-        state[_stored(key)] = stage_tensors(unit)[weight.canonical].detach().contiguous()
+        tensor = stage_tensors(unit)[weight.canonical].detach().contiguous()
+        state[_stored(key)] = tensor if weight.tied_to is None else tensor.clone()
     folder.mkdir(parents=True, exist_ok=True)
     adapter_config(lora, names, saved, adapted.source).save_pretrained(str(folder))
     save_file(state, folder / ADAPTER_FILE, {"format": "pt"})

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
+from dilatant.config.exports import CONVERSATION
 from dilatant.config.model import LANGUAGE
 from dilatant.data.anyres_image_unit import AnyresClipUnit, AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
@@ -38,6 +39,7 @@ from dilatant.models.build import source_dtypes
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.dtype import hold_in
 from dilatant.models.geometry import MERGING_TOWERS
+from dilatant.models.lora import is_adapter
 from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
@@ -51,10 +53,9 @@ from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_se
 from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
-from dilatant.training.stored_weights import read_pretrained, read_whole
+from dilatant.training.stored_weights import read_pretrained, read_whole, stored_dtypes
 from dilatant.training.whole_export import write_whole
 
-CONVERSATION = "conversation.json"
 GENERATORS = "generators.json"
 """Beside a whole model: what `save_generators` says of those that draw."""
 _TEMPLATE = "chat_template.jinja"
@@ -74,14 +75,25 @@ def export_checkpoint(
 ) -> None:
     """Export the weights of `checkpoint`, which `model` takes, in its sources' dtypes. See `export_model`."""
     dtypes = source_dtypes(config.model)
+    of_source = stored_dtypes(model, config.model)
     for name, unit in model.units.items():
         hold_in(unit, dtypes[name])
+        for own, parameter in unit.named_logical_parameters():
+            kind = torch.float32 if is_adapter(own) else of_source.get(own, parameter.dtype)
+            parameter.data = parameter.data.to(kind)
     weights = allocate(model.units, config.seed)
     plain = {name for unit in model.units.values() for name in unit.four_bit}
     load(checkpoint, {"model": {k: w for k, w in weights.items() if k not in plain}}, known=set(weights))
     boxes = {name: Box.of(name, tuple(weights[name].shape)) for name in plain}
     for name, tensor in (read_pretrained(model, config.model, boxes, config.seed) if plain else {}).items():
         weights[name].copy_(tensor)
+    for unit in model.units.values():
+        frozen = [name for name in unit.frozen - plain if of_source.get(name) == torch.float32]
+        finer = {name: Box.of(name, tuple(weights[name].shape)) for name in frozen}
+        read = read_pretrained(model, config.model, finer, config.seed) if finer else {}
+        for name, tensor in read.items():
+            if torch.equal(weights[name], tensor.bfloat16().float()):  # as a run in bf16 holds it
+                weights[name].copy_(tensor)
     stored = stored_shapes(checkpoint, "optimizer") if config.train.optimizer.ema is not None else {}
     averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}
     if averages:

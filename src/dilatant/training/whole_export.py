@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.models.dtype import main_dtype
 from dilatant.models.lora import tied_keys
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
@@ -59,11 +60,11 @@ def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str
     lacking = [key for key in expected if key not in trained and key not in tied]
     state = {key: tensor for key, tensor in trained.items() if key not in tied or tied[key] not in trained}
     unread = _of_source(whole, source, lacking) if source is not None else _drawn(whole, lacking)
-    dtype = next((tensor.dtype for tensor in trained.values() if tensor.is_floating_point()), torch.float32)
+    dtype: Any = main_dtype(trained.values())  # transformers types `to` wrongly
     for key in lacking:
         tensor = unread[key]
         state[key] = tensor.to(dtype) if source is None and tensor.is_floating_point() else tensor
-    composite.config.dtype = dtype
+    composite.to(dtype)  # on the meta device; what the config is to say
     composite.save_pretrained(folder, state_dict=state)
     _check(whole, folder, state, source, {*frozen, *lacking})
 
@@ -106,14 +107,14 @@ def _check(
     if source is not None:
         files = pretrained_files(source) or {}
         kept = {key: tensor for key, tensor in state.items() if key in unchanged}
-        problems += _differences(whole, files, kept, "is frozen, but no longer what it was", partly=True)
+        problems += _differences(whole, files, kept, "is frozen, but no longer what it was")
     if problems:
         shown = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
         raise list_problems("the export was checked and is not right:", shown)
 
 
 def _differences(
-    whole: Whole, files: Mapping[str, Path], state: Mapping[str, Tensor], what: str, partly: bool = False
+    whole: Whole, files: Mapping[str, Path], state: Mapping[str, Tensor], what: str
 ) -> list[str]:
     stored = stored_keys(whole, files)
     problems = []
@@ -122,8 +123,6 @@ def _differences(
             continue
         with open_tensors(files[stored[key]]) as tensors:
             read = tensors.get_tensor(stored[key])
-        if partly and read.dtype != tensor.dtype:
-            read = read.to(tensor.dtype)
         if read.dtype != tensor.dtype or not torch.equal(read, tensor.cpu()):
             problems.append(f"{key} {what}")
     return problems

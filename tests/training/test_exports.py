@@ -1,0 +1,157 @@
+"""An export is what was trained, in its source's formats, and nothing of the source is lost on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dilatant.config import UserError
+from dilatant.config.config import parse_config
+from dilatant.data.chat import chat_tokenizer
+from dilatant.data.encoding import Encoding
+from dilatant.data.tokenizer import load_tokenizer
+from dilatant.models.build import build_model
+from dilatant.models.lora import is_adapter
+from dilatant.models.materialize import allocate
+from dilatant.plan.boxes import Box
+from dilatant.profiling.assemble import load_model_tokenizer, media_units
+from dilatant.training.checkpoint_writer import CheckpointWriter
+from dilatant.training.export import export_checkpoint
+from dilatant.training.stored_weights import read_pretrained
+from engine_case import CASE
+from engine_case import build_model as build_case
+from tiny_wholes import save_as_the_hub_does
+
+Weights = dict[str, torch.Tensor]
+
+
+def export_of(base: Path, tree: dict[str, Any], train: Callable[[Weights], Weights] = lambda w: w) -> Path:
+    """The export of a run that began with the config's sources, and changed the weights as `train` does."""
+    data = {"train": [{"path": "x.jsonl"}], "max_length": 8}
+    steps = {"steps": 1, "global_batch_size": 1}
+    config = parse_config({"output_dir": "run", "model": tree, "data": data, "train": steps}, base=base)
+    hollow = config.model.units
+    tokenizer = load_model_tokenizer(config.model)
+    build = lambda: build_model(config.model, seed=1, hollow=hollow, tokenizer=tokenizer)  # noqa: E731
+    model = build()
+    weights = allocate(model.units, 1)
+    boxes = {name: Box.of(name, tuple(weight.shape)) for name, weight in weights.items()}
+    read = read_pretrained(model, config.model, boxes, 1)
+    weights = train({name: read.get(name, weight.detach()).float() for name, weight in weights.items()})
+    writer = CheckpointWriter(base / "run", 1, "first")
+    writer.save(1, {"model": weights}, {})
+    writer.publish()
+    writer.close()
+    encoding = Encoding(chat_tokenizer(tokenizer), media_units(config.model, tokenizer))
+    export_checkpoint(base / "run/step-00000001", build(), config, encoding, base / "export", base / "run")
+    return base / "export"
+
+
+def as_parts(base: Path, **case: Any) -> dict[str, Any]:
+    """The model section of a source of parts, with tokenizer."""
+    build_case(replace(CASE, **case)).save_pretrained(base / "m")
+    (base / "m/multimodal.json").unlink()
+    vision = {"kind": "image", "id": "m/vision", "projector": "linear", "processor": {}}
+    return {"encoders": {"vision": vision}, "language_model": {"id": "m/language", "tokenizer": "m/words"}}
+
+
+def mixed(folder: Path, is_fine: Callable[[str], bool]) -> Weights:
+    """Let a folder hold bf16, but for fp32 weights that bf16 cannot say."""
+    file = folder / "model.safetensors"
+    stored = {k: w + 1e-4 if is_fine(k) else w.bfloat16() for k, w in load_file(file).items()}
+    save_file(stored, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    for each in (config, *(config[key] for key in ("text_config", "vision_config") if key in config)):
+        each["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config))
+    return stored
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["run in fp32", "run in bf16"])
+def test_frozen_weights_are_the_source_s_to_the_bit_each_in_its_dtype(tmp_path: Path, rounded: bool) -> None:
+    save_as_the_hub_does("llava", tmp_path / "m")
+    stored = mixed(tmp_path / "m", lambda key: "norm" in key and key.endswith("weight"))
+    round_all = lambda w: {k: v.bfloat16().float() if rounded else v for k, v in w.items()}  # noqa: E731
+    export = export_of(tmp_path, {"id": "m", "freeze": ["vision", "language"]}, round_all)
+    found = load_file(export / "model.safetensors")
+    assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in stored.items()}
+    assert [key for key in stored if not torch.equal(found[key], stored[key])] == []
+    assert json.loads((export / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_adapters_are_saved_and_merged_in_fp32(tmp_path: Path) -> None:
+    save_as_the_hub_does("llava", tmp_path / "m")
+    base = mixed(tmp_path / "m", lambda key: False)
+    torch.manual_seed(1)
+    drawn = lambda w: {k: 0.1 * torch.randn_like(v) if is_adapter(k) else v for k, v in w.items()}  # noqa: E731
+    export = export_of(tmp_path, {"id": "m", "lora": {"r": 2, "lora_alpha": 32}}, drawn)
+    adapter = load_file(export / "adapter/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    key = next(key for key in base if key.endswith("layers.0.mlp.down_proj.weight") and "language" in key)
+    a, b = (next(v for k, v in adapter.items() if f"layers.0.mlp.down_proj.lora_{x}." in k) for x in "AB")
+    nearest = (base[key].float() + 16 * b @ a).bfloat16()
+    # Products may be summed in another order, which turns a rounding here and there.
+    assert (load_file(export / "model.safetensors")[key] == nearest).float().mean() > 0.99
+
+
+def test_an_embedding_that_trains_beside_adapters_is_the_head_of_both_exports(tmp_path: Path) -> None:
+    tree = as_parts(tmp_path, tied=True)
+    load_tokenizer("bytes").save_pretrained(str(tmp_path / "m/words"))
+    tree["language_model"] |= {"id": str(resized(tmp_path / "m/language"))}
+    tree["lora"] = {"r": 2, "train": ["language.embedding"]}
+    torch.manual_seed(1)
+    trains = lambda k: is_adapter(k) or k.startswith("language.embedding")  # noqa: E731
+    drawn = lambda w: {k: torch.randn_like(v) if trains(k) else v for k, v in w.items()}  # noqa: E731
+    export = export_of(tmp_path, tree, drawn)
+    ids = torch.arange(20)[None]
+    merged = AutoModelForCausalLM.from_pretrained(export / "language")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "m/language")
+    adapted = PeftModel.from_pretrained(base, str(export / "adapter/language"))
+    with torch.no_grad():
+        ours, theirs = merged(ids).logits, adapted(ids).logits
+    # Of adapters beside and within weights, in fp32.
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def resized(folder: Path) -> Path:
+    """A language model that embeds the tokenizer of bytes."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(260)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize("same", [False, True], ids=["another", "the same"])
+def test_a_head_beside_a_config_that_ties_it_is_refused(tmp_path: Path, whole: bool, same: bool) -> None:
+    load_tokenizer("bytes").save_pretrained(str(tmp_path / "m/words"))
+    if whole:
+        save_as_the_hub_does("llava", tmp_path / "m")
+        folder, tree = tmp_path / "m", {"id": "m"}
+    else:
+        tree = as_parts(tmp_path, tied=True)
+        folder = resized(tmp_path / "m/language")
+    config = json.loads((folder / "config.json").read_text())
+    for each in (config, config.get("text_config", config)):
+        each["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    (embedding,) = [tensor for key, tensor in stored.items() if key.endswith("embed_tokens.weight")]
+    head = next((key for key in stored if "lm_head" in key), "lm_head.weight")
+    save_file({**stored, head: embedding + (not same)}, folder / "model.safetensors", {"format": "pt"})
+    if same:
+        export_of(tmp_path, tree)
+        return
+    with pytest.raises(
+        UserError, match=r"ties .*lm_head.weight' to .*embed_tokens.weight', but the files hold unlike"
+    ):
+        export_of(tmp_path, tree)
