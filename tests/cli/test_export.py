@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
 from tiny_project import Dilatant
 
 from dilatant.data.encode import EncodedPrompt, encode_prompt
@@ -122,3 +125,17 @@ def test_code_of_an_export_is_neither_run_nor_asked_for(
     assert asked == []
     assert code == 2
     assert "cannot be read" in err
+
+
+def test_a_second_run_goes_on_from_an_export_by_one_line(run: Path, dilatant: Dilatant) -> None:
+    first = load_file(run / "export/projectors/vision.safetensors")
+    second = yaml.safe_load((run.parent / "config.yaml").read_text())
+    second |= {"output_dir": "run2", "model": {"id": "run/export", "lora": {"r": 2}}}
+    second["train"] |= {"steps": 1, "optimizer": {"learning_rate": 1e-12}}
+    (run.parent / "second.yaml").write_text(yaml.safe_dump(second))
+    code, out, err = dilatant("train", run.parent / "second.yaml")
+    assert code == 0, err
+    assert "it goes on from" in out + err
+    again = load_file(run.parent / "run2/export/projectors/vision.safetensors")
+    for key, tensor in first.items():  # but for one update of 1e-12
+        torch.testing.assert_close(again[key], tensor, rtol=0, atol=1e-9)

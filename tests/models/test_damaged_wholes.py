@@ -20,7 +20,8 @@ from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_language_model, load_pretrained_config
 from dilatant.models.whole import Whole
-from dilatant.training.stored_weights import load_whole, open_tensors, tensor_files
+from dilatant.models.whole_weights import load_whole
+from dilatant.training.stored_weights import open_tensors, tensor_files
 from tiny_wholes import save_as_the_hub_does, whole_config
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

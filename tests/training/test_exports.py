@@ -13,20 +13,24 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from cut_wholes import opened
 from dilatant.config import UserError
 from dilatant.config.config import parse_config
+from dilatant.config.model import LoraConfig
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encoding import Encoding
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import build_model
 from dilatant.models.lora import is_adapter
 from dilatant.models.materialize import allocate
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.profiling.assemble import load_model_tokenizer, media_units
 from dilatant.training.checkpoint_writer import CheckpointWriter
 from dilatant.training.export import export_checkpoint
-from dilatant.training.stored_weights import read_pretrained
+from dilatant.training.stored_weights import read_pretrained, tensor_files
 from engine_case import CASE
 from engine_case import build_model as build_case
 from tiny_wholes import save_as_the_hub_does
@@ -155,3 +159,77 @@ def test_a_head_beside_a_config_that_ties_it_is_refused(tmp_path: Path, whole: b
         UserError, match=r"ties .*lm_head.weight' to .*embed_tokens.weight', but the files hold unlike"
     ):
         export_of(tmp_path, tree)
+
+
+def test_generation_settings_and_unread_weights_of_a_source_go_along(tmp_path: Path) -> None:
+    tree = as_parts(tmp_path, language="qwen3_5_text")
+    load_tokenizer("bytes").save_pretrained(str(tmp_path / "m/words"))
+    folder = resized(tmp_path / "m/language")
+    settings = {"eos_token_id": [2, 5], "do_sample": True, "temperature": 0.7}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    stored = load_file(folder / "model.safetensors")
+    more = {"mtp.fc.weight": torch.ones(2, 2).bfloat16(), "model.visual.norm.weight": torch.ones(2)}
+    save_file({**stored, **more}, folder / "model.safetensors", {"format": "pt"})
+    export = export_of(tmp_path, tree) / "language"
+    assert json.loads((export / "generation_config.json").read_text()) == settings
+    files = tensor_files(export)
+    assert files.keys() == {*stored, "mtp.fc.weight"}
+    assert torch.equal(load_file(files["mtp.fc.weight"])["mtp.fc.weight"], more["mtp.fc.weight"])
+    again = AutoModelForCausalLM.from_pretrained(export).state_dict()
+    assert all(torch.equal(again[key], stored[key]) for key in stored)
+    save_as_the_hub_does("qwen3_5", tmp_path / "w")
+    file = tmp_path / "w/model.safetensors"
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
+    assert "mtp.fc.weight" in tensor_files(export_of(tmp_path, {"id": "w"}))
+
+
+def test_limits_of_pixels_are_in_every_file_that_has_them(tmp_path: Path) -> None:
+    save_as_the_hub_does("qwen2_5_vl", tmp_path / "m")
+    old = tmp_path / "m/preprocessor_config.json"
+    parts = {"processor_class": "Qwen2_5_VLProcessor", "image_processor": json.loads(old.read_text())}
+    (tmp_path / "m/processor_config.json").write_text(json.dumps(parts))
+    old.unlink()
+    export = export_of(tmp_path, {"id": "m", "processor": {"min_pixels": 64, "max_pixels": 256}})
+    found = json.loads((export / "processor_config.json").read_text())
+    limits = {"shortest_edge": 64, "longest_edge": 256}
+    assert found["image_processor"]["size"] == limits
+    assert found["image_processor"]["image_processor_type"] == "Qwen2VLImageProcessor"
+    assert found["processor_class"] == "Qwen2_5_VLProcessor"
+    assert json.loads((export / "preprocessor_config.json").read_text())["size"] == limits
+
+
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
+    save_as_the_hub_does("qwen2_5_vl", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UserError, match="there is no tokenizer in"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_one_call_opens_whole_models_and_language_models(tmp_path: Path) -> None:
+    plain = save_as_the_hub_does("llava", tmp_path / "m").eval()
+    ids = torch.arange(10)[None]
+    whole = MultimodalModel.from_pretrained(tmp_path / "m").eval()
+    assert list(whole.units) == ["vision", "language"]
+    state = plain.state_dict()
+    for unit, weight in whole.weights_of_whole():
+        own = getattr(unit, weight.part).state_dict()[weight.key]
+        assert torch.equal(own, state[whole.whole.key_of(unit, weight)]), weight.name
+    text = AutoModelForCausalLM.from_config(parse_text())
+    text.save_pretrained(tmp_path / "t")
+    alone = MultimodalModel.from_pretrained(tmp_path / "t").eval()
+    with torch.no_grad():
+        for ours, theirs in ((whole, plain), (alone, text.eval())):
+            # The same products, summed in another order.
+            torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def parse_text() -> Any:
+    return CONFIG_MAPPING["llama"](
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+
+
+def test_experts_without_adapters_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"experts of 5 blocks \(.*mlp.experts, ...\) are no linear layers"):
+        opened("qwen3_vl_moe", lora=LoraConfig())

@@ -65,8 +65,8 @@ class EncoderConfig(Source):
     """What the encoder reads."""
     projector: str | None = None
     """What maps the encoder's width to the language model's: `linear`, `mlp`, `identity`, or the path of an export or a
-    safetensors file whose projector goes on. Default: `mlp`. Where `id` is an encoder in an export, the projector beside
-    it goes on, unless another kind is named; to begin a new one of its kind, copy the encoder's folder elsewhere."""
+    safetensors file whose projector goes on. Default: `mlp`. Where `id` is an encoder in an export, the projector
+    beside it goes on, unless another kind is named; for a new one of its kind, copy the encoder's folder elsewhere."""
     placeholder: str = ""
     """The marker in the text that stands for one item. Default: `<image>` or `<audio>` by kind."""
     features: Literal["all", "patch"] = "all"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
     """
     peft = _peft()
     names = targets(model, config, parts)
+    if config.target_modules == "all-linear" and (experts := _fused_experts(model, config, parts)):
+        warnings.warn(
+            f"model.lora: the experts of {len(experts)} blocks ({experts[0]}, ...) are no linear layers, so they stay "
+            "frozen without adapters; name them in model.lora.train to train them whole",
+            stacklevel=3,
+        )
     peft.inject_adapter_in_model(
         peft.LoraConfig(
             r=config.r,
@@ -139,6 +146,18 @@ def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[s
             f"model.lora.target_modules {wanted!r} names no linear layer of {', '.join(config.units)}; {_known(linear)}"
         )
     return found
+
+
+def _fused_experts(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> list[str]:
+    """Paths of the modules that hold the weights of all their experts as one tensor."""
+    roots = [path for unit in config.units for path in parts[unit]]
+    return [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        and any(weight.dim() == 3 for weight in module.parameters(recurse=False))
+        and any(_is_below(name, root) for root in roots)
+    ]
 
 
 def layers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

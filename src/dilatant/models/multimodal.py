@@ -15,26 +15,30 @@ from transformers import DynamicCache
 
 from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.exports import is_export_of_parts
 from dilatant.config.model import LANGUAGE
 from dilatant.config.signatures import require_call
+from dilatant.data.tokenizer import load_tokenizer
+from dilatant.models.dtype import dtype_of_config
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder, build_encoder
+from dilatant.models.families import FAMILIES
 from dilatant.models.freeze import freeze
 from dilatant.models.generator import Generator, GeneratorUnit
 from dilatant.models.graph import ModelGraph
 from dilatant.models.language import LanguageUnit
 from dilatant.models.language_stage import BeforeLanguageModel, MultimodalOutput
-from dilatant.models.materialize import materialize
+from dilatant.models.materialize import allocate, materialize
 from dilatant.models.merge import prepend_placeholders
 from dilatant.models.proof import prove
 from dilatant.models.saving import load_model, save_model
 from dilatant.models.saving_generators import read_connectors
-from dilatant.models.sources import load_language_model
+from dilatant.models.sources import load_language_model, load_pretrained_config
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight
 from dilatant.models.whole import Whole
 from dilatant.models.whole_answers import WholeAnswers
-from dilatant.models.whole_weights import composite_of
+from dilatant.models.whole_weights import composite_of, load_whole
 
 _KEYWORDS = (
     *("input_ids", "encoder_inputs", "position_ids", "attention_mask", "labels", "loss_denominator"),
@@ -308,8 +312,16 @@ class MultimodalModel(nn.Module):
         before_language_model: BeforeLanguageModel | None = None,
         **options: Any,
     ) -> Self:
-        """Read what `save_pretrained` wrote, all of it trainable; options as in `saving.load_model`. Raises
-        UserError."""
+        """Read a model, all of it trainable: what `save_pretrained` wrote, a whole vision-language model or a language
+        model of transformers in a folder, or one of these by its id on the hub.
+
+        options: dtype, attn_implementation and, of what `save_pretrained` wrote, code (see `saving.load_model`).
+        Raises UserError.
+        """
+        if not is_export_of_parts(folder) and (
+            (Path(folder) / "config.json").is_file() or not Path(folder).is_dir()
+        ):
+            return cls._of_transformers(str(folder), **options)
         saved = load_model(Path(folder), before_language_model=before_language_model, **options)
         model = cls(
             saved.encoders,
@@ -329,6 +341,27 @@ class MultimodalModel(nn.Module):
                 raise UserError(
                     f"{str(folder)!r}: {name}: the file does not hold the projector's weights: {reason}"
                 ) from None
+        return model
+
+    @classmethod
+    @torch.no_grad()
+    def _of_transformers(
+        cls, source: str, dtype: torch.dtype | None = None, attn_implementation: str | None = None
+    ) -> Self:
+        """Read a whole model, or a language model, of transformers. Raises UserError."""
+        files = ("tokenizer_config.json", "tokenizer.json")
+        has_words = not Path(source).is_dir() or any((Path(source) / name).is_file() for name in files)
+        tokenizer = load_tokenizer(source) if has_words else None
+        config = load_pretrained_config(source, "from_pretrained")
+        if getattr(config, "thinker_config", config).model_type not in FAMILIES:
+            text = load_language_model(source, dtype=dtype, attn_implementation=attn_implementation)
+            return cls({}, text, tokenizer=tokenizer, seed=0)
+        kind = dtype or dtype_of_config(config)
+        whole = Whole.of(config, source, dtype=kind, attn_implementation=attn_implementation)
+        model = cls({}, whole, tokenizer=tokenizer, seed=0, device="meta")
+        loaded, weights = load_whole(whole, source), allocate(model.units)
+        for unit, weight in model.weights_of_whole():
+            weights[weight.canonical].copy_(loaded[whole.key_of(unit, weight)])
         return model
 
     def attention_of_batch(self, input_ids: Tensor) -> Mapping[str, Any]:

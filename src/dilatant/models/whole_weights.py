@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dilatant.config.errors import UserError
 from dilatant.models.lora import beside, is_adapter, merged_state, plain_key
 from dilatant.models.materialize import give_memory, kept, models_of, seeded
+from dilatant.models.sources import without_bars
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight
 from dilatant.models.whole import Whole
@@ -37,6 +39,24 @@ def weights_of(
         if weight.canonical not in trains and (unit, plain_key(weight.key)) not in adapted:
             frozen.add(key)
     return state, frozenset(frozen)
+
+
+def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
+    """All weights of a whole model by its own keys, as transformers reads them. Raises UserError."""
+    try:
+        with without_bars(source):
+            loader: Any = type(whole.composite())
+            model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the weights of {source!r} cannot be loaded: {reason}") from None
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{source!r} lacks {missing[0]!r}{more} of the weights of its model; fetch it again, or begin with random "
+            "weights (model.config)"
+        )
+    return model.state_dict()
 
 
 @torch.no_grad()

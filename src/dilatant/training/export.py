@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
-from dilatant.config.exports import CONVERSATION
+from dilatant.config.exports import CONVERSATION, read_object
 from dilatant.config.model import LANGUAGE
 from dilatant.data.anyres_image_unit import AnyresClipUnit, AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
@@ -54,7 +54,7 @@ from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
 from dilatant.training.stored_weights import read_pretrained, read_whole, stored_dtypes
-from dilatant.training.whole_export import write_whole
+from dilatant.training.whole_export import keep_beside, write_whole
 
 GENERATORS = "generators.json"
 """Beside a whole model: what `save_generators` says of those that draw."""
@@ -125,6 +125,8 @@ def export_model(
             with without_bars(writing):
                 if model.whole is None:
                     model.save_pretrained(writing)
+                    if config is not None and config.text.id is not None:
+                        keep_beside(config.text.id, model.language.model, writing / "language")
                 else:
                     write_whole(model, writing, source)
                     if model.generators:
@@ -137,14 +139,18 @@ def export_model(
                     write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
                 place = writing if model.whole else writing / unit.name
-                file = place / "preprocessor_config.json"
                 if isinstance(unit, NativeClipUnit | FramedClipUnit | AnyresClipUnit):
                     # What the source's files say of clips, and what was changed of it.
                     before = clip_settings(str(place))
                     after = {**before, **clip_limits(unit, before)}
                     if after != before:
-                        _write_json(place / "video_preprocessor_config.json", after)
+                        _write_settings(place, "video_preprocessor_config.json", "video_processor", after)
                     continue
+                part = (
+                    "feature_extractor"
+                    if isinstance(unit, AudioUnit | SoundUnit | UsmSoundUnit)
+                    else "image_processor"
+                )
                 assert isinstance(
                     unit,
                     ImageUnit
@@ -156,14 +162,16 @@ def export_model(
                     | AnyresImageUnit
                     | AspectImageUnit,
                 )
-                before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+                before = _settings(place, part)
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
                     # The source's, and what was changed of it.
-                    _write_json(file, {**before, **size_limits(unit.processor)})
+                    before |= size_limits(unit.processor)
+                    _write_settings(place, "preprocessor_config.json", part, before)
                 elif not before or (
                     isinstance(unit, SoundUnit | UsmSoundUnit) and "feature_extractor_type" not in before
                 ):  # one file for all that a whole model has
-                    _write_json(file, {**before, **processor_settings(unit.processor)})
+                    before |= processor_settings(unit.processor)
+                    _write_settings(place, "preprocessor_config.json", part, before)
             _write_json(
                 writing / CONVERSATION,
                 {
@@ -314,6 +322,24 @@ def _use_template(folder: Path, template: str) -> None:
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if "chat_template" in settings:
             _write_json(file, {**settings, "chat_template": template})
+
+
+def _settings(place: Path, part: str) -> dict[str, Any]:
+    """The settings of an image processor or feature extractor in a folder; empty where there are none."""
+    if (place / "preprocessor_config.json").is_file():
+        return read_object(place / "preprocessor_config.json")
+    file = place / "processor_config.json"
+    return (read_object(file).get(part) or {}) if file.is_file() else {}
+
+
+def _write_settings(place: Path, name: str, part: str, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a processor into its own file, and into `processor_config.json` where that has them, too:
+    transformers reads them there."""
+    _write_json(place / name, settings)
+    file = place / "processor_config.json"
+    content = read_object(file) if file.is_file() else {}
+    if isinstance(content.get(part), dict):
+        _write_json(file, {**content, part: {**content[part], **settings}})
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -25,11 +25,11 @@ from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.net_source import source_of_entry
 from dilatant.models.picture_nets import pretrained_weights
-from dilatant.models.sources import load_encoder, load_language_model, without_bars
+from dilatant.models.sources import load_encoder, load_language_model
 from dilatant.models.stored_projectors import misfit, stored_projector
 from dilatant.models.unit import Unit
-from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
+from dilatant.models.whole_weights import load_whole
 from dilatant.plan.boxes import Box
 from dilatant.runtime.holders import part
 from dilatant.training.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
@@ -237,24 +237,6 @@ def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str
         with open_tensors(folder / ADAPTER_FILE) as tensors:
             weights |= {name: _read(tensors, key, held[name]) for key, name in keys.items() if name in held}
     return weights
-
-
-def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
-    """All weights of a whole model by its own keys, as transformers reads them. Raises UserError."""
-    try:
-        with without_bars(source):
-            loader: Any = type(whole.composite())
-            model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the weights of {source!r} cannot be loaded: {reason}") from None
-    if missing := sorted(found["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(
-            f"{source!r} lacks {missing[0]!r}{more} of the weights of its model; fetch it again, or begin with random "
-            "weights (model.config)"
-        )
-    return model.state_dict()
 
 
 def pretrained_files(source: str) -> Mapping[str, Path] | None:

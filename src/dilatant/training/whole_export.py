@@ -6,13 +6,17 @@ was written is read again and compared.
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
@@ -22,14 +26,17 @@ from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
-from dilatant.models.whole_weights import weights_of
+from dilatant.models.whole_weights import load_whole, weights_of
 from dilatant.training.stored_weights import (
-    load_whole,
+    INDEX,
     open_tensors,
     pretrained_files,
     tensor_files,
 )
 
+_UNREAD = "model-unread.safetensors"
+_OF_OTHERS = re.compile(r"visual|vision|audio|inv_freq|attn\.(masked_)?bias")
+"""In the keys of towers, which are no part of a language model, and of what is computed."""
 _BESIDE = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.json", "chat_template.jinja", "generation_config.json"),
@@ -52,6 +59,30 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
         model.tokenizer.save_pretrained(str(folder))
 
 
+def keep_beside(source: str, model: PreTrainedModel, folder: Path) -> None:
+    """Let the export of a model keep what its source has besides: settings of generation, and weights that transformers
+    leaves unread (what predicts more than one token). Raises UserError."""
+    settings = _file(source, "generation_config.json")
+    if settings is not None:
+        shutil.copyfile(settings, folder / "generation_config.json")
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    files, written = pretrained_files(source) or {}, tensor_files(folder)
+    unread = {}
+    for key in files:
+        if key in written or _OF_OTHERS.search(key):
+            continue
+        if any(re.search(pattern, key) for pattern in patterns):
+            with open_tensors(files[key]) as tensors:
+                unread[key] = tensors.get_tensor(key)
+    if not unread:
+        return
+    save_file(unread, folder / _UNREAD, {"format": "pt"})
+    weight_map = {key: file.name for key, file in written.items()} | dict.fromkeys(unread, _UNREAD)
+    size = sum(file.stat().st_size for file in {*written.values(), folder / _UNREAD})
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str | None) -> None:
     trained, frozen = weights_of(model.weights_of_whole(), whole)
     composite = whole.composite()
@@ -67,6 +98,8 @@ def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str
     composite.to(dtype)  # on the meta device; what the config is to say
     composite.save_pretrained(folder, state_dict=state)
     _check(whole, folder, state, source, {*frozen, *lacking})
+    if source is not None:
+        keep_beside(source, composite, folder)
 
 
 def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:
