@@ -106,7 +106,10 @@ def test_what_no_export_of_parts_can_say_is_refused(export: Path) -> None:
     manifest = json.loads((export / "multimodal.json").read_text())
     manifest["encoders"]["vision"]["code"] = ["after_encoder"]
     (export / "multimodal.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"has code of your own \(vision.after_encoder\)"):
+    with pytest.raises(UserError, match=r"with code of your own \(vision.after_encoder\)"):
+        section(base, {"id": "s1/export"})
+    (export / "multimodal.json").write_text("{}")
+    with pytest.raises(UserError, match=r"multimodal\.json or conversation\.json is damaged"):
         section(base, {"id": "s1/export"})
     (export / "multimodal.json").write_text("[]")
     with pytest.raises(UserError, match="is no object of JSON"):

@@ -45,27 +45,32 @@ def with_parts(config: ModelConfig) -> ModelConfig:
     what an export cannot say."""
     if config.id is None or not is_export_of_parts(config.id):
         return config
-    where, folder = f"model.id: {config.id!r}", Path(config.id)
-    manifest = read_object(folder / MANIFEST)
+    where = f"model.id: {config.id!r} is an export of parts"
+    manifest = read_object(Path(config.id) / MANIFEST)
     if config.processor is not None:
-        raise UserError(f"{where} is an export of parts; name them, with `processor` below its encoder")
+        raise UserError(f"{where}; name them, with `processor` below its encoder")
     if config.generators or manifest.get("generators"):
-        raise UserError(f"{where} is an export of parts with generators; name its parts one by one")
-    code = [f"{name}.{key}" for name, entry in manifest["encoders"].items() for key in entry["code"]]
-    if code or manifest["code"]:
-        raise UserError(
-            f"{where} has code of your own ({', '.join([*code, *manifest['code']])}), which no config can give; load "
-            "it by MultimodalModel.from_pretrained(FOLDER, code=...)"
-        )
+        raise UserError(f"{where} with generators; name its parts one by one")
     tree = config.model_dump(exclude={"id", "language_model", "encoders", "generators", "processor"})
     language = {key: tree.pop(key) for key in ("tokenizer", "attn_implementation")}
-    language |= {"id": str(folder / "language"), "media_attention": manifest["media_attention"]}
-    tree |= {"language_model": language, "encoders": encoders_of_export(folder)}
+    language["id"] = str(Path(config.id) / "language")
     try:
-        return ModelConfig.model_validate(tree)
+        language["media_attention"] = manifest.get("media_attention", "causal")
+        code = [f"{name}.{key}" for name, entry in manifest["encoders"].items() for key in entry["code"]]
+        code += manifest["code"]
+        tree |= {"language_model": language, "encoders": encoders_of_export(config.id)}
+        found = None if code else ModelConfig.model_validate(tree)
     except ValidationError as error:
         reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
-        raise UserError(f"{where} is an export of parts: {reasons}") from None
+        raise UserError(f"{where}: {reasons}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{where}, but {MANIFEST} or {CONVERSATION} is damaged; export it again") from None
+    if found is None:
+        raise UserError(
+            f"{where} with code of your own ({', '.join(code)}), which no config can give; load it by "
+            "MultimodalModel.from_pretrained(FOLDER, code=...)"
+        )
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
-if TYPE_CHECKING:
-    from dilatant.models.unit import Unit
+from dilatant.models.unit import Unit
 
 
 @torch.no_grad()
@@ -28,15 +24,6 @@ def hold_in(unit: Unit, dtype: torch.dtype) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[key] = buffer.to(dtype)
-
-
-def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The floating dtype that most of the numbers have; fp32 where there are none."""
-    counts: Counter[torch.dtype] = Counter({torch.float32: 0})
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            counts[tensor.dtype] += tensor.numel()
-    return counts.most_common(1)[0][0]
 
 
 def dtype_of_config(config: Any) -> torch.dtype:

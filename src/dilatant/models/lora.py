@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
-from dilatant.models.dtype import main_dtype
 
 ADAPTER = "default"
 """What peft calls the only adapter there is."""
@@ -100,6 +100,14 @@ def save_plain(model: PreTrainedModel, folder: Path) -> None:
     dtype: Any = main_dtype(state.values())  # transformers types `to` wrongly
     plain.to(dtype)  # on the meta device; what the config is to say
     plain.save_pretrained(folder, state_dict=state)
+
+
+def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The floating dtype that most of the numbers have; fp32 where there are none."""
+    counts = Counter({torch.float32: 0})
+    for tensor in tensors:
+        counts[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    return counts.most_common(1)[0][0]
 
 
 def tied_keys(model: nn.Module) -> dict[str, str]:

@@ -318,9 +318,8 @@ class MultimodalModel(nn.Module):
         options: dtype, attn_implementation and, of what `save_pretrained` wrote, code (see `saving.load_model`).
         Raises UserError.
         """
-        if not is_export_of_parts(folder) and (
-            (Path(folder) / "config.json").is_file() or not Path(folder).is_dir()
-        ):
+        is_plain = (Path(folder) / "config.json").is_file() or not Path(folder).is_dir()
+        if is_plain and not is_export_of_parts(folder):
             return cls._of_transformers(str(folder), **options)
         saved = load_model(Path(folder), before_language_model=before_language_model, **options)
         model = cls(

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from dilatant.config.errors import UserError, list_problems
-from dilatant.config.exports import MANIFEST
+from dilatant.config.exports import MANIFEST, is_export_of_parts, read_object
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.generator import Generator, GeneratorUnit
@@ -166,13 +166,10 @@ def load_model(
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{str(folder)!r} is not a saved multimodal model: it has no {MANIFEST}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{str(folder / MANIFEST)!r} cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not is_export_of_parts(folder):
+        raise UserError(f"{str(folder)!r} is not a saved multimodal model: it has no {MANIFEST}")
+    manifest = read_object(folder / MANIFEST)
+    if manifest.get("format") != FORMAT:
         raise UserError(f"{str(folder / MANIFEST)!r} is not of format {FORMAT}, which this version reads")
     try:
         units = msgspec.convert(manifest, _Manifest)

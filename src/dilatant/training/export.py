@@ -58,6 +58,7 @@ from dilatant.training.whole_export import keep_beside, write_whole
 
 GENERATORS = "generators.json"
 """Beside a whole model: what `save_generators` says of those that draw."""
+_PROCESSOR = "preprocessor_config.json"
 _TEMPLATE = "chat_template.jinja"
 
 
@@ -142,15 +143,13 @@ def export_model(
                 if isinstance(unit, NativeClipUnit | FramedClipUnit | AnyresClipUnit):
                     # What the source's files say of clips, and what was changed of it.
                     before = clip_settings(str(place))
-                    after = {**before, **clip_limits(unit, before)}
-                    if after != before:
-                        _write_settings(place, "video_preprocessor_config.json", "video_processor", after)
+                    limits = clip_limits(unit, before)
+                    if {**before, **limits} != before:
+                        name = "video_preprocessor_config.json"
+                        _write_settings(place, name, "video_processor", before, limits)
                     continue
-                part = (
-                    "feature_extractor"
-                    if isinstance(unit, AudioUnit | SoundUnit | UsmSoundUnit)
-                    else "image_processor"
-                )
+                is_sound = isinstance(unit, AudioUnit | SoundUnit | UsmSoundUnit)
+                part = "feature_extractor" if is_sound else "image_processor"
                 assert isinstance(
                     unit,
                     ImageUnit
@@ -165,13 +164,13 @@ def export_model(
                 before = _settings(place, part)
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
                     # The source's, and what was changed of it.
-                    before |= size_limits(unit.processor)
-                    _write_settings(place, "preprocessor_config.json", part, before)
-                elif not before or (
-                    isinstance(unit, SoundUnit | UsmSoundUnit) and "feature_extractor_type" not in before
+                    _write_settings(place, _PROCESSOR, part, before, size_limits(unit.processor))
+                elif (
+                    not before
+                    or (config is not None and config.processor is not None and not is_sound)
+                    or (isinstance(unit, SoundUnit | UsmSoundUnit) and "feature_extractor_type" not in before)
                 ):  # one file for all that a whole model has
-                    before |= processor_settings(unit.processor)
-                    _write_settings(place, "preprocessor_config.json", part, before)
+                    _write_settings(place, _PROCESSOR, part, before, processor_settings(unit.processor))
             _write_json(
                 writing / CONVERSATION,
                 {
@@ -326,20 +325,22 @@ def _use_template(folder: Path, template: str) -> None:
 
 def _settings(place: Path, part: str) -> dict[str, Any]:
     """The settings of an image processor or feature extractor in a folder; empty where there are none."""
-    if (place / "preprocessor_config.json").is_file():
-        return read_object(place / "preprocessor_config.json")
+    if (place / _PROCESSOR).is_file():
+        return read_object(place / _PROCESSOR)
     file = place / "processor_config.json"
     return (read_object(file).get(part) or {}) if file.is_file() else {}
 
 
-def _write_settings(place: Path, name: str, part: str, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a processor into its own file, and into `processor_config.json` where that has them, too:
-    transformers reads them there."""
-    _write_json(place / name, settings)
+def _write_settings(
+    place: Path, name: str, part: str, before: Mapping[str, Any], changes: Mapping[str, Any]
+) -> None:
+    """Write the settings of a processor into its own file, and what changed of them into `processor_config.json` where
+    that has some, too: transformers reads them there."""
+    _write_json(place / name, {**before, **changes})
     file = place / "processor_config.json"
     content = read_object(file) if file.is_file() else {}
     if isinstance(content.get(part), dict):
-        _write_json(file, {**content, part: {**content[part], **settings}})
+        _write_json(file, {**content, part: {**content[part], **changes}})
 
 
 def _write_json(path: Path, value: Any) -> None:

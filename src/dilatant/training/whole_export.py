@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
-from dilatant.models.dtype import main_dtype
-from dilatant.models.lora import tied_keys
+from dilatant.models.lora import main_dtype, tied_keys
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.whole import Whole
