@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,8 +155,13 @@ def _generators(
 ) -> dict[str, Generator]:
     """What the config says of them; hollow: as of `build_model`, and of a whole model all, if any."""
     generators: dict[str, Generator] = {}
+    if config.id is not None and not config.generators and (Path(config.id) / "generators.json").is_file():
+        warnings.warn(f"model.id: the generators of {config.id!r} are left out", stacklevel=3)
     for name, seen in picture_nets(config).items():
         drawn, where = config.generators[name], f"model.generators.{name}"
+        beside = Path(drawn.id or "").parent / "connectors" / f"{Path(drawn.id or '').name}.safetensors"
+        if beside.is_file():
+            warnings.warn(f"{where}: a new connector begins; {str(beside)!r} is not taken", stacklevel=3)
         is_hollow = hollow is not None and (config.is_whole or name in hollow)
         with seeded(seed, name):
             objective = objective_of(drawn, seen)
