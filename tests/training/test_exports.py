@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cut_wholes import opened
@@ -168,10 +168,18 @@ def test_generation_settings_and_unread_weights_of_a_source_go_along(tmp_path: P
     settings = {"eos_token_id": [2, 5], "do_sample": True, "temperature": 0.7}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     stored = load_file(folder / "model.safetensors")
+    rotary = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters")
+    (folder / "config.json").write_text(json.dumps({**config, **rotary}))
     more = {"mtp.fc.weight": torch.ones(2, 2).bfloat16(), "model.visual.norm.weight": torch.ones(2)}
     save_file({**stored, **more}, folder / "model.safetensors", {"format": "pt"})
     export = export_of(tmp_path, tree) / "language"
     assert json.loads((export / "generation_config.json").read_text()) == settings
+    assert json.loads((export / "config.json").read_text()).items() >= rotary.items()
+    new, old = (AutoConfig.from_pretrained(each).rope_parameters for each in (export, folder))
+    assert new == old
+    assert new["rope_theta"] == 5e5
     files = tensor_files(export)
     assert files.keys() == {*stored, "mtp.fc.weight"}
     assert torch.equal(load_file(files["mtp.fc.weight"])["mtp.fc.weight"], more["mtp.fc.weight"])

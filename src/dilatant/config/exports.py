@@ -25,7 +25,7 @@ def encoders_of_export(folder: str | Path) -> dict[str, dict[str, Any]]:
     """The `encoders` section that an export of parts stands for. Raises UserError."""
     folder = Path(folder)
     said = read_object(folder / CONVERSATION)["encoders"] if (folder / CONVERSATION).is_file() else {}
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, entry in read_object(folder / MANIFEST)["encoders"].items():
         hears = "num_mel_bins" in read_object(folder / name / "config.json")
         talk = said.get(name, {})

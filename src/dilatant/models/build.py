@@ -119,7 +119,7 @@ def build_model(
     mllm.freeze(config.freeze)
     _mark_four_bit(mllm, config.lora)
     for name, entry in config.encoders.items():
-        _go_on(mllm[name].projector, name, entry, reads=hollow is None)
+        _go_on(mllm.units[name].get_submodule("projector"), name, entry, reads=hollow is None)
     return mllm
 
 

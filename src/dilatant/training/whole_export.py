@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.exports import read_object
 from dilatant.models.lora import main_dtype, tied_keys
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
@@ -34,6 +35,7 @@ from dilatant.training.stored_weights import (
 )
 
 _UNREAD = "model-unread.safetensors"
+_ROTARY = ("rope_theta", "rope_scaling")
 _OF_OTHERS = re.compile(r"visual|vision|audio|inv_freq|attn\.(masked_)?bias")
 """In the keys of towers, which are no part of a language model, and of what is computed."""
 _BESIDE = (
@@ -59,8 +61,17 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
 
 
 def keep_beside(source: str, model: PreTrainedModel, folder: Path) -> None:
-    """Let the export of a model keep what its source has besides: settings of generation, and weights that transformers
-    leaves unread (what predicts more than one token). Raises UserError."""
+    """Let the export of a model keep what its source has besides: settings of generation, weights that transformers
+    leaves unread (what predicts more than one token), and rotary settings under the names of transformers 4, without
+    which readers of that time take their own defaults. Raises UserError."""
+    before, now = _file(source, "config.json"), folder / "config.json"
+    if before is not None:
+        old, new = read_object(before), read_object(now)
+        for of_source, of_export in ((old, new), (old.get("text_config"), new.get("text_config"))):
+            if isinstance(of_source, dict) and isinstance(of_export, dict):
+                kept = {key: of_source[key] for key in _ROTARY if key in of_source}
+                of_export |= {key: value for key, value in kept.items() if key not in of_export}
+        now.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
     settings = _file(source, "generation_config.json")
     if settings is not None:
         shutil.copyfile(settings, folder / "generation_config.json")
