@@ -191,6 +191,26 @@ def export_model(
         raise UserError(f"the export to {str(folder)!r} could not be written: {error}") from None
 
 
+def _settings(place: Path, part: str) -> dict[str, Any]:
+    """The settings of an image processor or feature extractor in a folder; empty where there are none."""
+    if (place / _PROCESSOR).is_file():
+        return read_object(place / _PROCESSOR)
+    file = place / "processor_config.json"
+    return (read_object(file).get(part) or {}) if file.is_file() else {}
+
+
+def _write_settings(
+    place: Path, name: str, part: str, before: Mapping[str, Any], changes: Mapping[str, Any]
+) -> None:
+    """Write the settings of a processor into its own file, and what changed of them into `processor_config.json` where
+    that has some, too: transformers reads them there."""
+    _write_json(place / name, {**before, **changes})
+    file = place / "processor_config.json"
+    content = read_object(file) if file.is_file() else {}
+    if isinstance(content.get(part), dict):
+        _write_json(file, {**content, part: {**content[part], **changes}})
+
+
 def load_exported(folder: Path) -> Exported:
     """Read what `export_model` wrote. Raises UserError."""
     if (folder / "config.json").is_file():
@@ -321,26 +341,6 @@ def _use_template(folder: Path, template: str) -> None:
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if "chat_template" in settings:
             _write_json(file, {**settings, "chat_template": template})
-
-
-def _settings(place: Path, part: str) -> dict[str, Any]:
-    """The settings of an image processor or feature extractor in a folder; empty where there are none."""
-    if (place / _PROCESSOR).is_file():
-        return read_object(place / _PROCESSOR)
-    file = place / "processor_config.json"
-    return (read_object(file).get(part) or {}) if file.is_file() else {}
-
-
-def _write_settings(
-    place: Path, name: str, part: str, before: Mapping[str, Any], changes: Mapping[str, Any]
-) -> None:
-    """Write the settings of a processor into its own file, and what changed of them into `processor_config.json` where
-    that has some, too: transformers reads them there."""
-    _write_json(place / name, {**before, **changes})
-    file = place / "processor_config.json"
-    content = read_object(file) if file.is_file() else {}
-    if isinstance(content.get(part), dict):
-        _write_json(file, {**content, part: {**content[part], **changes}})
 
 
 def _write_json(path: Path, value: Any) -> None:
