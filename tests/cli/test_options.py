@@ -8,18 +8,39 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from tiny_project import Dilatant
 
 from dilatant.__main__ import main
-from dilatant.cli.options import read_config
+from dilatant.cli.options import is_plan, output_file, read_config
+from dilatant.config.errors import UserError
 
 
 def test_the_version_is_told_without_a_verb(dilatant: Dilatant) -> None:
     assert dilatant("--version") == (0, f"dilatant {version('dilatant')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "replaced"),
+    [(None, True), (b"", True), (b" \n", True), (b"mine: 1\n", False), (b"\xff\xfe\x00weights", False)],
+)
+def test_a_file_that_is_no_earlier_one_of_its_kind_is_not_replaced(
+    tmp_path: Path, content: bytes | None, replaced: bool
+) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    option: Any = SimpleNamespace(opts=["--out"])
+    if replaced:
+        assert output_file(is_plan)(option, path) == path
+    else:
+        with pytest.raises(UserError, match="was not written by this option"):
+            output_file(is_plan)(option, path)
+    assert (path.read_bytes() if path.exists() else None) == content
 
 
 def test_a_run_on_the_cpu_hides_gpus_from_all_its_processes(project: Path) -> None:

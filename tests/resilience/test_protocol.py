@@ -114,6 +114,14 @@ def test_what_all_survivors_have_prepared_is_kept_when_the_others_are_lost() -> 
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 1)
 
 
+def test_what_one_of_the_survivors_has_not_prepared_is_not_committed_after_a_loss() -> None:
+    coordinator, nodes = running(3)
+    say(coordinator, nodes, "n0", prepared=0)
+    coordinator.lost("n2", 0.0)
+    say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
+    assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
+
+
 def test_a_node_that_most_of_the_others_wait_for_in_vain_is_left_out() -> None:
     coordinator, nodes = running(4)
     say(coordinator, nodes, "n0", accuses="n3")
