@@ -46,7 +46,8 @@ def test_figures_are_told_by_data_set_and_answers_are_those_of_the_export(
 ) -> None:
     write_images(project, 9, "more.jsonl")
     (project / "mine.py").write_text(
-        "def length(expected, written):\n    return sum(map(len, written)) / len(written)\n"
+        "import dilatant\n\n@dilatant.metric\ndef length(expected, written):\n"
+        "    return sum(map(len, written)) / len(written)\n"
     )
     sets = [{"path": "train.jsonl"}, {"path": "more.jsonl", "name": "others"}]
     config = write(

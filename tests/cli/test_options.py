@@ -82,6 +82,7 @@ def test_ctrl_c_raises_nothing_through_a_module_that_is_being_imported(tmp_path:
     )
     (tmp_path / "app.py").write_text("import extension\ndef main(): print('went on')")
     call = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # jobs ignore it
         "import dilatant.cli as cli; cli.__path__ = ['.']; from dilatant.__main__ import main; "
         "import sys; sys.path.insert(0, '.'); main()"
     )

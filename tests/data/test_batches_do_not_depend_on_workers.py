@@ -27,7 +27,7 @@ from dilatant.data.sample import Sample, Turn
 from dilatant.data.sampler import Sampler, SamplerState
 from dilatant.data.stream_sampler import StreamSampler
 from dilatant.data.workers import WorkerError, WorkerPool
-from patience import wait_until
+from patience import HANG_SECONDS, wait_until
 
 ENCODING = replace(small_encoding(), max_length=100)
 
@@ -190,8 +190,11 @@ def test_a_killed_worker_is_an_error_that_says_so():
 
 def test_a_stopped_worker_is_named_with_its_sample():
     samples = Broken(seconds=0.02)
-    with loader(samples, samples.sampler(4), workers=2, steps=None, sample_seconds=2.0) as batches:
+    with loader(samples, samples.sampler(4), workers=2, steps=None, sample_seconds=HANG_SECONDS) as batches:
         next(batches)
+        batches._pool._task_seconds = (
+            2.0  # only now that both have begun: a busy machine starts them in its own time
+        )
         victim = batches._pool._processes[1].pid
         os.kill(victim, signal.SIGSTOP)
         with pytest.raises(

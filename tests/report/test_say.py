@@ -38,7 +38,7 @@ def test_no_console_of_ours_reads_markup(monkeypatch: pytest.MonkeyPatch) -> Non
         "runs/[x]",
     ]
     makers = {path.name for path in Path(say_module.__file__).parents[1].rglob("*.py")
-              if re.search(r"\bConsole\((?!Protocol)", path.read_text())}  # fmt: skip
+              if re.search(r"\b(Console|Terminal)\((?!Protocol)", path.read_text())}  # fmt: skip
     assert makers == {"say.py"}
 
 

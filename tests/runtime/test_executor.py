@@ -141,10 +141,10 @@ def test_predictions_keep_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch
         builds_graph.append(torch.is_grad_enabled())
         return run(stage, *given)
 
-    monkeypatch.setattr(LanguageStage, "run", watched)
     runtime = parallelize(
         model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"}
     )
+    monkeypatch.setattr(LanguageStage, "run", watched)
     runtime.predict(build_samples(CASE))
     runtime.close()
     assert builds_graph

@@ -31,7 +31,8 @@ def test_the_model_computes_with_averages_while_it_is_judged_and_not_afterwards(
     runtime: Any = SimpleNamespace(owned=SimpleNamespace(gather=lambda: gathered.append(weight[0].item())))
     judged: list[float] = []
     monkeypatch.setattr(room, "evaluate", lambda *_: judged.append(weight[0].item()))
-    samples: Any = SimpleNamespace(tokenizer=None, held_out=object())
+    chat = SimpleNamespace(stop_ids=())
+    samples: Any = SimpleNamespace(tokenizer=None, held_out=object(), encoding=SimpleNamespace(chat=chat))
     inputs: Any = SimpleNamespace(held_out=lambda limit, size: [])
     for own in (averages, None):
         Evaluator(EvaluationConfig(), samples, runtime, inputs, optimizer, own).evaluate()

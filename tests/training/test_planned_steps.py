@@ -230,7 +230,9 @@ def test_the_page_says_the_microbatches_and_memory_that_were_simulated(tmp_path:
     assert count > winner.num_microbatches
     assert samples == round(BATCH / winner.replicas / count)
     report = plan_report(planned, "test")
-    assert all(f"{count} microbatches of" in text for text in (report.candidates[0].layout, report.reasons[0]))
+    assert all(
+        f"{count} microbatches of" in text for text in (report.candidates[0].layout, report.reasons[0])
+    )
     peaks = np.max([step.timeline.peak_bytes for step in steps], axis=0)
     assert max(use.peak_bytes - use.bytes_by_use["reserve"] for use in report.memory) == round(max(peaks))
     assert any("train.row_tokens" in text for text in report.advice)

@@ -22,7 +22,7 @@ def _of(waited: float = 0.0, sources: tuple[float, ...] = (6 / 12, 12 / 12, 0.0)
     )  # fmt: skip
     result: Any = SimpleNamespace(
         loss=1.5, losses={"language": 1.5}, source_losses=sources, grad_norm=2.0, target_tokens=12,
-        predicted_seconds=None, drift={}, warning=None, shares=StepShares(),
+        predicted_seconds=None, is_rough=False, drift={}, warning=None, shares=StepShares(),
     )  # fmt: skip
     meter = StepMeter(
         9, 4, "language", ("one", "two", "none"), {"vision": 0.1, "language": 0.2},

@@ -38,7 +38,7 @@ class _Book:
                 forget=lambda: None,
                 owned=SimpleNamespace(gather=lambda: self.calls.append("gather")),
             ),
-            _config=SimpleNamespace(train=train, seed=3),
+            _config=SimpleNamespace(train=train, seed=3, data=SimpleNamespace(template_date="2026-11-26")),
             _optimizer=SimpleNamespace(
                 step=lambda: self.calls.append("step"), zero_grad=lambda **_: self.calls.append("zero")
             ),
@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
         _known=set(),
         _shapes={},
         comm=None,
-        _data=SimpleNamespace(require=lambda before: done.update(data=before)),
+        _data=SimpleNamespace(require=lambda before: done.update(data=before), by_source="those of then"),
         _count_steps=lambda: done.update(steps=(trainer.step, trainer._position)),
     )
     monkeypatch.setattr(
@@ -162,7 +162,11 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
     assert trainer._left_out == {12: "is cut off"}
     # What it would save now is where it goes on from: as JSON the same.
     trainer.runtime.costs.to_json = lambda: "corrected"
-    assert json.loads(json.dumps(trainer.values())) == {**values, "best": Best().to_json()}
+    assert json.loads(json.dumps(trainer.values())) == {
+        **values,
+        "best": Best().to_json(),
+        "template_date": "2026-11-26",
+    }
 
 
 @pytest.mark.parametrize(
