@@ -27,7 +27,7 @@ from oracles.dense_mask import word_matrix
 from oracles.placements import least_maximum
 
 # Compiled code is loaded on first use, which no deadline should count.
-checked = settings(deadline=None, print_blob=True, max_examples=100)
+checked = settings(deadline=None, print_blob=True, max_examples=50)
 
 integers = st.lists(st.integers(0, 1000), max_size=40)
 workloads = integers | st.lists(st.floats(0, 1e6, allow_subnormal=False), max_size=40)

@@ -97,6 +97,7 @@ def test_published_layouts_cut_blocks_evenly(stages):
     assert {*counts} == {24 // stages}
 
 
+@pytest.mark.slow
 def test_the_step_of_a_published_layout_is_near_what_was_measured():
     run = next(one for one in published.korthikanti() if one.name == "GPT 175B, full recomputation")
     row = dict(zip(published.COLUMNS, published.compare(run, searched=False), strict=True))

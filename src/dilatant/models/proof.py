@@ -7,6 +7,7 @@ row, and of stages of a single layer each. What was proven is kept in the cache 
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -213,9 +214,7 @@ def _differ(
 
 
 def _path(unit: LanguageUnit, settings: Mapping[str, Any], how: str) -> Path:
-    from dilatant import __version__
-
-    about = [type(unit.model).__qualname__, how, _attention(unit), __version__]
+    about = [type(unit.model).__qualname__, how, _attention(unit), importlib.metadata.version("dilatant")]
     about += [transformers.__version__, torch.__version__, json.dumps(settings, sort_keys=True, default=str)]
     return cache_folder() / "proofs" / f"{sha256(repr(about).encode()).hexdigest()[:24]}.json"
 
