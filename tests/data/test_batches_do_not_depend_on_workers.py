@@ -209,7 +209,9 @@ def test_a_slow_trainer_is_no_fault_of_the_workers():
     samples = Broken(seconds=0.01)
     with loader(samples, samples.sampler(4), workers=2, steps=2, sample_seconds=HANG_SECONDS) as batches:
         for batch in batches:
-            batches._pool._task_seconds = 2.0  # only now that workers have begun, in a busy machine's own time
+            batches._pool._task_seconds = (
+                2.0  # only now that workers have begun, in a busy machine's own time
+            )
             assert batch.num_samples == 4
             time.sleep(2.2)
 
