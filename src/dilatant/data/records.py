@@ -161,7 +161,7 @@ def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -
         if not (isinstance(value, str) and any(value in text for text in said)):
             fields.refuse(
                 f"is a conversation in {chat!r}, and has {name!r} besides",
-                f"say which counts with 'columns' of the data source: {{messages: {chat}}}, say",
+                f"name the one to use with 'columns' of the data source, for example {{messages: {chat}}}",
             )
 
 
