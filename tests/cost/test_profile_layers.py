@@ -14,7 +14,9 @@ from dilatant.config.errors import UserError
 from dilatant.cost import CostModel
 from dilatant.cost import clock as clock_module
 from dilatant.cost.dense_probe import DenseProbe
+from dilatant.cost.layer import LayerCost
 from dilatant.cost.profile import LayerProbe, Measurement, fit_layer, measure, profile_layers
+from dilatant.cost.quadratic import Quadratic
 
 WIDTH = 64
 
@@ -168,7 +170,7 @@ def test_a_profile_is_a_cost_model_with_its_fit_error():
         LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH // 2), rows, degree=(2, 1)),
     ]
     costs = profile_layers(probes, "CPU", "float32", tokens=(32, 128), repeats=2, progress=heard.append)
-    assert heard == ["linear at tp 1, cp 1", "linear at tp 2, cp 1"]
+    assert heard == [f"measuring layers: {number} of 2, linear at tp {number}, cp 1" for number in (1, 2)]
     assert costs.origin == "measured"
     assert costs.layer("linear").fit_error is not None
     assert costs.layer("linear", 2).parameters == WIDTH // 2 * (WIDTH + 1)
@@ -228,3 +230,55 @@ def test_a_probe_may_have_token_counts_of_its_own():
     )
     profile_layers([probe], "here", "float32", tokens=(64, 128), repeats=1)
     assert set(seen) == {3, 6}
+
+
+def counted_probe(
+    kind: str, clock: list[float], seconds: float, builds: list[str], times: float = 100.0
+) -> LayerProbe:
+    """A probe of which every part takes `seconds`, and by its model so many times less."""
+
+    def build() -> nn.Module:
+        builds.append(kind)
+        return Counted(clock, seconds, seconds, seconds)
+
+    part = Quadratic(c=seconds / times)
+    return LayerProbe(kind, build, rows, modelled=LayerCost(part, part, part, part))
+
+
+def test_a_budget_of_seconds_is_kept_and_what_it_leaves_is_modelled_in_proportion(monkeypatch):
+    clock, builds, heard = [0.0], [], []
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    probes = [
+        counted_probe("whole", clock, 1.0, builds),
+        counted_probe("partly", clock, 2.0, builds, times=1000.0),
+        counted_probe("not at all", clock, 1.0, builds),
+    ]
+    costs = profile_layers(probes, "CPU", "float32", (10, 20), 7, heard.append, seconds=200.0)
+    assert clock[0] <= 200.0
+    assert heard[0] == "measuring layers for 200 s at most: 1 of 3, whole at tp 1, cp 1"
+    assert costs.origin == "measured"
+    assert costs.unmeasured == ["partly", "not at all"]
+    assert costs.layer("whole").forward(20) == pytest.approx(1.0)
+    assert costs.layer("partly").forward(20) == pytest.approx(2.0)
+    # Two passes of three seconds and one of six, which the models said to take 0.066 s.
+    assert costs.layer("not at all").forward(20) == pytest.approx(0.01 * 12 / 0.066, rel=1e-3)
+    assert CostModel.from_yaml(costs.to_yaml()) == costs
+
+
+def test_without_seconds_nothing_is_measured_or_built(monkeypatch):
+    clock, builds, heard = [0.0], [], []
+    probes = [counted_probe("a", clock, 1.0, builds)]
+    costs = profile_layers(probes, "CPU", "float32", (10, 20), 7, heard.append, seconds=0.0)
+    assert (builds, heard, costs.origin, costs.unmeasured) == ([], [], "analytic", [])
+    assert costs.layer("a") == probes[0].modelled
+
+
+def test_fewer_repeats_before_fewer_layer_types(monkeypatch):
+    clock, builds = [0.0], []
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    probes = [counted_probe(name, clock, 1.0, builds) for name in "abc"]
+    profile_layers(probes, "CPU", "float32", (10, 20), 7)
+    everything, clock[0] = clock[0], 0.0
+    costs = profile_layers(probes, "CPU", "float32", (10, 20), 7, seconds=everything / 2)
+    assert clock[0] <= everything / 2
+    assert costs.unmeasured == []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilatant.cli import asking
+from dilatant.cli.options import say_loading
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.printable import printable
 
@@ -47,6 +48,8 @@ def chat(
         problems.append("--system is not UTF-8 text")
     if problems:
         raise list_problems("the command has a mistake:", problems)
+
+    say_loading()
 
     import torch
 

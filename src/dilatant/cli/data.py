@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, Trust, is_page, output_file, read_config
+from dilatant.cli.options import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    Trust,
+    is_page,
+    output_file,
+    read_config,
+    say_loading,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +50,9 @@ def stats(
 ) -> None:
     """Tokens of every training sample in every unit: distributions, ratios, what balancing is worth, what training
     would refuse. Decodes no media, but for the few samples that the page shows."""
+    resolved = read_config(config, overrides, trust or None)
+    say_loading()
+
     from dilatant.data.notices import unused_by_source, unused_lines
     from dilatant.data.sizes import blend_sizes
     from dilatant.profiling.assemble import assemble_samples
@@ -51,7 +63,6 @@ def stats(
     from dilatant.report.stats_table import print_stats
 
     console = open_console(stderr=as_json)
-    resolved = read_config(config, overrides, trust or None)
     samples = assemble_samples(resolved)
     with _progress(console) as progress:
         task = progress.add_task("measuring samples", total=None)
@@ -97,6 +108,9 @@ def lint(
     as_json: AsJson = False,
 ) -> None:
     """Find every sample, to train on or held out, that would fail in training. Exits with 1 when there is one."""
+    resolved = read_config(config, overrides, trust or None)
+    say_loading()
+
     from rich.text import Text
 
     from dilatant.data.lint import lint as find_problems
@@ -107,7 +121,6 @@ def lint(
     from dilatant.report.wording import counted
 
     console = open_console(stderr=as_json)
-    resolved = read_config(config, overrides, trust or None)
     samples = assemble_samples(resolved)
     problems: list[Problem] = []
     unused: dict[str, tuple[str, ...]] = {}

@@ -9,7 +9,7 @@ import platform
 import shutil
 from typing import Any
 
-from dilatant.cli.options import AsJson
+from dilatant.cli.options import AsJson, say_loading
 
 _PACKAGES = (
     "torch",
@@ -27,6 +27,7 @@ _PACKAGES = (
 
 def doctor(as_json: AsJson = False) -> None:
     """Tell what this machine has and what a run here would use."""
+    say_loading()
     facts = examine()
     if as_json:
         print(json.dumps(facts, indent=2))

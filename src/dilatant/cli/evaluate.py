@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson
+from dilatant.cli.options import AsJson, say_loading
 from dilatant.config.errors import UserError
 
 
@@ -33,10 +33,12 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Answer held-out samples with an exported model, and let a function of yours score the answers."""
+    say_loading()
+
     from dilatant.config import DataSource
     from dilatant.data.blend import Blend, open_blend
     from dilatant.models.sampling import Drawing
-    from dilatant.report.say import open_console
+    from dilatant.report.say import open_console, show_progress
     from dilatant.runtime.precision import pick_device
     from dilatant.training.export import load_exported
     from dilatant.training.judged import judge_answers, load_judge
@@ -48,10 +50,10 @@ def evaluate(
     exported = load_exported(folder)
     total = min(len(blend), limit or len(blend))
     how = Drawing(drawing_steps, guidance)
-    with open_console(stderr=True).status("judging") as status:
+    with show_progress(open_console(stderr=True), "judging") as show:
         for one in judge_answers(exported, blend, function, pick_device(), max_new_tokens, how, limit, seed):
             scores.append(one)
-            status.update(f"judging: {len(scores):,} of {total:,}")
+            show(f"judging: {len(scores):,} of {total:,}")
     if not scores:
         raise UserError(f"--data {data!r} holds no samples")
     mean = sum(one.score for one in scores) / len(scores)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, RunPath, Trust, read_run
+from dilatant.cli.options import AsJson, RunPath, Trust, read_run, say_loading
 from dilatant.config.errors import UserError
 from dilatant.config.own_files import require_plain
 
@@ -31,6 +31,7 @@ def export(
     config = read_run(folder, trust=trust)
     target = to or folder / "export"
     check_target(target, folder)
+    say_loading()
 
     from dilatant.profiling.assemble import assemble_model, assemble_samples
     from dilatant.training.checkpoint import best_of, newest_valid

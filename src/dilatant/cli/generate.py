@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dilatant.cli import asking
-from dilatant.cli.options import AsJson
+from dilatant.cli.options import AsJson, say_loading
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.printable import printable
 
@@ -75,6 +75,8 @@ def generate(
         problems += _about_out(out)
     if problems:
         raise list_problems("the prompt has a mistake:", problems)
+
+    say_loading()
 
     import numpy as np
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.config.environment import hide_gpus
+from dilatant.config.environment import hide_gpus, place_from
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,6 +111,14 @@ def is_hardware_file(text: str) -> bool:
 
     read_hardware_file(text, "")
     return True
+
+
+def say_loading() -> None:
+    """Say on standard error that torch and transformers are loaded now, which takes many seconds. Called once a command
+    has checked what it can without them; silent where they are loaded, and on all ranks but the first."""
+    place = place_from()
+    if "torch" not in sys.modules and (place is None or place.rank == 0):
+        print("loading torch and transformers", file=sys.stderr, flush=True)
 
 
 def read_config(

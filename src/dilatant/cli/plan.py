@@ -18,6 +18,7 @@ from dilatant.cli.options import (
     is_plan,
     output_file,
     read_config,
+    say_loading,
 )
 
 if TYPE_CHECKING:
@@ -68,12 +69,18 @@ def plan(
     Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
     """
     from dilatant.config import UserError
+
+    if why_not and fault_tolerance:
+        raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
+    resolved = with_costs(read_config(config, overrides, trust or None), costs)
+    say_loading()
+
     from dilatant.plan.why_not import read_asked
     from dilatant.profiling.planning import plan_run
     from dilatant.report.page_links import link_pages
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
-    from dilatant.report.say import open_console
+    from dilatant.report.say import open_console, show_progress
     from dilatant.report.terminal import print_indented, print_line
     from dilatant.training.planned_run import (
         check_plan_folder,
@@ -82,16 +89,13 @@ def plan(
         write_plan_folder,
     )
 
-    if why_not and fault_tolerance:
-        raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
     console = open_console(stderr=as_json)
-    resolved = with_costs(read_config(config, overrides, trust or None), costs)
     check_plan_folder(resolved)  # before the work, too
-    problem = open_problem(resolved, console)
+    problem = open_problem(resolved)
     asked = {
         text: read_asked(text, [unit.name for unit in problem.model.spec.units]) for text in why_not or ()
     }
-    with console.status("searching"):
+    with show_progress(open_console(stderr=True), "searching"):
         planned = plan_run(problem, fault_tolerance=fault_tolerance or 0)
         report = plan_report(planned, config.stem, asked)
     folder = write_plan_folder(planned, report)
@@ -133,10 +137,11 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
 
     from dilatant.config.durable import write_durably
     from dilatant.profiling.planning import seconds_by_fault_tolerance
+    from dilatant.report.say import open_console, show_progress
     from dilatant.report.terminal import print_line
     from dilatant.report.wording import seconds_text
 
-    with console.status("searching plans that nodes may be lost of"):
+    with show_progress(open_console(stderr=True), "searching plans that nodes may be lost of"):
         found = seconds_by_fault_tolerance(problem)
     fastest = found[0]
     print_line(console, ("What it costs that nodes may be lost at once", "bold"))
@@ -159,17 +164,18 @@ def with_costs(config: Config, costs: Path | None) -> Config:
     return config.model_copy(update={"plan": config.plan.model_copy(update={"costs": str(costs.resolve())})})
 
 
-def open_problem(config: Config, console: Console) -> PlanningProblem:
-    """What is to be planned, with a progress line while samples and layers are measured."""
+def open_problem(config: Config) -> PlanningProblem:
+    """What is to be planned, with a progress line on standard error while samples and layers are measured."""
     from dilatant.profiling.assemble import assemble_samples
     from dilatant.profiling.planning import planning_problem
+    from dilatant.report.say import open_console, show_progress
 
-    with console.status("opening the data") as status:
+    with show_progress(open_console(stderr=True), "opening the data") as show:
         return planning_problem(
             config,
             assemble_samples(config),
-            say=lambda layer: status.update(f"measuring {layer}"),
-            progress=lambda done, total: status.update(f"measuring samples: {done:,} of {total:,}"),
+            say=show,
+            progress=lambda done, total: show(f"measuring samples: {done:,} of {total:,}"),
         )
 
 

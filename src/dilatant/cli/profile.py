@@ -18,6 +18,7 @@ from dilatant.cli.options import (
     is_hardware_file,
     output_file,
     read_config,
+    say_loading,
 )
 from dilatant.config.errors import UserError
 
@@ -79,6 +80,14 @@ def profile(
     For hardware that is not this machine (cluster.hardware), costs are modelled from FLOPs and bytes and say so.
     Links are measured between two processes of this machine, or between the ranks that torchrun or Slurm started.
     """
+    resolved = read_config(config, overrides, trust or None)
+    asked = {
+        "tensor_parallel": _counts(tp, "--tp", "1,2,4") or resolved.plan.tensor_parallel,
+        "context_parallel": _counts(cp, "--cp", "1,2,4") or resolved.plan.context_parallel,
+    }
+    lengths = _counts(tokens, "--tokens", "512,1024,2048")
+    say_loading()
+
     from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs, save_group_costs
@@ -88,38 +97,29 @@ def profile(
     from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens
     from dilatant.profiling.planned_degrees import planned_degrees
     from dilatant.profiling.planned_hardware import entry_name, plan_target, target_of_group, with_links
-    from dilatant.report.say import open_console
+    from dilatant.report.say import open_console, show_progress
     from dilatant.report.terminal import print_line
 
     console = open_console(stderr=as_json)
-    resolved = read_config(config, overrides, trust or None)
     train = resolved.train
     if group:
         target = target_of_group(resolved.cluster, group, train.precision, train.optimizer)
     else:
         target = plan_target(resolved.cluster, train.precision, train.zero, train.optimizer)
-    counts = _counts(tokens, "--tokens", "512,1024,2048") or measured_tokens(resolved)
-    plan = resolved.plan.model_copy(
-        update={
-            "costs": None,
-            "tensor_parallel": _counts(tp, "--tp", "1,2,4") or resolved.plan.tensor_parallel,
-            "context_parallel": _counts(cp, "--cp", "1,2,4") or resolved.plan.context_parallel,
-        }
-    )
+    counts = lengths or measured_tokens(resolved)
+    plan = resolved.plan.model_copy(update={"costs": None, **asked})
     place = place_from()
-    found = _measure_links(target, console) if links is not None else None
+    found = _measure_links(target) if links is not None else None
     if place is not None and place.rank > 0:
         return  # layers are measured once, where nothing else runs
-    with console.status("building the model without weights") as status:
+    with show_progress(open_console(stderr=True), "building the model without weights") as show:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_local:
             degrees = planned_degrees(plan, model, target)
-            costs = measure_layers(
-                model, target, counts, repeats, lambda layer: status.update(f"measuring {layer}"), degrees
-            )
+            costs = measure_layers(model, target, counts, repeats, show, degrees)
         else:
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
-    kept = keep_costs(costs, model)
+    keep_costs(costs, model)
     try:
         together = save_group_costs(costs, group, out) if group else None
         if together is None:
@@ -134,12 +134,13 @@ def profile(
         print(json.dumps({**_plain(costs, counts), **measured}))
         return
     _show(costs, counts, console)
-    if target.is_local and not kept:
+    if costs.rough:
+        error, kind = costs.rough[0]
         print_line(
             console,
-            ("not kept for later runs: ", "yellow"),
-            "the times scatter (the machine was busy, or the layers are tiny). Measure again, or name the file in "
-            "plan.costs",
+            ("the times scatter: ", "yellow"),
+            f"the fit of {kind} is off by {error:.0%}, so the machine was busy, or the layers are tiny. Plans are as "
+            "rough, until they are measured again",
         )
     if links is not None and found is not None:
         _show_links(found, console)
@@ -164,13 +165,14 @@ def profile(
     )
 
 
-def _measure_links(target: Target, console: Console) -> MeasuredLinks:
+def _measure_links(target: Target) -> MeasuredLinks:
     """Between the ranks there are, or between two processes started here. Raises UserError where there is no pair."""
     import torch
 
     from dilatant.comm.launch import launch
     from dilatant.config.environment import place_from
     from dilatant.profiling.link_probe import measure_links
+    from dilatant.report.say import open_console, show_progress
 
     if not target.is_local:
         raise UserError(
@@ -180,7 +182,7 @@ def _measure_links(target: Target, console: Console) -> MeasuredLinks:
         raise UserError(
             "--links: one GPU has no links; start `dilatant profile` on several, by torchrun or Slurm"
         )
-    with console.status("measuring links"):
+    with show_progress(open_console(stderr=True), "measuring links"):
         found: MeasuredLinks = launch(measure_links, 2)[0]
     return found
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import AsJson, Overrides, Trust, read_config
+from dilatant.cli.options import AsJson, Overrides, Trust, read_config, say_loading
 from dilatant.cli.plan import Page, open_problem, show_places
 from dilatant.config.errors import UserError
 from dilatant.config.own_files import read_text
@@ -63,18 +63,19 @@ def simulate(
     cluster come and go as the trace says: throughput over time under pipeline templates and under restarts.
     """
     from dilatant.plan.node_trace import load_node_trace
-    from dilatant.report.say import open_console
+    from dilatant.report.say import open_console, show_progress
 
     console = open_console(stderr=as_json)
     given = _read(source, [*_cluster(cluster), *overrides], trust)
     trace = None if failures is None else load_node_trace(failures, seed=given.config.seed)
-    problem = open_problem(given.config, console)
+    say_loading()
+    problem = open_problem(given.config)
     if trace is not None:
         _replay(problem, given.name, trace, fault_tolerance, page, as_json, console)
         return
     if given.zero is not None:
         problem = problem.sharing(given.zero)
-    with console.status("simulating"):
+    with show_progress(open_console(stderr=True), "simulating"):
         planned = _timed(problem, given, microbatches)
     if given.step is not None and page is None and not as_json:
         page = given.folder / "plan.html"
@@ -345,9 +346,10 @@ def _replay(
         write_replay_page,
     )
     from dilatant.report.run_folder import RunFolder
+    from dilatant.report.say import open_console, show_progress
     from dilatant.report.wording import origin_text
 
-    with console.status("replaying"):
+    with show_progress(open_console(stderr=True), "replaying"):
         found = replay_failures(problem, trace, fault_tolerance)
     target = problem.target
     setting = ReplaySetting(

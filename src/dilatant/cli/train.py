@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import AsJson, Overrides, Trust, read_config, read_config_text
+from dilatant.cli.options import AsJson, Overrides, Trust, read_config, read_config_text, say_loading
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
 
@@ -79,6 +79,7 @@ def train(
         raise UserError(
             "give a YAML file, or a model and data: dilatant train --model ID --data ID_OR_FOLDER [--lora]"
         )
+    say_loading()
     text = _written_out(model, data, held_out, lora, output_dir, overrides, trust)
     if save_config is not None:
         if save_config.exists():
@@ -132,6 +133,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     from dilatant.config.environment import place_from
 
     began, place = time.monotonic(), place_from()
+    say_loading()
     if config.resilience.enabled and place is not None and place.rank:
         from dilatant.resilience.agent_run import launched_agent, run_agent
 

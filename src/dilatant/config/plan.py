@@ -120,6 +120,10 @@ class PlanConfig(Section):
     """Global batches that every finalist is simulated on."""
     costs: str | None = None
     """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
+    measure_seconds: float = Field(20.0, ge=0, allow_inf_nan=False)
+    """Seconds in which layers are measured, where the plan is for devices that are here: those first that take most of
+    a step. What was measured is kept, however rough; the rest is modelled, and measured by the next plan. 0: measure
+    nothing. `dilatant profile` measures everything."""
     microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
     """Samples per microbatch to try; those that divide the global batch."""
     microbatch_tokens: tuple[int, ...] | None = None

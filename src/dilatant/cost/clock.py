@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,3 +39,16 @@ class Span:
 
     def __exit__(self, *_: object) -> None:
         self._record.append(self._clock.now() - self._began)
+
+
+def divided(until: float, weights: Sequence[float]) -> Iterator[float]:
+    """Yield for each task, when it begins, the time by which it should end: the tasks that are left divide what is left
+    until `until`, a time of `now()`, in proportion to their positive `weights`."""
+    for number, weight in enumerate(weights):
+        began = now()
+        yield began + max(0.0, until - began) * weight / sum(weights[number:])
+
+
+def now() -> float:
+    """The time in seconds on a clock that never goes back."""
+    return time.perf_counter()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dilatant.cost.clock import Clock
+from dilatant.cost.clock import Clock, now
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +26,15 @@ class DenseProbe:
     together: Callable[[int], Given]
 
 
-def dense_seconds(layer: nn.Module, block: nn.Module, alone: Given, together: Given, repeats: int) -> float:
+def dense_seconds(
+    layer: nn.Module, block: nn.Module, alone: Given, together: Given, repeats: int, end: float = math.inf
+) -> float:
     """Seconds of forward and backward that `block`, which runs in `layer`, takes more of the samples `together` than of
     as many tokens `alone`: the arguments of `layer` for a row of several samples, and for one of a single one.
 
     The block runs as the layer calls it, without what a stage does once for all its blocks (a mask is made, positions
     are turned into tables), and towards its input alone: weight gradients are the same in both. The two take turns, and
-    their ratios count, so that what slows a machine down for a while slows both.
+    their ratios count, so that what slows a machine down for a while slows both. end: as in `cost.profile.measure`.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     calls = [_call_of(layer, block, given) for given in (alone, together)]
@@ -41,6 +44,8 @@ def dense_seconds(layer: nn.Module, block: nn.Module, alone: Given, together: Gi
         ratios: list[float] = []
         once: list[float] = []
         for run in range(repeats + 1):
+            if run > 1 and now() > end:
+                break
             first, second = (_seconds(block, *call) for call in calls)
             if run:  # the first run allocates and warms up
                 ratios.append(second / first)

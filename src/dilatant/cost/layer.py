@@ -63,6 +63,15 @@ class LayerCost:
     splits: bool = True
     in_chunks: bool = False
 
+    def pass_seconds(self, tokens: float) -> float:
+        """Seconds of a forward and a backward of one sample of `tokens` tokens."""
+        return self.forward(tokens) + self.input_gradient(tokens) + self.weight_gradient(tokens)
+
+    def slower(self, factor: float) -> LayerCost:
+        """The same layer where computing takes `factor` times as long."""
+        times = ("forward", "input_gradient", "weight_gradient", "first_trainable", "recompute", "attention")
+        return replace(self, **{name: getattr(self, name).scaled(factor).rounded() for name in times})
+
 
 def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
     """The cost where `ep` ranks have different experts, and tokens choose all of these equally often."""

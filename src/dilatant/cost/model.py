@@ -18,6 +18,8 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic
 
 Degree = tuple[int, int]
+ROUGH = 0.3
+"""A fit that is off by more was measured while the machine was busy, or of layers too small to tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,29 @@ class CostModel:
     note: str = ""
     longest: int = 0
     groups: Mapping[str, CostModel] = field(default_factory=dict)
+
+    @property
+    def rough(self) -> list[tuple[float, str]]:
+        """The errors of fits that are rough, the worst first, and their layer types."""
+        return sorted(
+            (
+                (cost.fit_error, kind)
+                for kind, degrees in self.layers.items()
+                for cost in degrees.values()
+                if cost.fit_error is not None and cost.fit_error > ROUGH
+            ),
+            reverse=True,
+        )
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """Of costs that were measured, the layer types that were modelled, for measuring ended before."""
+        lacking = [
+            kind
+            for kind, degrees in self.layers.items()
+            if any(cost.fit_error is None for cost in degrees.values())
+        ]
+        return lacking if self.origin == "measured" and len(lacking) < len(self.layers) else []
 
     def on(self, group: str) -> CostModel:
         """The costs of the devices of this group; where all are equal, these."""

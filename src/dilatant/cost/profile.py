@@ -6,6 +6,7 @@ measuring does.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dilatant.config.errors import UserError
-from dilatant.cost.clock import Clock
+from dilatant.cost.clock import Clock, divided, now
 from dilatant.cost.dense_probe import DenseProbe, Given, dense_seconds
-from dilatant.cost.layer import LayerCost
+from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
 from dilatant.cost.quadratic import Quadratic, fit
 
@@ -36,7 +37,8 @@ class LayerProbe:
     tokens are more images that do not attend to each other. `checkpoint_share` of its input is kept where it is
     recomputed: the rank's tokens under tensor parallelism. `before_chunks(layer)` is the part of it that runs on whole
     rows where the rest runs in chunks. `blocks(layer)` are those in it that are handed tensors which all blocks of a
-    stage have in common. `dense`: of a block whose attention computes more of a row of several samples.
+    stage have in common. `dense`: of a block whose attention computes more of a row of several samples. `modelled` is
+    its modelled cost, which divides a budget of seconds among probes, and takes the place of what it leaves unmeasured.
     """
 
     kind: str
@@ -50,6 +52,11 @@ class LayerProbe:
     before_chunks: Callable[[nn.Module], Callable[..., Any]] | None = None
     blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     dense: DenseProbe | None = None
+    modelled: LayerCost | None = None
+
+    def expected(self, tokens: float) -> float:
+        """Seconds of a forward and a backward by the model; without one, in proportion to the tokens."""
+        return tokens if self.modelled is None else self.modelled.pass_seconds(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,15 @@ class Measurement:
     forward_bytes: int = 0
     frozen_working_bytes: int = 0
 
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of a forward and a backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+PASSES = 14
+"""Forwards and backwards that the shortest measurement of a layer at one token count takes, about."""
+
 
 def profile_layers(
     probes: Sequence[LayerProbe],
@@ -84,37 +100,101 @@ def profile_layers(
     tokens: Sequence[int] = (64, 256, 1024, 4096),
     repeats: int = 7,
     progress: Callable[[str], None] | None = None,
+    seconds: float = math.inf,
 ) -> CostModel:
-    """Measure every probe and fit T(x) = ax² + bx + c to it.
+    """Measure every probe, in this order, and fit T(x) = ax² + bx + c to it.
 
-    `progress` gets the name of what is being measured. Raises UserError when two probes are of the same type and
-    degree, or a layer's first argument or output is not a floating-point tensor.
+    Within `seconds` the probes divide the time as their modelled costs do: each is measured up to `repeats` times, and
+    none begins later. A probe that was not measured at all its token counts keeps its modelled cost, with seconds in
+    the ratio in which it was measured at some, else in that of all that were measured; its `fit_error` is None.
+    `progress` gets what is being measured. Raises UserError when two probes are of the same type and degree, or a
+    layer's first argument or output is not a floating-point tensor.
     """
     layers: dict[str, dict[Degree, LayerCost]] = {}
-    for probe in probes:
-        if probe.degree in layers.get(probe.kind, {}):
+    ratios, whole = dict[tuple[str, Degree], float](), _Ratio()
+    until = now() + seconds
+    budget = "" if math.isinf(seconds) else f" for {seconds:g} s at most"
+    weights = [_positive(sum(map(probe.expected, probe.tokens or tokens))) for probe in probes]
+    for number, (probe, end) in enumerate(zip(probes, divided(until, weights), strict=True), 1):
+        known, (tp, cp) = layers.setdefault(probe.kind, {}), probe.degree
+        if probe.degree in known:
             raise UserError(f"layer type {probe.kind!r} at (tp, cp) {probe.degree} is to be measured twice")
-        if progress is not None:
-            progress(f"{probe.kind} at tp {probe.degree[0]}, cp {probe.degree[1]}")
-        layer = probe.build()
-        measured = [measure(layer, probe, count, repeats) for count in probe.tokens or tokens]
-        parameters = sum(parameter.numel() for parameter in layer.parameters())
-        cost = fit_layer(measured, parameters, probe.square)
-        layers.setdefault(probe.kind, {})[probe.degree] = replace(
-            cost, dense_seconds=_dense_seconds(layer, probe, repeats)
-        )
-    return CostModel(
-        hardware, "measured", dtype, layers, f"tokens {list(tokens)}, median of {repeats}", max(tokens)
-    )
+        found, own = None, _Ratio()
+        if now() < until:
+            if progress is not None:
+                what = f"{probe.kind} at tp {tp}, cp {cp}"
+                progress(f"measuring layers{budget}: {number} of {len(probes)}, {what}")
+            found = _measured(probe, tokens, repeats, (end, until), (own, whole))
+            whole.add(own.measured, own.modelled)
+        if found is None:
+            ratios[probe.kind, probe.degree] = own.value
+        known[probe.degree] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
+    for (kind, degree), ratio in ratios.items():
+        layers[kind][degree] = layers[kind][degree].slower(ratio or whole.value or 1.0)
+    origin, note = "measured", f"tokens {list(tokens)}, median of {repeats}"
+    if math.isfinite(seconds):
+        note = f"tokens {list(tokens)}, median of up to {repeats} within {seconds:g} s"
+    if probes and len(ratios) == len(probes):
+        origin, note = "analytic", "from FLOPs and bytes, not measured"
+    return CostModel(hardware, origin, dtype, layers, note, max(tokens))
 
 
-def _dense_seconds(layer: nn.Module, probe: LayerProbe, repeats: int) -> tuple[tuple[int, float], ...]:
+@dataclass(slots=True)
+class _Ratio:
+    """Measured and modelled seconds of the same work."""
+
+    measured: float = 0.0
+    modelled: float = 0.0
+
+    def add(self, measured: float, modelled: float) -> None:
+        self.measured += measured
+        self.modelled += modelled
+
+    @property
+    def value(self) -> float:
+        """Measured over modelled; 0 where nothing was measured."""
+        return self.measured / self.modelled if self.modelled else 0.0
+
+
+def _positive(weight: float) -> float:
+    return max(weight, 1e-9)
+
+
+def _measured(
+    probe: LayerProbe,
+    tokens: Sequence[int],
+    repeats: int,
+    ends: tuple[float, float],
+    ratios: tuple[_Ratio, _Ratio],
+) -> LayerCost | None:
+    """The fitted cost of a layer; None where time runs out before all token counts are measured. ends: when it should
+    end, and when all must. ratios: of this layer, which is added to, and of those before."""
+    (end, until), (own, others) = ends, ratios
+    layer, counts = probe.build(), sorted(probe.tokens or tokens)
+    measured: list[Measurement] = []
+    shares = divided(end, [_positive(probe.expected(count)) for count in counts])
+    for count, share_ends in zip(counts, shares, strict=True):
+        if now() + PASSES * probe.expected(count) * (own.value or others.value) > until:
+            return None
+        measured.append(measure(layer, probe, count, repeats, share_ends))
+        if probe.modelled is not None:
+            own.add(measured[-1].pass_seconds, probe.modelled.pass_seconds(count))
+    parameters = sum(parameter.numel() for parameter in layer.parameters())
+    cost = fit_layer(measured, parameters, probe.square)
+    return replace(cost, dense_seconds=_dense_seconds(layer, probe, repeats, ends))
+
+
+def _dense_seconds(
+    layer: nn.Module, probe: LayerProbe, repeats: int, ends: tuple[float, float]
+) -> tuple[tuple[int, float], ...]:
     if probe.dense is None or probe.blocks is None:
         return ()
     (block,), rows = probe.blocks(layer), probe.dense
+    end, until = ends
     return tuple(
-        (count, dense_seconds(layer, block, probe.inputs(count), rows.together(count), repeats))
+        (count, dense_seconds(layer, block, probe.inputs(count), rows.together(count), repeats, end))
         for count in rows.tokens
+        if now() < until
     )
 
 
@@ -163,8 +243,11 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
     )
 
 
-def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> Measurement:
-    """One layer at one token count: medians of `repeats`, the variants taken in turn so that drift hits all alike.
+def measure(
+    layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int, end: float = math.inf
+) -> Measurement:
+    """One layer at one token count: medians of `repeats`, the variants taken in turn so that drift hits all alike; of
+    fewer, but at least one, where they would end later than `end`, a time of `now`.
 
     The weight gradient is what a backward takes beyond the one towards the input alone; the first trainable layer's
     backward and the recomputing one are run as such.
@@ -226,7 +309,11 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         attention_bytes = contexts[0].nbytes
         if attention_bytes:
             variants["kept"] = (True, True, probe.keep)
+    began = now()
     for run in range(repeats + 1):
+        began, before = now(), began
+        if run > 1 and began + 2 * (began - before) > end:  # counting bytes takes about as long as a run
+            break
         for name, (to_input, to_weights, recompute) in variants.items():
             backward(name, to_input, to_weights, recompute)
         if run == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,25 +19,23 @@ from dilatant.profiling.layer_costs import misfits
 from dilatant.profiling.layer_shards import degrees_by_kind
 from dilatant.profiling.planned_hardware import Target
 
-SCATTERED = 0.3
-"""A fit that is off by more was measured while the machine was busy, or of layers too small to tell: good enough for
-the plan that says so, not for later runs."""
 REACH = 2
 """Times as long as any that was measured a row may be: what a fit says of longer ones, attention's square in the first
 place, is hardly in the measurements."""
 
 
-def keep_costs(costs: CostModel, model: ModelDescription) -> bool:
-    """Keep measured costs that are no scatter, and say whether they are that; where the cache cannot be written, they
-    are just not kept."""
-    fits = [cost.fit_error or 0.0 for degrees in costs.layers.values() for cost in degrees.values()]
-    if costs.groups or costs.origin != "measured" or max(fits, default=0.0) > SCATTERED:
-        return False
+def keep_costs(costs: CostModel, model: ModelDescription, known: CostModel | None = None) -> None:
+    """Keep measured costs, however rough, and beside them those that were `known` before, at other degrees. Where the
+    cache cannot be written, they are just not kept."""
+    if costs.groups or costs.origin != "measured":
+        return
+    if known is not None:
+        layers = {kind: {**known.layers.get(kind, {}), **own} for kind, own in costs.layers.items()}
+        costs = replace(costs, layers=layers)
     path = _path(costs.hardware, costs.dtype, model)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, costs.to_yaml())  # never through a link in a shared cache
-    return True
 
 
 def kept_costs(

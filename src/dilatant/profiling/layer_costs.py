@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import torch
 from torch import nn
 
 from dilatant.config import Config, UserError, list_problems
-from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs
 from dilatant.cost.group import group_cost
+from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs
 from dilatant.cost.profile import LayerProbe, profile_layers
@@ -42,11 +46,17 @@ _ROWS = (1, 2, 4, 8)
 
 
 def layer_costs(
-    config: Config, model: ModelDescription, target: Target, say: Say = lambda text: None
+    config: Config,
+    model: ModelDescription,
+    target: Target,
+    say: Say = lambda text: None,
+    known: CostModel | None = None,
+    again: bool = True,
 ) -> CostModel:
     """The costs that `plan.costs` names; else measured, if `target` is here; else modelled, and said to be so.
 
-    Of groups of unlike devices each has its own: a file counts for the group that it names, or for devices of its kind.
+    Measured for `plan.measure_seconds`; known, again: see `measure_layers`. Of groups of unlike devices each has its
+    own: a file counts for the group that it names, or for devices of its kind.
 
     Raises UserError for a file of other hardware (naming it), of another precision, or of other layers.
     """
@@ -56,7 +66,16 @@ def layer_costs(
         return read_costs(Path(config.plan.costs), model, target)
     degrees = planned_degrees(config.plan, model, target)
     if target.is_local:
-        return measure_layers(model, target, measured_tokens(config), say=say, degrees=degrees)
+        return measure_layers(
+            model,
+            target,
+            measured_tokens(config),
+            say=say,
+            degrees=degrees,
+            seconds=config.plan.measure_seconds,
+            known=known,
+            again=again,
+        )
     per_node = target.cluster.gpus_per_node
     by_kind = degrees_by_kind(model, degrees)
     return analytic_costs(layer_shapes(model), target.hardware, by_kind, target.dtype, per_node)
@@ -122,6 +141,9 @@ def measure_layers(
     repeats: int = 7,
     say: Say = lambda text: None,
     degrees: Iterable[Degree] = ((1, 1),),
+    seconds: float = math.inf,
+    known: CostModel | None = None,
+    again: bool = True,
 ) -> CostModel:
     """Measure every layer type on one device of this machine, at the (tp, cp) of `degrees`.
 
@@ -129,52 +151,92 @@ def measure_layers(
     vocabulary. Modelled are what ranks do together and what context parallelism leaves of a row (see `cost.group`),
     from the links of the target's hardware; the cost model's note says so.
     `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips, rows of several samples at
-    `dense_tokens`. Raises UserError as
-    `degrees_by_kind`.
+    `dense_tokens`. Within `seconds` those layer types come first that take most of a step; the others are modelled, see
+    `profile_layers`. `known`: costs that were measured before. They are used where time runs out, and what they lack is
+    measured first; without `again` nothing else is. Raises UserError as `degrees_by_kind`.
     """
     by_kind = degrees_by_kind(model, degrees)
-    device, dtype = pick_device(), getattr(torch, target.dtype)
-    tensor = {entry.kind: sorted({tp for tp, _ in by_kind[entry.kind]}) for entry in model.types}
-    shards = {
-        (entry.unit, tp): tensor_shard(entry.unit, tp) for entry in model.types for tp in tensor[entry.kind]
-    }
-    probes = [
-        replace(_probe(share, device, dtype, dense_tokens(model, entry, tokens)), degree=(tp, 1))
-        for entry in model.types
-        for tp, share in (
-            [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor[entry.kind]]
-            if entry.is_divided
-            else [(tensor[entry.kind][0], entry)]
-        )
-    ]
+    shapes = layer_shapes(model, guess=True)
+    before = {} if known is None else {kind: _measured_of(own) for kind, own in known.layers.items()}
+    # As one rank computes it alone: what ranks send each other is added to measured and modelled shares alike.
+    alone = replace(target.hardware, inside=Link(math.inf), between=Link(math.inf))
+    counts = Counter(layer.kind for unit in model.spec.units for layer in unit.layers)
+    shard = cache(tensor_shard)
+    probes: list[tuple[bool, float, LayerProbe]] = []
+    for entry in model.types:
+        own = by_kind[entry.kind]
+        shares = sorted({tp for tp, _ in own}) if entry.is_divided else [own[0][0]]
+        for tp in shares:
+            lacks = any(
+                degree not in before.get(entry.kind, ())
+                for degree in own
+                if not entry.is_divided or degree[0] == tp
+            )
+            if not (lacks or again):
+                continue
+            share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
+            modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, tp)
+            probe = _probe(share, getattr(torch, target.dtype), dense_tokens(model, entry, tokens))
+            probe = replace(probe, degree=(tp, 1), modelled=modelled)
+            seconds_of_all = counts[entry.kind] * probe.expected(max(probe.tokens or tokens))
+            probes.append((known is not None and not lacks, -seconds_of_all, probe))
+    ordered = [probe for *_, probe in sorted(probes, key=lambda entry: entry[:2])]
     # Never more threads than this process trains with (OMP_NUM_THREADS).
-    threads = (
-        min(target.threads, torch.get_num_threads()) if device.type == "cpu" else torch.get_num_threads()
+    threads = torch.get_num_threads()
+    with _threads(min(target.threads, threads) if pick_device().type == "cpu" else threads):
+        found = profile_layers(ordered, target.hardware.name, target.dtype, tokens, repeats, say, seconds)
+    if any(own != [(1, 1)] for own in by_kind.values()):
+        found = _on_groups(found, model, target, shapes, by_kind)
+    return found if known is None else _completed(found, known, by_kind)
+
+
+def _measured_of(costs: Mapping[Degree, LayerCost]) -> dict[Degree, LayerCost]:
+    return {degree: cost for degree, cost in costs.items() if cost.fit_error is not None}
+
+
+def _completed(found: CostModel, known: CostModel, degrees: Mapping[str, Sequence[Degree]]) -> CostModel:
+    """The costs that were found now, and of what these did not measure those that were `known` before."""
+    layers: dict[str, dict[Degree, LayerCost]] = {}
+    for kind, own in degrees.items():
+        now = found.layers.get(kind, {})
+        best = {**now, **_measured_of(known.layers.get(kind, {})), **_measured_of(now)}
+        layers[kind] = {degree: best[degree] for degree in own}
+    costs = replace(found, layers=layers)
+    if all(_measured_of(own) == found.layers.get(kind) for kind, own in layers.items()):
+        return costs
+    is_measured = any(map(_measured_of, layers.values()))
+    has_measured = any(map(_measured_of, found.layers.values()))
+    return replace(
+        costs,
+        origin="measured" if is_measured else found.origin,
+        note=found.note if has_measured else known.note,
+        longest=min(found.longest, known.longest),
     )
-    with _threads(threads):
-        measured = profile_layers(probes, target.hardware.name, target.dtype, tokens, repeats, say)
-    alone = all(own == [(1, 1)] for own in by_kind.values())
-    return measured if alone else _on_groups(measured, model, target, by_kind)
 
 
 def _on_groups(
-    measured: CostModel, model: ModelDescription, target: Target, degrees: Mapping[str, Sequence[Degree]]
+    measured: CostModel,
+    model: ModelDescription,
+    target: Target,
+    shapes: Mapping[str, LayerShape],
+    degrees: Mapping[str, Sequence[Degree]],
 ) -> CostModel:
-    """The costs at (tp, cp), by layer type, from those measured at (tp, 1); what is not divided was measured at the
-    first tp."""
+    """The costs at (tp, cp), by layer type, from those at (tp, 1); what is not divided has those of the first tp at
+    all."""
     layers: dict[str, dict[Degree, LayerCost]] = {}
-    for kind, shape in layer_shapes(model).items():
-        shares = measured.layers[kind]
-        whole = next(iter(shares.values()))
+    divided = {entry.kind for entry in model.types if entry.is_divided}
+    for kind, shares in measured.layers.items():
+        whole = None if kind in divided else next(iter(shares.values()))
         layers[kind] = {
             degree: group_cost(
-                shares.get((degree[0], 1), whole),
-                shape,
+                share,
+                shapes[kind],
                 target.hardware.group_links(*degree, target.cluster.gpus_per_node),
                 target.dtype,
                 degree,
             )
             for degree in degrees[kind]
+            if (share := shares.get((degree[0], 1), whole)) is not None
         }
     source = target.hardware.source or target.hardware.name
     note = (
@@ -294,10 +356,8 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
     return replace(cost, **scaled)
 
 
-def _probe(
-    entry: LayerType, device: torch.device, dtype: torch.dtype, dense_tokens: Sequence[int]
-) -> LayerProbe:
-    probe = layer_probe(entry, device, dtype, dense_tokens)
+def _probe(entry: LayerType, dtype: torch.dtype, dense_tokens: Sequence[int]) -> LayerProbe:
+    probe = layer_probe(entry, pick_device(), dtype, dense_tokens)
     item_tokens = entry.item_tokens
     if item_tokens is None:
         return probe

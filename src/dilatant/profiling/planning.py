@@ -35,7 +35,6 @@ from dilatant.profiling.decode_costs import DecodeCost, decode_cost
 from dilatant.profiling.dense_rows import dense_rows
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
-from dilatant.profiling.planned_degrees import planned_degrees
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
 from dilatant.profiling.searched_zeros import searched_zeros
@@ -118,8 +117,9 @@ def planning_problem(
     progress: Progress = lambda done, total: None,
     measure_again: bool = True,
 ) -> PlanningProblem:
-    """All that is to be known before a search. `say` gets the name of what is being measured. Without `measure_again`
-    the costs count that were kept of the same layers on this hardware. Raises UserError."""
+    """All that is to be known before a search. `say` gets what is being measured. Costs that were kept of the same
+    layers on this hardware stand in where `plan.measure_seconds` are over; without `measure_again` they count, and only
+    what they lack is measured. Raises UserError."""
     target = plan_target(
         config.cluster,
         config.train.precision,
@@ -132,21 +132,25 @@ def planning_problem(
     whole = skeleton(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     sampled = planned_samples(config, samples, model, progress)
-    kept = None
-    if config.plan.costs is None and target.is_local and not measure_again:
-        kept = kept_costs(model, target, planned_degrees(config.plan, model, target), config.data.max_length)
-    measured = layer_costs(config, model, target, say) if kept is None else kept
+    measures = config.plan.costs is None and target.is_local and not target.groups
+    kept = kept_costs(model, target, (), config.data.max_length) if measures else None
+    measured = layer_costs(config, model, target, say, kept, measure_again)
+    from_before = kept is not None and all(
+        cost == kept.layers[kind].get(degree)
+        for kind, degrees in measured.layers.items()
+        for degree, cost in degrees.items()
+    )
     if problems := [problem for unit in whole.units.values() for problem in context_problems(unit)]:
         if max(config.plan.context_parallel or (1,)) > 1:
             raise list_problems("context-parallel degrees (plan.context_parallel):", problems)
         measured = measured.mapped(_without_context)  # a cost file may know more than this model can do
-    if config.plan.costs is None and kept is None:
-        keep_costs(measured, model)
+    if measures and not from_before:
+        keep_costs(measured, model, kept)
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
     workload = replace(sampled.workload, dense=dense_rows(model, costs))
     sampled = replace(sampled, workload=workload)
     decoding = decode_cost(samples, config.seed, config.train.global_batch_size)
-    return PlanningProblem(config, target, model, measured, costs, sampled, kept is not None, decoding)
+    return PlanningProblem(config, target, model, measured, costs, sampled, from_before, decoding)
 
 
 def _without_context(costs: CostModel) -> CostModel:

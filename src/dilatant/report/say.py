@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
+import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -14,6 +16,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from dilatant.config.printable import printable
+
+PROGRESS_SECONDS = 5.0
 
 
 class Terminal(Console):
@@ -45,6 +49,28 @@ def say(console: Console, text: str, style: str = "") -> None:
 def warn(console: Console, text: str) -> None:
     """Print `warning: text`."""
     console.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
+
+
+@contextmanager
+def show_progress(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """Show `text`, what is being done, and what the function in its place is called with. On a terminal it is one line
+    that changes; elsewhere a line for each new task, which is the text up to a colon, and of one task a line every
+    PROGRESS_SECONDS."""
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+        return
+    last, until = "", -math.inf
+
+    def tell(text: str) -> None:
+        nonlocal last, until
+        task, _, _ = text.partition(":")
+        if task != last or time.monotonic() >= until:
+            say(console, text)
+            last, until = task, time.monotonic() + PROGRESS_SECONDS
+
+    tell(text)
+    yield tell
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from dilatant.config.environment import Place
 from dilatant.config.plan import ClusterConfig
 from dilatant.profiling.planned_hardware import devices_per_node
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.say import say
+from dilatant.report.say import say, show_progress
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.planning_process import PlanningJob, plan_in_process
 from dilatant.training.starting_point import Start
@@ -99,11 +99,11 @@ def choose_plan(
     job = PlanningJob(
         config.model_copy(update={"cluster": devices.cluster(config.cluster)}), devices.launcher, folder.path
     )
-    with console.status("planning") as status:
+    with show_progress(console, "planning") as show:
 
         def progress(text: str) -> None:
             sign()
-            status.update(text)
+            show(text)
 
         chosen = plan_in_process(job, progress)
     for line in chosen.lines:

@@ -140,8 +140,13 @@ def _cost_source(problem: PlanningProblem) -> str:
     groups = problem.measured.groups
     if len({own.origin for own in groups.values()}) > 1:
         return "; ".join(f"{name}: {origin_text(own.origin)}" for name, own in groups.items())
-    origin = origin_text(problem.measured.origin)
-    return f"{origin} before (`dilatant profile` measures again)" if problem.from_before else origin
+    measured = problem.measured
+    origin = origin_text(measured.origin)
+    if problem.from_before:
+        origin += " before (`dilatant profile` measures again)"
+    if measured.unmeasured:
+        origin += f", {len(measured.unmeasured)} of {counted(len(measured.layers), 'layer type')} modelled"
+    return origin
 
 
 def _searched(planned: PlannedRun) -> str:
@@ -190,19 +195,23 @@ def _decoding(planned: PlannedRun) -> list[str]:
 
 def _warnings(planned: PlannedRun) -> list[str]:
     problem = planned.problem
-    poor, notable, fixed_at_most = 0.3, 0.1, 0.25
+    notable, fixed_at_most = 0.1, 0.25
     parts = problem.forward_seconds(planned.result.winner.microbatch_size)
     whole = sum(seconds for seconds, _ in parts.values())
-    worst = [
-        (cost.fit_error, kind)
-        for kind, degrees in problem.measured.layers.items()
-        for cost in degrees.values()
-        if cost.fit_error is not None and cost.fit_error > poor
-    ]
-    share = sum(parts[kind][0] for kind in {kind for _, kind in worst} & parts.keys()) / whole
+    worst = problem.measured.rough
+
+    def share_of(kinds: Iterable[str]) -> float:
+        return sum(parts[kind][0] for kind in {*kinds} & parts.keys()) / whole
+
     warnings = []
-    if share > notable:
-        error, kind = max(worst)
+    if lacking := problem.measured.unmeasured:
+        warnings.append(
+            f"{counted(len(lacking), 'layer type')}, {share_of(lacking):.0%} of the work, were not measured in "
+            f"plan.measure_seconds ({problem.config.plan.measure_seconds:g} s) and are modelled in proportion to the "
+            "others; the next plan of this model measures them"
+        )
+    if (share := share_of(kind for _, kind in worst)) > notable:
+        error, kind = worst[0]
         warnings.append(
             f"measured times of {counted(len(worst), 'layer type')}, {share:.0%} of the work, scatter (worst: {kind}, "
             f"whose fit is off by {error:.0%}): the machine was busy, or the layers are tiny; predictions are as "

@@ -125,7 +125,7 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
     problem = planning_problem(
         config,
         samples,
-        say=lambda layer: progress(f"measuring {layer}"),
+        say=progress,
         progress=lambda done, total: progress(f"measuring samples: {done:,} of {total:,}"),
         measure_again=False,
     )

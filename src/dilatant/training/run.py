@@ -21,7 +21,7 @@ from dilatant.config.environment import Place, hide_gpus, place_from
 from dilatant.data.blend import Blend
 from dilatant.models.freeze import audit
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.say import warn
+from dilatant.report.say import show_progress, warn
 from dilatant.report.wording import counted
 from dilatant.training.answer_metrics import find_metric
 from dilatant.training.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
@@ -159,11 +159,11 @@ def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[
 
 def _prepare(config: Config, made: TrainingPlan | None, place: Place | None, console: Console) -> Prepared:
     """Data, model and plan, proven and shown. Raises UserError."""
-    with console.status("opening the data") as status:
+    with show_progress(console, "opening the data") as show:
         prepared = prepare(
             config,
             made=made,
-            progress=lambda done, total: status.update(f"measuring samples: {done:,} of {total:,}"),
+            progress=lambda done, total: show(f"measuring samples: {done:,} of {total:,}"),
         )
     for warning in prepared.warnings:
         warn(console, warning)
@@ -172,7 +172,7 @@ def _prepare(config: Config, made: TrainingPlan | None, place: Place | None, con
             f"the layout has {len(prepared.planned.plan.ranks)} ranks, but {place.launcher} started {place.size} "
             "processes; start as many as it has ranks, or let the run plan for them (parallel: auto)"
         )
-    with console.status("proving the schedule"):
+    with show_progress(console, "proving the schedule"):
         prove_schedule(prepared.planned, prepared.model)
     _describe(console, config, prepared)
     return prepared
