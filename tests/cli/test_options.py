@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -88,3 +89,48 @@ def test_ctrl_c_raises_nothing_through_a_module_that_is_being_imported(tmp_path:
     )
     done = subprocess.run([sys.executable, "-c", call], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+FIRST_LINES = """
+import contextlib, io, json, sys
+from dilatant.cli.app import run
+
+class Loads(BaseException):
+    pass
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            raise Loads
+
+sys.meta_path.insert(0, Refuse())
+said = {}
+for command in json.loads(sys.argv[1]):
+    sys.argv, err = ["dilatant", *command], io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.suppress(Loads):
+        run()
+    said[" ".join(command)] = err.getvalue()
+print(json.dumps(said))
+"""
+
+
+def test_every_command_says_something_before_it_loads_what_takes_long(project: Path) -> None:
+    run = project / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text((project / "config.yaml").read_text())
+    (run / "plan.json").write_text('{"units": []}')
+    commands = [
+        *([verb, "config.yaml"] for verb in ("plan", "simulate", "profile", "train")),
+        *(["data", verb, "config.yaml"] for verb in ("stats", "lint")),
+        *([verb, "run"] for verb in ("simulate", "resume", "export", "chat")),
+        ["train", "--model", "some/model", "--data", "some/data"],
+        ["generate", "run", "--prompt", "Side?"],
+        ["evaluate", "run", "--data", "train.jsonl", "--judge", "judge.py:judge"],
+        ["doctor"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_LINES, json.dumps(commands)], cwd=project, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said == {" ".join(command): "loading torch and transformers\n" for command in commands}

@@ -139,8 +139,9 @@ def model_units(family: str) -> set[str]:
 
 
 def test_costs_of_every_degree_are_measured_kept_and_said_to_be_partly_modelled(tmp_path):
-    settings = {"plan": {"tensor_parallel": [1, 2], "context_parallel": [1, 2]}}
+    settings = {"plan": {"tensor_parallel": [1, 2], "context_parallel": [1, 2], "measure_seconds": 600}}
     config = configured(tmp_path, **settings)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": 64})})
     model, target = described(tmp_path), plan_target(config.cluster)
     costs = layer_costs(config, model, target)
     assert degrees_of(costs) == [(1, 1), (1, 2), (2, 1), (2, 2)]

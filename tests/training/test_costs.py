@@ -97,6 +97,16 @@ def test_costs_that_were_measured_here_count_before_modelled_ones(tmp_path: Path
     keep_costs(measured, described)
     assert costs_of_run(config(), model, plan).origin == f"measured on {target.hardware.name}"
     assert kept_costs(described, target, [(1, 1)], 2 * longest) == measured
+    rough = replace(measured, layers={
+        kind: {degree: replace(cost, fit_error=0.9) for degree, cost in own.items()}
+        for kind, own in measured.layers.items()
+    })  # fmt: skip
+    keep_costs(rough, described)
+    assert kept_costs(described, target, [(1, 1)], longest) == rough  # better than none, and it says so
+    other = {kind: {(2, 1): own[1, 1]} for kind, own in measured.layers.items()}
+    keep_costs(replace(measured, layers=other), described, rough)
+    assert kept_costs(described, target, [(1, 1), (2, 1)], longest) is not None
+    keep_costs(measured, described)
     assert kept_costs(described, target, [(1, 1)], 2 * longest + 1) is None  # too far from what was measured
     assert kept_costs(described, target, [(2, 1)], longest) is None
     assert kept_costs(described, replace(target, dtype="bfloat16"), [(1, 1)], longest) is None

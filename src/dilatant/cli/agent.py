@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dilatant.config.errors import UserError
+from dilatant.config.printable import printable
 
 
 def agent(
@@ -46,6 +48,8 @@ def agent(
         raise UserError(f"--coordinator {coordinator!r} is no HOST:PORT")
     if notice_url is not None and not notice_url.startswith(("http://", "https://")):
         raise UserError(f"--notice-url {notice_url!r} is no http address")
+    print(printable(f"waiting for the run that {coordinator} leads"), file=sys.stderr, flush=True)
+
     from dilatant.resilience.agent_run import AgentOptions, run_agent
 
     options = AgentOptions(host.strip("[]"), int(port), name, wait_seconds, notice_file, notice_url, standby)

@@ -110,6 +110,7 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
         raise UserError(f"plan {str(path)!r} cannot be read; `dilatant plan CONFIG` writes one") from None
     try:
         plan = Plan.from_json(text)
+        say_loading()
 
         from dilatant.training.layout import TrainingPlan
 

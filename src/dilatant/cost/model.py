@@ -56,12 +56,10 @@ class CostModel:
     @property
     def unmeasured(self) -> list[str]:
         """Of costs that were measured, the layer types that were modelled, for measuring ended before."""
-        lacking = [
-            kind
-            for kind, degrees in self.layers.items()
-            if any(cost.fit_error is None for cost in degrees.values())
-        ]
-        return lacking if self.origin == "measured" and len(lacking) < len(self.layers) else []
+        errors = {kind: [cost.fit_error for cost in own.values()] for kind, own in self.layers.items()}
+        if self.origin != "measured" or all(error is None for own in errors.values() for error in own):
+            return []  # modelled ones, or a file that does not say how well it fits
+        return [kind for kind, own in errors.items() if None in own]
 
     def on(self, group: str) -> CostModel:
         """The costs of the devices of this group; where all are equal, these."""

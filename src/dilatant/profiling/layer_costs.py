@@ -185,6 +185,7 @@ def measure_layers(
     threads = torch.get_num_threads()
     with _threads(min(target.threads, threads) if pick_device().type == "cpu" else threads):
         found = profile_layers(ordered, target.hardware.name, target.dtype, tokens, repeats, say, seconds)
+    found = replace(found, layers={kind: found.layers[kind] for kind in by_kind if kind in found.layers})
     if any(own != [(1, 1)] for own in by_kind.values()):
         found = _on_groups(found, model, target, shapes, by_kind)
     return found if known is None else _completed(found, known, by_kind)
