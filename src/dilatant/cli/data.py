@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import (
-    AsJson,
-    ConfigPath,
-    Overrides,
-    Trust,
-    is_page,
-    output_file,
-    read_config,
-    say_loading,
-)
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, Trust, is_page, output_file, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,9 +41,7 @@ def stats(
 ) -> None:
     """Tokens of every training sample in every unit: distributions, ratios, what balancing is worth, what training
     would refuse. Decodes no media, but for the few samples that the page shows."""
-    resolved = read_config(config, overrides, trust or None)
-    say_loading()
-
+    resolved = read_config(config, overrides, trust or None, loads=True)
     from dilatant.data.notices import unused_by_source, unused_lines
     from dilatant.data.sizes import blend_sizes
     from dilatant.profiling.assemble import assemble_samples
@@ -108,9 +97,7 @@ def lint(
     as_json: AsJson = False,
 ) -> None:
     """Find every sample, to train on or held out, that would fail in training. Exits with 1 when there is one."""
-    resolved = read_config(config, overrides, trust or None)
-    say_loading()
-
+    resolved = read_config(config, overrides, trust or None, loads=True)
     from rich.text import Text
 
     from dilatant.data.lint import lint as find_problems

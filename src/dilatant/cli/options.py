@@ -126,10 +126,11 @@ def read_config(
     overrides: Iterable[str] = (),
     trust: bool | None = None,
     prepare: Callable[[dict[str, Any]], None] = lambda tree: None,
+    loads: bool = False,
 ) -> Config:
     """`load_config`, whose libraries are imported only now, so that `--help` starts at once. Paths in overrides are
     relative to the working folder. trust: False where the user named a folder, and the config was found in it; None
-    where the user named the config. prepare: changes the tree of the file before."""
+    where the user named the config. prepare: changes the tree of the file before. loads: see `say_loading`."""
     from dilatant.config import load_config
     from dilatant.config.trust import names_code
 
@@ -143,6 +144,8 @@ def read_config(
     if config.train.device == "cpu":
         # Before torch is imported, and for every process that this one starts: none of them sees a GPU.
         hide_gpus()
+    if loads:
+        say_loading()
     return config
 
 

@@ -18,7 +18,6 @@ from dilatant.cli.options import (
     is_plan,
     output_file,
     read_config,
-    say_loading,
 )
 
 if TYPE_CHECKING:
@@ -72,8 +71,7 @@ def plan(
 
     if why_not and fault_tolerance:
         raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
-    resolved = with_costs(read_config(config, overrides, trust or None), costs)
-    say_loading()
+    resolved = with_costs(read_config(config, overrides, trust or None, loads=True), costs)
 
     from dilatant.plan.why_not import read_asked
     from dilatant.profiling.planning import plan_run
@@ -82,12 +80,7 @@ def plan(
     from dilatant.report.plan_table import print_plan
     from dilatant.report.say import open_console, show_progress
     from dilatant.report.terminal import print_indented, print_line
-    from dilatant.training.planned_run import (
-        check_plan_folder,
-        plan_report,
-        training_plan,
-        write_plan_folder,
-    )
+    from dilatant.training.planned_run import check_plan_folder, plan_report, training_plan, write_plan_folder
 
     console = open_console(stderr=as_json)
     check_plan_folder(resolved)  # before the work, too

@@ -18,7 +18,6 @@ from dilatant.cli.options import (
     is_hardware_file,
     output_file,
     read_config,
-    say_loading,
 )
 from dilatant.config.errors import UserError
 
@@ -80,13 +79,13 @@ def profile(
     For hardware that is not this machine (cluster.hardware), costs are modelled from FLOPs and bytes and say so.
     Links are measured between two processes of this machine, or between the ranks that torchrun or Slurm started.
     """
-    resolved = read_config(config, overrides, trust or None)
-    asked = {
-        "tensor_parallel": _counts(tp, "--tp", "1,2,4") or resolved.plan.tensor_parallel,
-        "context_parallel": _counts(cp, "--cp", "1,2,4") or resolved.plan.context_parallel,
-    }
     lengths = _counts(tokens, "--tokens", "512,1024,2048")
-    say_loading()
+    degrees = {
+        "tensor_parallel": _counts(tp, "--tp", "1,2,4"),
+        "context_parallel": _counts(cp, "--cp", "1,2,4"),
+    }
+    asked = {name: counts for name, counts in degrees.items() if counts}
+    resolved = read_config(config, overrides, trust or None, loads=True)
 
     from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
@@ -115,8 +114,7 @@ def profile(
     with show_progress(open_console(stderr=True), "building the model without weights") as show:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_local:
-            degrees = planned_degrees(plan, model, target)
-            costs = measure_layers(model, target, counts, repeats, show, degrees)
+            costs = measure_layers(model, target, counts, repeats, show, planned_degrees(plan, model, target))
         else:
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
     keep_costs(costs, model)
@@ -235,10 +233,7 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     }
     wide = console.width >= 120
     if wide:
-        times |= {
-            "if first trained": lambda cost: cost.first_trainable,
-            "again": lambda cost: cost.recompute,
-        }
+        times |= {"if first trained": lambda cost: cost.first_trainable, "again": lambda cost: cost.recompute}
     sizes = ("parameters", "activations") if wide else ()
     figures = ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit")
     # Names give way where there is no room for all: a figure that is cut off is none.

@@ -165,15 +165,13 @@ def _measured(folder: Path) -> MeasuredStep | None:
 def _costs_beside(folder: Path, config: Path, overrides: list[str], trust: bool) -> list[str]:
     """The costs that the plan was made with, if they are of the hardware that is now asked for."""
     from dilatant.cost.model import load_costs
-    from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
+    from dilatant.profiling.planned_hardware import is_same_hardware, target_of_run
 
     path = next((p for p in (folder / "costs.yaml", folder / "plan" / "costs.yaml") if p.is_file()), None)
     if path is None:
         return []
     resolved = read_config(config, overrides, trust)
-    target = plan_target(
-        resolved.cluster, resolved.train.precision, resolved.train.zero, resolved.train.optimizer
-    )
+    target = target_of_run(resolved)
     costs = load_costs(path)
     kinds = [own.hardware for own in costs.groups.values()] or [costs.hardware]
     wanted = [own.requested for own in target.groups] or [target.requested]
@@ -205,13 +203,7 @@ def _timed(problem: PlanningProblem, given: _Given, microbatches: int | None) ->
     return time_plan(problem, given.plan, given.microbatches, given.row_tokens)
 
 
-def _show(
-    planned: PlannedRun,
-    given: _Given,
-    page: Path | None,
-    as_json: bool,
-    console: Console,
-) -> None:
+def _show(planned: PlannedRun, given: _Given, page: Path | None, as_json: bool, console: Console) -> None:
     from dilatant.profiling.plan_variants import compare_schedules
     from dilatant.profiling.planning import simulated_steps
     from dilatant.report.plan_table import print_plan
@@ -298,10 +290,7 @@ def _write_pages(
 
 
 def _print_steps(
-    steps: list[float],
-    schedules: dict[str, PlanScore],
-    problem: PlanningProblem,
-    console: Console,
+    steps: list[float], schedules: dict[str, PlanScore], problem: PlanningProblem, console: Console
 ) -> None:
     from dilatant.report.terminal import plain_table, print_line, print_table
     from dilatant.report.wording import bytes_text, count_text, counted, percent_text, seconds_text
@@ -320,11 +309,7 @@ def _print_steps(
         seconds, peak = score.seconds, max(score.peak_bytes, default=0.0)
         style = "red" if peak > capacity else None
         table.add_row(
-            name,
-            seconds_text(seconds),
-            bytes_text(peak),
-            percent_text(peak / capacity),
-            style=style,
+            name, seconds_text(seconds), bytes_text(peak), percent_text(peak / capacity), style=style
         )
     print_table(console, table)
 
@@ -340,12 +325,7 @@ def _replay(
 ) -> None:
     from dilatant.profiling.failures import replay_failures
     from dilatant.report.page_links import link_pages
-    from dilatant.report.replay_page import (
-        ReplaySetting,
-        print_replays,
-        replays_to_plain,
-        write_replay_page,
-    )
+    from dilatant.report.replay_page import ReplaySetting, print_replays, replays_to_plain, write_replay_page
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.say import open_console, show_progress
     from dilatant.report.wording import origin_text

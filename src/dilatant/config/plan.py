@@ -150,13 +150,8 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
-        for name in (
-            "microbatch_sizes",
-            "microbatch_tokens",
-            "tensor_parallel",
-            "context_parallel",
-            "chunks",
-        ):
+        lists = "microbatch_sizes", "microbatch_tokens", "tensor_parallel", "context_parallel", "chunks"
+        for name in lists:
             values = getattr(self, name)
             if values is None or (not values and name == "microbatch_tokens"):
                 continue

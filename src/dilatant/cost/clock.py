@@ -50,5 +50,5 @@ def divided(until: float, weights: Sequence[float]) -> Iterator[float]:
 
 
 def now() -> float:
-    """The time in seconds on a clock that never goes back."""
+    """Seconds on a clock that never goes back."""
     return time.perf_counter()

@@ -24,17 +24,9 @@ from dilatant.cost.quadratic import Quadratic
 _FORTH, _BACK = ("forward", "recompute"), ("input_gradient", "first_trainable")
 """The passes that wait for the group; weight gradients need nothing of other ranks."""
 _WITHOUT = (
-    "weight_gradient",
-    "attention_bytes",
-    "activation_bytes",
-    "frozen_bytes",
-    "weight_bytes",
-    "checkpoint_bytes",
-    "output_bytes",
-    "row_bytes",
-    "row_working_bytes",
-    "common_bytes",
-)
+    "weight_gradient", "attention_bytes", "activation_bytes", "frozen_bytes", "weight_bytes", "checkpoint_bytes",
+    "output_bytes", "row_bytes", "row_working_bytes", "common_bytes",
+)  # fmt: skip
 _WORKING = ("working_bytes", "frozen_working_bytes", "forward_bytes")
 """What holds the tokens of all ranks, too, where it was measured."""
 

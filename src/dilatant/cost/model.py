@@ -43,15 +43,8 @@ class CostModel:
     @property
     def rough(self) -> list[tuple[float, str]]:
         """The errors of fits that are rough, the worst first, and their layer types."""
-        return sorted(
-            (
-                (cost.fit_error, kind)
-                for kind, degrees in self.layers.items()
-                for cost in degrees.values()
-                if cost.fit_error is not None and cost.fit_error > ROUGH
-            ),
-            reverse=True,
-        )
+        fits = [(cost.fit_error or 0.0, kind) for kind, own in self.layers.items() for cost in own.values()]
+        return sorted((fit for fit in fits if fit[0] > ROUGH), reverse=True)
 
     @property
     def unmeasured(self) -> list[str]:
@@ -60,6 +53,12 @@ class CostModel:
         if self.origin != "measured" or all(error is None for own in errors.values() for error in own):
             return []  # modelled ones, or a file that does not say how well it fits
         return [kind for kind, own in errors.items() if None in own]
+
+    @property
+    def unmeasured_text(self) -> str:
+        """How many of the layer types are `unmeasured`, to follow where the costs are from; empty where none is."""
+        count = len(self.unmeasured)
+        return f", {count} of {len(self.layers)} layer types modelled" if count else ""
 
     def on(self, group: str) -> CostModel:
         """The costs of the devices of this group; where all are equal, these."""

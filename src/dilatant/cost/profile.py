@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,8 @@ class LayerProbe:
     modelled: LayerCost | None = None
 
     def expected(self, tokens: float) -> float:
-        """Seconds of a forward and a backward by the model; without one, in proportion to the tokens."""
-        return tokens if self.modelled is None else self.modelled.pass_seconds(tokens)
+        """Seconds of a forward and a backward by the model; without one, the tokens."""
+        return tokens if self.modelled is None else self.modelled.pass_seconds(tokens) + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,6 @@ class Measurement:
     forward_bytes: int = 0
     frozen_working_bytes: int = 0
 
-    @property
-    def pass_seconds(self) -> float:
-        """Seconds of a forward and a backward."""
-        return self.forward + self.input_gradient + self.weight_gradient
-
 
 PASSES = 14
 """Forwards and backwards that the shortest measurement of a layer at one token count takes, about."""
@@ -111,53 +106,38 @@ def profile_layers(
     layer's first argument or output is not a floating-point tensor.
     """
     layers: dict[str, dict[Degree, LayerCost]] = {}
-    ratios, whole = dict[tuple[str, Degree], float](), _Ratio()
-    until = now() + seconds
+    ratios, everything, until = dict[tuple[str, Degree], float](), _Pairs(), now() + seconds
     budget = "" if math.isinf(seconds) else f" for {seconds:g} s at most"
-    weights = [_positive(sum(map(probe.expected, probe.tokens or tokens))) for probe in probes]
+    weights = [sum(map(probe.expected, probe.tokens or tokens)) for probe in probes]
     for number, (probe, end) in enumerate(zip(probes, divided(until, weights), strict=True), 1):
-        known, (tp, cp) = layers.setdefault(probe.kind, {}), probe.degree
-        if probe.degree in known:
+        if probe.degree in layers.setdefault(probe.kind, {}):
             raise UserError(f"layer type {probe.kind!r} at (tp, cp) {probe.degree} is to be measured twice")
-        found, own = None, _Ratio()
+        found, pairs = None, _Pairs()
         if now() < until:
             if progress is not None:
-                what = f"{probe.kind} at tp {tp}, cp {cp}"
+                what = f"{probe.kind} at tp {probe.degree[0]}, cp {probe.degree[1]}"
                 progress(f"measuring layers{budget}: {number} of {len(probes)}, {what}")
-            found = _measured(probe, tokens, repeats, (end, until), (own, whole))
-            whole.add(own.measured, own.modelled)
+            found = _measured(probe, tokens, repeats, (end, until), pairs, _ratio(everything))
+            everything += pairs
         if found is None:
-            ratios[probe.kind, probe.degree] = own.value
-        known[probe.degree] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
+            ratios[probe.kind, probe.degree] = _ratio(pairs)
+        layers[probe.kind][probe.degree] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
     for (kind, degree), ratio in ratios.items():
-        layers[kind][degree] = layers[kind][degree].slower(ratio or whole.value or 1.0)
-    origin, note = "measured", f"tokens {list(tokens)}, median of {repeats}"
-    if math.isfinite(seconds):
-        note = f"tokens {list(tokens)}, median of up to {repeats} within {seconds:g} s"
+        layers[kind][degree] = layers[kind][degree].slower(ratio or _ratio(everything) or 1.0)
+    origin, note = "measured", f"tokens {list(tokens)}, median of {repeats}{budget and ' or fewer'}"
     if probes and len(ratios) == len(probes):
         origin, note = "analytic", "from FLOPs and bytes, not measured"
     return CostModel(hardware, origin, dtype, layers, note, max(tokens))
 
 
-@dataclass(slots=True)
-class _Ratio:
-    """Measured and modelled seconds of the same work."""
-
-    measured: float = 0.0
-    modelled: float = 0.0
-
-    def add(self, measured: float, modelled: float) -> None:
-        self.measured += measured
-        self.modelled += modelled
-
-    @property
-    def value(self) -> float:
-        """Measured over modelled; 0 where nothing was measured."""
-        return self.measured / self.modelled if self.modelled else 0.0
+_Pairs = list[tuple[float, float]]
+"""Measured and modelled seconds of the same work."""
 
 
-def _positive(weight: float) -> float:
-    return max(weight, 1e-9)
+def _ratio(pairs: _Pairs) -> float:
+    """Measured over modelled seconds, 0 where nothing was measured."""
+    measured, modelled = (sum(seconds) for seconds in zip(*pairs, strict=True)) if pairs else (0.0, 1.0)
+    return measured / modelled
 
 
 def _measured(
@@ -165,20 +145,20 @@ def _measured(
     tokens: Sequence[int],
     repeats: int,
     ends: tuple[float, float],
-    ratios: tuple[_Ratio, _Ratio],
+    pairs: _Pairs,
+    ratio: float,
 ) -> LayerCost | None:
     """The fitted cost of a layer; None where time runs out before all token counts are measured. ends: when it should
-    end, and when all must. ratios: of this layer, which is added to, and of those before."""
-    (end, until), (own, others) = ends, ratios
+    end, and when all must. pairs: gets what was measured. ratio: of layers before this one."""
     layer, counts = probe.build(), sorted(probe.tokens or tokens)
     measured: list[Measurement] = []
-    shares = divided(end, [_positive(probe.expected(count)) for count in counts])
-    for count, share_ends in zip(counts, shares, strict=True):
-        if now() + PASSES * probe.expected(count) * (own.value or others.value) > until:
+    for count, end in zip(counts, divided(ends[0], [*map(probe.expected, counts)]), strict=True):
+        if now() + PASSES * probe.expected(count) * (_ratio(pairs) or ratio) > ends[1]:
             return None
-        measured.append(measure(layer, probe, count, repeats, share_ends))
+        measured.append(found := measure(layer, probe, count, repeats, end))
         if probe.modelled is not None:
-            own.add(measured[-1].pass_seconds, probe.modelled.pass_seconds(count))
+            seconds = found.forward + found.input_gradient + found.weight_gradient
+            pairs.append((seconds, probe.expected(count)))
     parameters = sum(parameter.numel() for parameter in layer.parameters())
     cost = fit_layer(measured, parameters, probe.square)
     return replace(cost, dense_seconds=_dense_seconds(layer, probe, repeats, ends))
@@ -190,11 +170,10 @@ def _dense_seconds(
     if probe.dense is None or probe.blocks is None:
         return ()
     (block,), rows = probe.blocks(layer), probe.dense
-    end, until = ends
     return tuple(
-        (count, dense_seconds(layer, block, probe.inputs(count), rows.together(count), repeats, end))
+        (count, dense_seconds(layer, block, probe.inputs(count), rows.together(count), repeats, ends[0]))
         for count in rows.tokens
-        if now() < until
+        if now() < ends[1]
     )
 
 
@@ -222,20 +201,7 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         return found
 
     times = ("forward", "input_gradient", "weight_gradient", "first_trainable")
-    sizes = (
-        "activation_bytes",
-        "attention_bytes",
-        "working_bytes",
-        "frozen_bytes",
-        "weight_bytes",
-        "checkpoint_bytes",
-        "output_bytes",
-        "row_bytes",
-        "row_working_bytes",
-        "common_bytes",
-        "forward_bytes",
-        "frozen_working_bytes",
-    )
+    sizes = [field.name for field in fields(Measurement) if field.name.endswith("_bytes")]
     timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
     untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
     return LayerCost(
@@ -311,8 +277,8 @@ def measure(
             variants["kept"] = (True, True, probe.keep)
     began = now()
     for run in range(repeats + 1):
-        began, before = now(), began
-        if run > 1 and began + 2 * (began - before) > end:  # counting bytes takes about as long as a run
+        began, last = now(), began
+        if run > 1 and began + 2 * (began - last) > end:  # counting bytes takes about as long as a run
             break
         for name, (to_input, to_weights, recompute) in variants.items():
             backward(name, to_input, to_weights, recompute)
@@ -336,9 +302,7 @@ def measure(
         alone = _most_bytes(clock.device, lambda: forward(to_input=False))
     own = 0 if source is None else int(args[source].numel() * args[source].element_size())
     for parameter in parameters:
-        parameter.requires_grad_(True)
-    for parameter in parameters:
-        parameter.grad = None
+        parameter.requires_grad_(True).grad = None
     return Measurement(
         tokens=tokens,
         forward=seconds["both forward"],

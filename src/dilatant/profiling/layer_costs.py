@@ -66,16 +66,8 @@ def layer_costs(
         return read_costs(Path(config.plan.costs), model, target)
     degrees = planned_degrees(config.plan, model, target)
     if target.is_local:
-        return measure_layers(
-            model,
-            target,
-            measured_tokens(config),
-            say=say,
-            degrees=degrees,
-            seconds=config.plan.measure_seconds,
-            known=known,
-            again=again,
-        )
+        counts, seconds = measured_tokens(config), config.plan.measure_seconds
+        return measure_layers(model, target, counts, 7, say, degrees, seconds, known, again)
     per_node = target.cluster.gpus_per_node
     by_kind = degrees_by_kind(model, degrees)
     return analytic_costs(layer_shapes(model), target.hardware, by_kind, target.dtype, per_node)
@@ -167,11 +159,8 @@ def measure_layers(
         own = by_kind[entry.kind]
         shares = sorted({tp for tp, _ in own}) if entry.is_divided else [own[0][0]]
         for tp in shares:
-            lacks = any(
-                degree not in before.get(entry.kind, ())
-                for degree in own
-                if not entry.is_divided or degree[0] == tp
-            )
+            served = [degree for degree in own if not entry.is_divided or degree[0] == tp]
+            lacks = any(degree not in before.get(entry.kind, ()) for degree in served)
             if not (lacks or again):
                 continue
             share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
@@ -202,16 +191,16 @@ def _completed(found: CostModel, known: CostModel, degrees: Mapping[str, Sequenc
         now = found.layers.get(kind, {})
         best = {**now, **_measured_of(known.layers.get(kind, {})), **_measured_of(now)}
         layers[kind] = {degree: best[degree] for degree in own}
-    costs = replace(found, layers=layers)
-    if all(_measured_of(own) == found.layers.get(kind) for kind, own in layers.items()):
-        return costs
-    is_measured = any(map(_measured_of, layers.values()))
+    is_used = any(
+        _measured_of(own) != _measured_of(found.layers.get(kind, {})) for kind, own in layers.items()
+    )
     has_measured = any(map(_measured_of, found.layers.values()))
     return replace(
-        costs,
-        origin="measured" if is_measured else found.origin,
+        found,
+        layers=layers,
+        origin="measured" if is_used else found.origin,
         note=found.note if has_measured else known.note,
-        longest=min(found.longest, known.longest),
+        longest=min(found.longest, known.longest) if is_used else found.longest,
     )
 
 
@@ -228,17 +217,11 @@ def _on_groups(
     divided = {entry.kind for entry in model.types if entry.is_divided}
     for kind, shares in measured.layers.items():
         whole = None if kind in divided else next(iter(shares.values()))
-        layers[kind] = {
-            degree: group_cost(
-                share,
-                shapes[kind],
-                target.hardware.group_links(*degree, target.cluster.gpus_per_node),
-                target.dtype,
-                degree,
-            )
-            for degree in degrees[kind]
-            if (share := shares.get((degree[0], 1), whole)) is not None
-        }
+        for degree in degrees[kind]:
+            links = target.hardware.group_links(*degree, target.cluster.gpus_per_node)
+            if (share := shares.get((degree[0], 1), whole)) is not None:
+                cost = group_cost(share, shapes[kind], links, target.dtype, degree)
+                layers.setdefault(kind, {})[degree] = cost
     source = target.hardware.source or target.hardware.name
     note = (
         f"one tp rank's share measured; cp's part of a row modelled, and collectives, from links of: {source}"
@@ -271,13 +254,8 @@ def costs_in_use(
             if chunk is not None and row * targets > chunk:
                 return _in_chunks(cost, chunk / targets, row)
         if kind not in blocks:
-            cost = replace(
-                cost,
-                recompute=ZERO,
-                checkpoint_bytes=cost.activation_bytes,
-                attention=ZERO,
-                attention_bytes=ZERO,
-            )
+            kept = cost.activation_bytes
+            cost = replace(cost, recompute=ZERO, checkpoint_bytes=kept, attention=ZERO, attention_bytes=ZERO)
         return cost
 
     return replace(
@@ -332,23 +310,18 @@ def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:
 
 
 def _on_targets(cost: LayerCost, share: float) -> LayerCost:
+    names = (
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "first_trainable",
+        "weight_bytes",
+        "checkpoint_bytes",
+    )
     grows = {
-        **dict.fromkeys(
-            (
-                "forward",
-                "input_gradient",
-                "weight_gradient",
-                "first_trainable",
-                "weight_bytes",
-                "checkpoint_bytes",
-            ),
-            ZERO,
-        ),
-        "activation_bytes": cost.row_bytes,
-        "frozen_bytes": cost.row_bytes,
-        "working_bytes": cost.row_working_bytes,
-        "frozen_working_bytes": cost.row_working_bytes,
-        "forward_bytes": cost.row_bytes,
+        **dict.fromkeys(names, ZERO),
+        **dict.fromkeys(("activation_bytes", "frozen_bytes", "forward_bytes"), cost.row_bytes),
+        **dict.fromkeys(("working_bytes", "frozen_working_bytes"), cost.row_working_bytes),
     }
     scaled = {}
     for name, of_row in grows.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dilatant.config import ClusterConfig, OptimizerConfig, UserError
+from dilatant.config import ClusterConfig, Config, OptimizerConfig, UserError
 from dilatant.config.plan import ReserveConfig
 from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.cost.memory import (
@@ -77,6 +77,15 @@ class Target:
 def devices_per_node(config: ClusterConfig) -> int:
     """Those of the config, else this machine's GPUs, else one process for each core, between 2 and 4."""
     return config.gpus_per_node or torch.cuda.device_count() or min(4, max(2, _cores()))
+
+
+def target_of_run(config: Config, cluster: ClusterConfig | None = None) -> Target:
+    """`plan_target` as a run's config says, on its own cluster or on another."""
+    train = config.train
+    return plan_target(
+        cluster or config.cluster, train.precision, train.zero, train.optimizer, config.resilience.keeps_gradients,
+        train.deterministic,
+    )  # fmt: skip
 
 
 def plan_target(

@@ -35,7 +35,7 @@ from dilatant.profiling.decode_costs import DecodeCost, decode_cost
 from dilatant.profiling.dense_rows import dense_rows
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
-from dilatant.profiling.planned_hardware import Target, plan_target
+from dilatant.profiling.planned_hardware import Target, target_of_run
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
 from dilatant.profiling.searched_zeros import searched_zeros
 from dilatant.profiling.step_costs import described_costs
@@ -120,14 +120,7 @@ def planning_problem(
     """All that is to be known before a search. `say` gets what is being measured. Costs that were kept of the same
     layers on this hardware stand in where `plan.measure_seconds` are over; without `measure_again` they count, and only
     what they lack is measured. Raises UserError."""
-    target = plan_target(
-        config.cluster,
-        config.train.precision,
-        config.train.zero,
-        config.train.optimizer,
-        config.resilience.keeps_gradients,
-        config.train.deterministic,
-    )
+    target = target_of_run(config)
     _searched_sizes(config, target)  # before anything is measured
     whole = skeleton(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))

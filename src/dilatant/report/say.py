@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import sys
 import time
 import warnings
@@ -56,18 +55,17 @@ def show_progress(console: Console, text: str) -> Iterator[Callable[[str], None]
     """Show `text`, what is being done, and what the function in its place is called with. On a terminal it is one line
     that changes; elsewhere a line for each new task, which is the text up to a colon, and of one task a line every
     PROGRESS_SECONDS."""
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal:
         with console.status(text) as status:
             yield status.update
         return
-    last, until = "", -math.inf
+    due = dict[str, float]()
 
     def tell(text: str) -> None:
-        nonlocal last, until
         task, _, _ = text.partition(":")
-        if task != last or time.monotonic() >= until:
+        if time.monotonic() >= due.get(task, 0.0):
             say(console, text)
-            last, until = task, time.monotonic() + PROGRESS_SECONDS
+            due[task] = time.monotonic() + PROGRESS_SECONDS
 
     tell(text)
     yield tell

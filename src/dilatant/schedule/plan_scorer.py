@@ -137,7 +137,7 @@ def origin_text(costs: CostModel) -> str:
     if costs.groups:
         return ", ".join(dict.fromkeys(map(origin_text, costs.groups.values())))
     if costs.origin == "measured":
-        return f"measured on {costs.hardware}"
+        return f"measured on {costs.hardware}{costs.unmeasured_text}"
     return (
         f"modelled for {costs.hardware}"
         if costs.origin == "analytic"

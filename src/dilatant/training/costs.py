@@ -19,7 +19,7 @@ from dilatant.profiling.cost_cache import kept_costs
 from dilatant.profiling.describe_model import ModelDescription, describe_model
 from dilatant.profiling.layer_costs import costs_in_use, read_costs
 from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.planned_hardware import Target, plan_target
+from dilatant.profiling.planned_hardware import Target, plan_target, target_of_run
 from dilatant.profiling.step_costs import described_costs
 from dilatant.runtime.holders import trainable_layers
 from dilatant.schedule.trainability import trainability_of
@@ -78,26 +78,12 @@ def _target(config: Config, plan: Plan) -> Target:
         here = config.resilience.ranks_per_node
     shape = {"nodes": -(-len(plan.ranks) // here), "gpus_per_node": here, "groups": None}
     try:
-        target = plan_target(
-            config.cluster.model_copy(update=shape),
-            config.train.precision,
-            config.train.zero,
-            config.train.optimizer,
-            config.resilience.keeps_gradients,
-            config.train.deterministic,
-        )
+        target = target_of_run(config, config.cluster.model_copy(update=shape))
         if target.is_local:
             return target
     except UserError:  # of a hardware file that is only at hand where plans are made
         pass
-    return plan_target(
-        ClusterConfig(**shape),
-        config.train.precision,
-        config.train.zero,
-        config.train.optimizer,
-        config.resilience.keeps_gradients,
-        config.train.deterministic,
-    )
+    return target_of_run(config, ClusterConfig(**shape))
 
 
 def _named_costs(config: Config, model: ModelDescription, target: Target) -> tuple[CostModel | None, str]:

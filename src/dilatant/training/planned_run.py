@@ -140,13 +140,9 @@ def _cost_source(problem: PlanningProblem) -> str:
     groups = problem.measured.groups
     if len({own.origin for own in groups.values()}) > 1:
         return "; ".join(f"{name}: {origin_text(own.origin)}" for name, own in groups.items())
-    measured = problem.measured
-    origin = origin_text(measured.origin)
-    if problem.from_before:
-        origin += " before (`dilatant profile` measures again)"
-    if measured.unmeasured:
-        origin += f", {len(measured.unmeasured)} of {counted(len(measured.layers), 'layer type')} modelled"
-    return origin
+    origin = origin_text(problem.measured.origin)
+    before = " before (`dilatant profile` measures again)" if problem.from_before else ""
+    return f"{origin}{before}{problem.measured.unmeasured_text}"
 
 
 def _searched(planned: PlannedRun) -> str:
