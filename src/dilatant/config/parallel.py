@@ -30,7 +30,9 @@ class UnitParallelism(Section):
     """Stages of each group: a sample goes round the groups this often (interleaved, virtual pipeline stages), which
     shortens warm-up and drain and sends more messages. The default schedule is then `interleaved`."""
     cuts: tuple[int, ...] | None = None
-    """The first layer of each of the `pp * chunks` stages, beginning with 0. Default: stages of equally many layers."""
+    """The first layer of each of the `pp * chunks` stages, beginning with 0. Default: where the cost model's seconds
+    are most even, frozen layers, embedding and head at what they cost (as plans are cut); a run that goes on keeps its
+    cuts."""
 
 
 class ParallelConfig(Section):
@@ -92,3 +94,8 @@ class ParallelConfig(Section):
     def is_laid_out(self) -> bool:
         """Whether the user says which rank holds what."""
         return self.units is not None or self.plan is not None
+
+    @property
+    def is_cut_here(self) -> bool:
+        """Whether the user leaves to the run where stages begin."""
+        return any(unit.cuts is None and unit.pp * unit.chunks > 1 for unit in (self.units or {}).values())

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from dilatant.config.errors import list_problems
+from dilatant.config.errors import UserError, list_problems
+from dilatant.plan.partition import partition_layers
 from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
+from dilatant.plan.unit_layers import UnitLayers
+
+
+Specs = Mapping[str, ParallelSpec]
+"""Unit → how it is laid out."""
 
 
 def plan_from_specs(
     layers: Mapping[str, int],
-    specs: Mapping[str, ParallelSpec],
+    specs: Specs,
     feeds: Mapping[str, Sequence[str]],
     colocated: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -58,13 +65,59 @@ def plan_from_specs(
     return Plan(tuple(units[name] for name in layers))
 
 
+def cut_by_seconds(
+    specs: Specs,
+    colocated: Mapping[str, str],
+    units: UnitLayers,
+    samples: Mapping[str, float],
+) -> dict[str, ParallelSpec]:
+    """The specs with cuts where they have none: stages whose slowest is as fast as possible, as a search cuts them.
+
+    units: what layers take. samples: of a mean microbatch of each unit. A unit of one stage on the ranks of another
+    counts in the first stage of that one. Raises UserError when the costs lack a layer type or degree.
+    """
+
+    def cut(name: str, spec: ParallelSpec) -> ParallelSpec:
+        if spec.cuts is not None or spec.num_stages == 1:
+            return spec
+        layers = units.layers(name, spec.tp, spec.cp, samples[name], ep=spec.ep).on(spec.num_stages)
+        guests = [
+            units.layers(guest, own.tp, own.cp, samples[guest], ep=own.ep).on(1)
+            for guest, own in specs.items()
+            if colocated.get(guest) == name and own.num_stages == 1
+        ]
+        seconds = layers.ahead_of(guests, one_ahead=False).seconds if guests else layers.seconds
+        return replace(spec, cuts=partition_layers(seconds, spec.num_stages))
+
+    return {name: cut(name, spec) for name, spec in specs.items()}
+
+
+def cut_as_before(
+    specs: Specs, colocated: Mapping[str, str], before: Plan
+) -> dict[str, ParallelSpec] | None:
+    """The specs with the cuts of the plan `before`, if that is one of these specs; else None."""
+    layers = {unit.name: unit.replicas[0].stages[-1].end for unit in before.units}
+    feeds = {unit.name: unit.feeds for unit in before.units}
+    same = {
+        unit.name: replace(spec, cuts=spec.cuts or tuple(stage.first for stage in unit.replicas[0].stages))
+        for unit in before.units
+        if (spec := specs.get(unit.name)) is not None
+    }
+    try:
+        plan = plan_from_specs(layers, same, feeds, colocated)
+    except UserError:
+        return None
+    cuts = Plan(tuple(replace(unit, recompute=()) for unit in before.units))
+    return same if plan == cuts and same.keys() == specs.keys() else None
+
+
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """The first layer of each stage when stages get equal numbers of layers, earlier ones one fewer if need be."""
     return tuple(num_layers * stage // num_stages for stage in range(num_stages))
 
 
 def _problems(
-    layers: Mapping[str, int], specs: Mapping[str, ParallelSpec], colocated: Mapping[str, str]
+    layers: Mapping[str, int], specs: Specs, colocated: Mapping[str, str]
 ) -> list[str]:
     problems = [
         f"{name!r} is no unit of this model; it has {', '.join(layers)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
@@ -10,7 +11,7 @@ from dilatant.config.environment import place_from
 from dilatant.config.plan import ClusterConfig
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.memory import Zero
-from dilatant.cost.model import CostModel
+from dilatant.cost.model import CostModel, Degree
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import StepCosts
@@ -47,15 +48,39 @@ def costs_of_run(
         if tuple(bool(row.any()) for row in planned.stages.seconds[:, 1]) == trains:
             return planned
         note = "; the plan's own costs are of other frozen layers"
-    target = _target(config, plan)
+    degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
+    here = costs_here(config, model, len(plan.ranks), degrees, targets, zero)
+    found = described_costs(plan, here.model, here.costs, here.target)
+    return replace(found, origin=f"{found.origin}{note}{here.note}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostsHere:
+    """What the layers of a model cost in a run, as training meets them. note: why they are not others, for a reader."""
+
+    model: ModelDescription
+    costs: CostModel
+    target: Target
+    note: str
+
+
+def costs_here(
+    config: Config,
+    model: MultimodalModel,
+    ranks: int,
+    degrees: Iterable[Degree],
+    targets: float = 1.0,
+    zero: Zero | None = None,
+) -> CostsHere:
+    """The costs of layers by which a run on so many ranks counts, at the (tp, cp) of `degrees`, found as
+    `costs_of_run` says; targets, zero: as there."""
+    target = _target(config, ranks)
     target = target if zero is None else target.sharing(zero)
     described = describe_model(model, recompute_by_unit(config, model.units))
-    degrees = sorted({(placed.stage.tp, placed.stage.cp) for placed in plan.stages()})
-    longest = config.data.max_length
-    costs, misfit = _named_costs(config, described, target)
-    note += misfit
+    degrees = sorted(degrees)
+    costs, note = _named_costs(config, described, target)
     if costs is None and target.is_local:
-        costs = kept_costs(described, target, degrees, longest)
+        costs = kept_costs(described, target, degrees, config.data.max_length)
     if costs is None:
         costs = analytic_costs(
             layer_shapes(described, guess=True),
@@ -66,17 +91,16 @@ def costs_of_run(
         )
         note += f"; {_how_to_measure(config, target)}"
     in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)
-    found = described_costs(plan, described, in_use, target)
-    return replace(found, origin=found.origin + note)
+    return CostsHere(described, in_use, target, note)
 
 
-def _target(config: Config, plan: Plan) -> Target:
+def _target(config: Config, ranks: int) -> Target:
     """The devices that this run has, whatever others the config plans for."""
     place = place_from()
-    here = len(plan.ranks) if place is None else place.local_size
+    here = ranks if place is None else place.local_size
     if config.resilience.enabled and (place is not None or config.resilience.listen is not None):
         here = config.resilience.ranks_per_node
-    shape = {"nodes": -(-len(plan.ranks) // here), "gpus_per_node": here, "groups": None}
+    shape = {"nodes": -(-ranks // here), "gpus_per_node": here, "groups": None}
     try:
         target = target_of_run(config, config.cluster.model_copy(update=shape))
         if target.is_local:

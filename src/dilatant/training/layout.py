@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dilatant.config.parallel import ParallelConfig
 from dilatant.cost.memory import DEFAULT_ZERO, ZEROS, Zero
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
-from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.manual import Specs, plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.step_costs import StepCosts
@@ -132,13 +133,21 @@ def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
     return {**specs, **guests}
 
 
+Cut = Callable[[Specs, Mapping[str, str], Plan], Specs]
+"""Fills in the cuts of a layout (specs, what is colocated) whose plan with equally many layers it is handed."""
+
+
 def plan_from_config(
-    config: Config, model: MultimodalModel, made: TrainingPlan | None = None
+    config: Config,
+    model: MultimodalModel,
+    made: TrainingPlan | None = None,
+    cut: Cut | None = None,
 ) -> TrainingPlan:
     """The plan that the config asks for, proven to be one that can train `model`; the model may be on the meta device.
 
     Where it names none, that is `made`, or without it a plan of one rank. Of a plan file, and of `made`, all is taken
-    that the config does not say otherwise. Raises UserError that lists every problem.
+    that the config does not say otherwise. cut: for units that say no cuts; without it, their stages have equally
+    many layers. Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
     graph, parallel, zero = model.graph, config.parallel, config.train.zero
@@ -168,6 +177,9 @@ def plan_from_config(
         problems = _nothing_to_share(config, planned.plan, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)
+    if cut is not None and made is None and parallel.is_cut_here:
+        specs = cut(_specs(parallel), parallel.colocated, planned.plan)
+        planned = replace(planned, plan=plan_from_specs(layers, specs, graph.feeds, parallel.colocated))
     own = _recomputed(config, planned.plan, model)
     return replace(
         planned,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dilatant.config import Config, UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.ray_cluster import check_cluster, cluster_address
@@ -12,15 +15,17 @@ from dilatant.data.sizes import Progress
 from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.router_loss import has_router_loss, router_weight
+from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.report.wording import counted
 from dilatant.training.costs import costs_of_run
+from dilatant.training.cuts import Cutter
 from dilatant.training.layout import TrainingPlan, plan_from_config
 from dilatant.training.starting_point import with_template_date
 from dilatant.training.steps import count_steps
 
 LOOKED_AT = 4096
-"""Samples that tell what share of tokens carries loss: opening a run must not take longer for more data."""
+"""Samples that tell where stages are cut, and what share of tokens carries loss: opening a run must not take longer for more data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +44,12 @@ def prepare(
     planned: TrainingPlan | None = None,
     made: TrainingPlan | None = None,
     progress: Progress = lambda done, total: None,
+    before: Plan | None = None,
 ) -> Prepared:
     """Data with their sizes, model and plan of a run. Raises UserError that names the key or the sample.
 
     planned: proven already, by rank 0 or the launcher. made: by the run itself, to be proven as the config's own.
-    progress: of samples that must be measured first.
+    progress: of samples that must be measured first. before: of the run that goes on, whose cuts stay.
     """
     config = with_template_date(config)  # of an agent's ranks, which read the file of the run themselves
     with warnings.catch_warnings(record=True) as caught:
@@ -60,7 +66,13 @@ def prepare(
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
         if planned is None:
-            planned = plan_from_config(config, model, made)
+            tokens: dict[str, NDArray[np.int64]] = {}
+            sizes = samples.train_sizes
+            if sizes is not None and len(sizes):
+                each = -(-len(sizes) // LOOKED_AT)
+                tokens = {name: sizes.of(name)[::each] for name in model.units}
+            cut = Cutter(config, model, tokens, _target_share(samples), before)
+            planned = plan_from_config(config, model, made, cut)
             planned = with_costs(config, samples, model, planned)
         for unit in planned.plan.units:
             if unit.recompute:

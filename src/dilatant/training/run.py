@@ -18,8 +18,10 @@ from dilatant.comm import fork_server
 from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import Place, hide_gpus, place_from
+from dilatant.config.own_files import read_text
 from dilatant.data.blend import Blend
 from dilatant.models.freeze import audit
+from dilatant.plan.plan import Plan
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import show_progress, warn
 from dilatant.report.wording import counted
@@ -100,16 +102,16 @@ def train(
             folder.lock()
             check_target(folder.export, folder.path)
             start = find_start(config, folder, overwrite, console)
-        planning = _Planning(config, devices, folder, start) if plans else None
-        if planning is not None and place is not None:
+        planning = _Planning(config, devices, folder, start)
+        if place is not None and (plans or config.parallel.is_cut_here):
             # The ranks meet first, for only one of them plans.
             result, prepared = _launch(config, _train_as_planned, place.size, planning, show)
         else:
             try:
-                made = planning.choose(console) if planning is not None else None
+                made = planning.choose(console) if plans else None
             except KeyboardInterrupt:
                 raise Stopped(128 + signal.SIGINT) from None
-            prepared = _prepare(config, made, place, console)
+            prepared = _prepare(config, made, place, console, planning.before)
             planned = prepared.planned
             ranks = len(planned.plan.ranks)
             if resilient is not None:
@@ -140,31 +142,53 @@ class _Planning:
     def choose(self, console: Console, sign: Callable[[], None] = lambda: None) -> TrainingPlan | None:
         return choose_plan(self.config, self.devices, self.folder, self.start, console, sign)
 
+    @property
+    def before(self) -> Plan | None:
+        """The plan of the run that goes on in this folder."""
+        if self.start.checkpoint is None:
+            return None
+        try:
+            return Plan.from_json(read_text(self.folder.path / "plan.json"))
+        except (OSError, ValueError):
+            return None
+
 
 def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[RunResult, Prepared]:
-    """One rank of an outer launcher: rank 0 plans for all of them, which then build and train."""
+    """One rank of an outer launcher: rank 0 plans, or cuts, for all of them, which then build and train."""
     assert worker.store is not None
-    config = planning.config
+    config, place = planning.config, place_from()
     console = console_for(show if worker.rank == 0 else "nothing")
-    made = share_plan(
-        worker.store,
-        worker.rank,
-        config.parallel.timeout_seconds,
-        lambda sign: planning.choose(console, sign),
-    )
-    prepared = _prepare(config, made, place_from(), console)
+    cut: list[Prepared] = []
+
+    def choose(sign: Callable[[], None]) -> TrainingPlan | None:
+        if not config.parallel.is_cut_here:
+            return planning.choose(console, sign)
+        cut.append(_prepare(config, None, place, console, planning.before, sign))
+        return cut[0].planned
+
+    made = share_plan(worker.store, worker.rank, config.parallel.timeout_seconds, choose)
+    prepared = cut[0] if cut else _prepare(config, made, place, console)
     planned = prepared.planned.to_json()
     return train_rank(worker, config, planned, planning.start, show, prepared), prepared
 
 
-def _prepare(config: Config, made: TrainingPlan | None, place: Place | None, console: Console) -> Prepared:
-    """Data, model and plan, proven and shown. Raises UserError."""
+def _prepare(
+    config: Config,
+    made: TrainingPlan | None,
+    place: Place | None,
+    console: Console,
+    before: Plan | None = None,
+    sign: Callable[[], None] = lambda: None,
+) -> Prepared:
+    """Data, model and plan, proven and shown. made, before: see `prepare`. sign: called now and then, for who waits.
+    Raises UserError."""
     with show_progress(console, "opening the data") as show:
-        prepared = prepare(
-            config,
-            made=made,
-            progress=lambda done, total: show(f"measuring samples: {done:,} of {total:,}"),
-        )
+
+        def progress(done: int, total: int) -> None:
+            sign()
+            show(f"measuring samples: {done:,} of {total:,}")
+
+        prepared = prepare(config, made=made, progress=progress, before=before)
     for warning in prepared.warnings:
         warn(console, warning)
     if place is not None and place.size != len(prepared.planned.plan.ranks):

@@ -1,0 +1,60 @@
+"""Cuts of a layout of the user's own: where the costs by which its run counts are most even, or as they were before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dilatant.config import Config
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.manual import Specs, cut_as_before, cut_by_seconds
+from dilatant.plan.plan import Plan
+from dilatant.plan.unit_layers import UnitLayers
+from dilatant.plan.workload import Workload
+from dilatant.profiling.dense_rows import dense_rows
+from dilatant.training.costs import costs_here
+from dilatant.training.layout import MICROBATCHES
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Fills in the cuts of layouts of `model`.
+
+    tokens: by unit, of some of the samples, one array for all or none; empty where sizes are not known, and rows are
+    then as long as they may be. targets: the share of the language model's tokens that carry loss. before: the plan
+    that the run had, whose cuts stay where the layout is still the same.
+    """
+
+    config: Config
+    model: MultimodalModel
+    tokens: Mapping[str, ArrayLike]
+    targets: float = 1.0
+    before: Plan | None = None
+
+    def __call__(self, specs: Specs, colocated: Mapping[str, str], plan: Plan) -> Specs:
+        """The specs with cuts. plan: that of the specs, wherever it is cut."""
+        kept = None if self.before is None else cut_as_before(specs, colocated, self.before)
+        if kept is not None:
+            return kept
+        degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
+        here = costs_here(self.config, self.model, len(plan.ranks), degrees, self.targets)
+        row, items = self.config.row_tokens, here.model.item_tokens
+        tokens = {
+            name: np.asarray(self.tokens.get(name, [items.get(name, row)]), dtype=np.float64)
+            for name in self.model.units
+        }
+        squares = {name: tokens[name] * item for name, item in items.items()}
+        workload = Workload(tokens, squares, dense_rows(here.model, here.costs))
+        units = UnitLayers(
+            here.model.spec, here.costs, workload, here.target.cluster.gpus_per_node, here.target.rules
+        )
+        anchor = self.model.graph.anchor
+        count = self.config.parallel.microbatches or MICROBATCHES
+        together = min(  # of all replicas' microbatches that are under way at once
+            self.config.train.global_batch_size / count,
+            specs[anchor].replicas * row / max(1.0, float(tokens[anchor].mean())),
+        )
+        samples = {name: together / spec.replicas for name, spec in specs.items()}
+        return cut_by_seconds(specs, colocated, units, samples)

@@ -1,0 +1,83 @@
+"""A layout that does not say where its stages begin is cut where the costs of its run are most even, and stays so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.training.cuts import Cutter
+from dilatant.training.layout import TrainingPlan
+from dilatant.training.prepare import prepare
+from test_planned_steps import LANGUAGE, VISION, config, model_section, write_samples
+
+
+def planned(folder: Path, language: dict[str, Any], before: Plan | None = None, **sections: Any) -> TrainingPlan:
+    """What a run trains that lays out the language model so, with the encoder beside it."""
+    layout = {"units": {"vision": {}, "language": language}, "microbatches": 4}
+    return prepare(config(folder, parallel=layout, **sections), before=before).planned
+
+
+def cuts(found: TrainingPlan, unit: str = "language") -> tuple[int, ...]:
+    return tuple(stage.first for stage in found.plan.unit(unit).replicas[0].stages)
+
+
+def slowest(found: TrainingPlan, tokens: float) -> float:
+    """Seconds of the slowest stage of the language model for a row of so many tokens of one sample."""
+    assert found.costs is not None
+    own = [placed.index for placed in found.plan.stages() if placed.unit == "language"]
+    work = found.costs.stages.seconds[own][:, :2].sum(axis=1) @ np.array([tokens**2, tokens, 1.0])
+    return float(work.max())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_samples(tmp_path, 32)
+    return tmp_path
+
+
+def test_no_other_cut_has_a_faster_slowest_stage(folder: Path) -> None:
+    """The vocabulary is so large that the head takes as long as several blocks; the first blocks are frozen."""
+    frozen = [f"language.layers.{number}" for number in range(2)]
+    section = model_section(config={**LANGUAGE, "vocab_size": 3000})
+    sections: dict[str, Any] = {"model": {**section, "freeze": ["vision.encoder", *frozen]}}
+    own = planned(folder, {"pp": 2}, **sections)
+    others = [planned(folder, {"pp": 2, "cuts": [0, first]}, **sections) for first in range(1, 6)]
+    tokens = 128.0
+    assert slowest(own, tokens) == pytest.approx(min(slowest(other, tokens) for other in others), rel=1e-9)
+    even = planned(folder, {"pp": 2, "cuts": [0, 3]}, **sections)
+    assert slowest(own, tokens) < 0.9 * slowest(even, tokens)
+    assert [cuts(other) for other in others] == [(0, first) for first in range(1, 6)]  # as they were written
+
+
+def test_a_run_that_goes_on_keeps_its_cuts_until_its_layout_changes(folder: Path) -> None:
+    """Costs that were measured meanwhile do not change what a run trains."""
+    own = planned(folder, {"pp": 2})
+    other = planned(folder, {"pp": 2, "cuts": [0, 1]})
+    assert cuts(own) != cuts(other)
+    assert planned(folder, {"pp": 2}, before=other.plan).plan == other.plan
+    for changed in ({"pp": 3}, {"pp": 2, "replicas": 2}, {"pp": 2, "chunks": 2}):
+        assert planned(folder, changed, before=other.plan).plan == planned(folder, changed).plan
+
+
+def test_encoders_in_the_first_stage_leave_it_fewer_layers(folder: Path) -> None:
+    heavy = model_section()
+    heavy["encoders"]["vision"]["config"] = {**VISION, "num_hidden_layers": 16}
+    tree = {"units": {"language": {"pp": 2}}, "colocated": {"vision": "language"}}
+    run = config(folder, parallel=tree, model=heavy)
+    together, apart = prepare(run).planned, planned(folder, {"pp": 2}, model=heavy)
+    assert cuts(together) == (0, 1)
+    assert cuts(apart) > (0, 1)
+
+
+def test_where_sizes_are_not_known_rows_are_as_long_as_they_may_be(folder: Path) -> None:
+    known = prepare(config(folder, parallel={"units": {"vision": {"pp": 2}, "language": {"pp": 2}}}))
+    specs = {"vision": ParallelSpec(pp=2), "language": ParallelSpec(pp=2)}
+    found = Cutter(config(folder), known.model, {})(specs, {}, known.planned.plan)
+    row = 128.0  # data.max_length, and four patches an image
+    assert found["vision"].cuts == cuts(known.planned, "vision")
+    staged = planned(folder, {"pp": 2, "cuts": list(found["language"].cuts or ())})
+    assert slowest(staged, row) == min(slowest(planned(folder, {"pp": 2, "cuts": [0, k]}), row) for k in range(1, 6))
