@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.plan.plan import ParallelSpec, Plan
     from dilatant.resilience.run import train
-    from dilatant.runtime.parallelize import parallelize
     from dilatant.training.loading import make_loader
+    from dilatant.training.parallelize import Auto, parallelize
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Auto": "training.parallelize",
     "Config": "config",
     "EncodedSample": "data.sample",
     "Encoder": "models.encoder_spec",
@@ -40,11 +41,12 @@ _HOME = {
     "load_config": "config",
     "make_loader": "training.loading",
     "metric": "config.signatures",
-    "parallelize": "runtime.parallelize",
+    "parallelize": "training.parallelize",
     "train": "resilience.run",
 }
 
 __all__ = [
+    "Auto",
     "Config",
     "EncodedSample",
     "Encoder",

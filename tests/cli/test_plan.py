@@ -24,6 +24,7 @@ from dilatant.schedule import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.trainability import Trainability
 from dilatant.training.layout import TrainingPlan
+from dilatant.training.prepare import prepare
 
 H100 = ("--set", "cluster.hardware=H100")
 """Costs are then modelled, so nothing is measured and the same plan is found on any machine."""
@@ -82,6 +83,31 @@ def test_the_page_the_plan_and_json_say_the_same(project: Path, dilatant: Dilata
     step = json.loads(out.read_text())["step"]
     assert step["predicted_seconds"] == report.candidates[0].step_seconds
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_layout_in_part_is_completed_cut_timed_and_trains(
+    project: Path, dilatant: Dilatant, tmp_path: Path
+) -> None:
+    """Also with degrees that plans are not made with by default: on a CPU tp is 1."""
+    tree = tiny_config()
+    tree["model"]["language_model"]["config"] |= {"attention_dropout": 0.0, "num_hidden_layers": 4}
+    tree |= {"cluster": {"hardware": "CPU", "gpus_per_node": 6}, "plan": {"steps": 1}}
+    (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    out, plan = tmp_path / "like.json", ("plan", project / "config.yaml")
+    report = planned(dilatant, plan[1], "--like", "language: {tp: 2, pp: 2, chunks: 1}", "--out", out)
+    stages = [one.stage for one in report.plan.stages() if one.unit == "language"]
+    assert [(stage.tp, len(stage.ranks)) for stage in stages] == [(2, 2)] * 2
+    assert stages[1].first not in (0, 1, 5)  # embedding or head alone: blocks are what takes time
+    assert report.candidates[0].step_seconds > 0
+    assert max(use.peak_bytes for use in report.memory) > 0
+    assert "fastest plan like 'language: {tp: 2, pp: 2, chunks: 1}'" in " ".join(report.reasons)
+    run = load_config(project / "config.yaml", [f"parallel={{plan: {out}}}"])
+    found = prepare(run).planned
+    assert found.plan == report.plan
+    assert found.predicted_seconds == report.candidates[0].step_seconds
+    refused(dilatant(*plan, "--like", "audio: {pp: 2}, language: {pipe: 2}"), "'audio' is no unit", "'pipe'")
+    refused(dilatant(*plan, "--like", "language: {tp: 2, pp: 4}"), "it takes 8 devices, and there are 6")
+    refused(dilatant(*plan, "--like", "language: {pp: 2}", "--why-not", "language: {pp: 2}"), "--like")
 
 
 def test_layers_are_measured_once_and_shared_as_a_file(project: Path, dilatant: Dilatant) -> None:

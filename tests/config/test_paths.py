@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dilatant.cli.options import read_config
 from dilatant.config.errors import UserError
@@ -75,3 +76,20 @@ def test_data_that_are_nowhere_are_named_by_their_key(tmp_path: Path) -> None:
     (tmp_path / "new" / "a.jsonl").unlink()
     with pytest.raises(UserError, match=r"--set data\.train\.0\.path=PATH"):
         follow_run(tree, run)
+
+
+@pytest.mark.parametrize("below", [".", "plan"])
+def test_every_command_that_reads_a_run_or_its_plan_finds_what_moved_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], below: str
+) -> None:
+    tree, run = moved(tmp_path)
+    folder = run / below
+    folder.mkdir(exist_ok=True)
+    for mark in ("report.json", "plan.json"):
+        (folder / mark).write_text("{}")
+    tree["model"] = {"language_model": {"tokenizer": "bytes", "config": {"model_type": "llama"}}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    found = read_config(folder / "config.yaml", (), trust=False)
+    assert [source.path for source in found.data.train] == [str(tmp_path / "new" / "a.jsonl"), str(run)]
+    assert found.output_dir == str(run)
+    assert capsys.readouterr().err.count("which moved along with the run, is used") == 1

@@ -16,7 +16,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 from dilatant.runtime.layouts import layout_problems
-from dilatant.runtime.parallelize import parallelize
+from dilatant.training.parallelize import parallelize
 
 _TEXT = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_planned_steps import LANGUAGE, VISION, config, model_section, write_samples
 
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.training.cuts import Cutter
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.prepare import prepare
-from test_planned_steps import LANGUAGE, VISION, config, model_section, write_samples
 
 
-def planned(folder: Path, language: dict[str, Any], before: Plan | None = None, **sections: Any) -> TrainingPlan:
+def planned(
+    folder: Path, language: dict[str, Any], before: Plan | None = None, **sections: Any
+) -> TrainingPlan:
     """What a run trains that lays out the language model so, with the encoder beside it."""
     layout = {"units": {"vision": {}, "language": language}, "microbatches": 4}
     return prepare(config(folder, parallel=layout, **sections), before=before).planned
@@ -80,4 +82,6 @@ def test_where_sizes_are_not_known_rows_are_as_long_as_they_may_be(folder: Path)
     row = 128.0  # data.max_length, and four patches an image
     assert found["vision"].cuts == cuts(known.planned, "vision")
     staged = planned(folder, {"pp": 2, "cuts": list(found["language"].cuts or ())})
-    assert slowest(staged, row) == min(slowest(planned(folder, {"pp": 2, "cuts": [0, k]}), row) for k in range(1, 6))
+    assert slowest(staged, row) == min(
+        slowest(planned(folder, {"pp": 2, "cuts": [0, k]}), row) for k in range(1, 6)
+    )

@@ -127,14 +127,26 @@ def read_config(
     trust: bool | None = None,
     prepare: Callable[[dict[str, Any]], None] = lambda tree: None,
     loads: bool = False,
+    run: Path | None = None,
 ) -> Config:
     """`load_config`, whose libraries are imported only now, so that `--help` starts at once. Paths in overrides are
-    relative to the working folder. trust: False where the user named a folder, and the config was found in it; None
-    where the user named the config. prepare: changes the tree of the file before. loads: see `say_loading`."""
+    relative to the working folder. What moved along with a run, or a plan, that wrote the file is found, and said.
+    trust: False where the user named a folder, and the config was found in it; None where the user named the config.
+    prepare: changes the tree of the file before. loads: see `say_loading`. run: the folder of the run, else told by
+    what lies beside the file."""
     from dilatant.config import load_config
-    from dilatant.config.trust import names_code
+    from dilatant.config.paths import follow_run
+    from dilatant.config.printable import printable
+    from dilatant.config.trust import names_code, run_folder_of
 
-    config = load_config(path, [*overrides], trust, from_shell=True, prepare=prepare)
+    folder = run or run_folder_of(path)
+
+    def follow(tree: dict[str, Any]) -> None:
+        for line in follow_run(tree, folder) if folder is not None else ():
+            print(printable(line), file=sys.stderr)
+        prepare(tree)
+
+    config = load_config(path, [*overrides], trust, from_shell=True, prepare=follow)
     if trust and not names_code(config.model_dump(mode="json")):
         warnings.warn(
             f"--trust-remote-code is unused: {str(path)!r} names no code; beside a model's id the key is "
@@ -154,21 +166,16 @@ def read_run(
 ) -> Config:
     """The config that a run was started with. What moved along with the run is found. resume: it is to go on from its
     newest checkpoint. Raises UserError."""
-    from dilatant.config.paths import follow_run
-    from dilatant.config.printable import printable
-
     saved = folder / "config.yaml"
     if not saved.is_file():
         raise UserError(f"{str(folder)!r} is not a run folder: it has no config.yaml")
 
-    def follow(tree: dict[str, Any]) -> None:
-        for line in follow_run(tree, folder):
-            print(printable(line), file=sys.stderr)
+    def go_on(tree: dict[str, Any]) -> None:
         if resume:
             tree["output_dir"] = str(folder.resolve())
             tree.setdefault("train", {})["resume"] = "auto"
 
-    return read_config(saved, overrides, trust, follow)
+    return read_config(saved, overrides, trust, go_on, folder)
 
 
 def read_config_text(text: str) -> Config:

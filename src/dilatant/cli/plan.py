@@ -60,6 +60,13 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan only layouts like 'language: {tp: 8, pp: 4}'; what is not said is chosen.",
+            show_default=False,
+        ),
+    ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -71,26 +78,39 @@ def plan(
 
     if why_not and fault_tolerance:
         raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
+    if like is not None and (why_not or fault_tolerance is not None):
+        raise UserError(
+            "--like plans one layout; ask --why-not and --fault-tolerance of a search, without --like"
+        )
     resolved = with_costs(read_config(config, overrides, trust or None, loads=True), costs)
 
     from dilatant.plan.why_not import read_asked
-    from dilatant.profiling.planning import plan_run
+    from dilatant.profiling.planning import plan_like, plan_run
     from dilatant.report.page_links import link_pages
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
     from dilatant.report.say import open_console, show_progress
     from dilatant.report.terminal import print_indented, print_line
-    from dilatant.training.planned_run import check_plan_folder, plan_report, training_plan, write_plan_folder
+    from dilatant.training.planned_run import (
+        check_plan_folder,
+        held_report,
+        plan_report,
+        training_plan,
+        write_plan_folder,
+    )
 
     console = open_console(stderr=as_json)
     check_plan_folder(resolved)  # before the work, too
-    problem = open_problem(resolved)
-    asked = {
-        text: read_asked(text, [unit.name for unit in problem.model.spec.units]) for text in why_not or ()
-    }
+    problem = open_problem(resolved, like)
+    units = [unit.name for unit in problem.model.spec.units]
+    asked = {text: read_asked(text, units) for text in why_not or ()}
     with show_progress(open_console(stderr=True), "searching"):
-        planned = plan_run(problem, fault_tolerance=fault_tolerance or 0)
-        report = plan_report(planned, config.stem, asked)
+        if like is not None:
+            planned = plan_like(problem, read_asked(like, units))
+            report = held_report(plan_report(planned, config.stem), like)
+        else:
+            planned = plan_run(problem, fault_tolerance=fault_tolerance or 0)
+            report = plan_report(planned, config.stem, asked)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
@@ -157,8 +177,9 @@ def with_costs(config: Config, costs: Path | None) -> Config:
     return config.model_copy(update={"plan": config.plan.model_copy(update={"costs": str(costs.resolve())})})
 
 
-def open_problem(config: Config) -> PlanningProblem:
-    """What is to be planned, with a progress line on standard error while samples and layers are measured."""
+def open_problem(config: Config, like: str | None = None) -> PlanningProblem:
+    """What is to be planned, with a progress line on standard error while samples and layers are measured. like: see
+    `planning_problem`."""
     from dilatant.profiling.assemble import assemble_samples
     from dilatant.profiling.planning import planning_problem
     from dilatant.report.say import open_console, show_progress
@@ -169,6 +190,7 @@ def open_problem(config: Config) -> PlanningProblem:
             assemble_samples(config),
             say=show,
             progress=lambda done, total: show(f"measuring samples: {done:,} of {total:,}"),
+            like=like,
         )
 
 

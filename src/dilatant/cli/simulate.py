@@ -122,18 +122,22 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
         raise UserError(
             f"{path} needs the config.yaml that `dilatant plan` writes beside it: model and data are read from there"
         )
-    measured = _measured(path.parent)
-    groups = read_config(beside, [], trust).cluster.groups
-    said = any(entry.startswith("cluster.") for entry in overrides)
-    if measured is not None and not said and groups is None:
-        overrides = [*overrides, f"cluster.gpus_per_node={len(plan.ranks)}"]
-    if not any(entry.startswith("plan.costs=") for entry in overrides):
-        overrides = [*overrides, *_costs_beside(path.parent, beside, overrides, trust)]
-    stages = [placed.stage for placed in plan.stages()]
-    for name, degrees in (("tensor", {s.tp for s in stages}), ("context", {s.cp for s in stages})):
-        if degrees != {1}:  # what its layers cost at these is asked for, too
-            overrides = [f"plan.{name}_parallel={sorted({1, *degrees})}", *overrides]
     config = read_config(beside, overrides, trust)
+    said = {entry.partition("=")[0] for entry in overrides}
+    measured = _measured(path.parent)
+    sized = config.cluster.groups or any(key.partition(".")[0] == "cluster" for key in said)
+    if measured is not None and not sized:
+        config = _with(config, "cluster", gpus_per_node=len(plan.ranks))
+    if not {"plan", "plan.costs"} & said and (costs := _costs_beside(path.parent, config)):
+        config = _with(config, "plan", costs=costs)
+    stages = [placed.stage for placed in plan.stages()]
+    degrees = {
+        "tensor_parallel": {stage.tp for stage in stages},
+        "context_parallel": {stage.cp for stage in stages},
+    }
+    for key, own in degrees.items():  # what layers cost at these is asked for, too
+        if own != {1} and not {"plan", f"plan.{key}"} & said:
+            config = _with(config, "plan", **{key: tuple(sorted({1, *own}))})
     folder = path.parent
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem
     return _Given(
@@ -149,6 +153,11 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
     )
 
 
+def _with(config: Config, section: str, **values: Any) -> Config:
+    """The config with other values of one section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
 def _measured(folder: Path) -> MeasuredStep | None:
     """The step that a run measured, if this is the folder of one."""
     from dilatant.schedule.measured import MeasuredStep
@@ -162,22 +171,20 @@ def _measured(folder: Path) -> MeasuredStep | None:
         raise UserError(f"{path}: {error}") from None
 
 
-def _costs_beside(folder: Path, config: Path, overrides: list[str], trust: bool) -> list[str]:
+def _costs_beside(folder: Path, config: Config) -> str | None:
     """The costs that the plan was made with, if they are of the hardware that is now asked for."""
     from dilatant.cost.model import load_costs
     from dilatant.profiling.planned_hardware import is_same_hardware, target_of_run
 
     path = next((p for p in (folder / "costs.yaml", folder / "plan" / "costs.yaml") if p.is_file()), None)
     if path is None:
-        return []
-    resolved = read_config(config, overrides, trust)
-    target = target_of_run(resolved)
+        return None
+    target = target_of_run(config)
     costs = load_costs(path)
     kinds = [own.hardware for own in costs.groups.values()] or [costs.hardware]
     wanted = [own.requested for own in target.groups] or [target.requested]
     same = any(is_same_hardware(kind, device) for kind in kinds for device in wanted)
-    fits = same and costs.dtype == target.dtype
-    return [f"plan.costs={path.resolve()}"] if fits else []
+    return str(path.resolve()) if same and costs.dtype == target.dtype else None
 
 
 def _cluster(text: str) -> list[str]:
@@ -207,16 +214,10 @@ def _show(planned: PlannedRun, given: _Given, page: Path | None, as_json: bool, 
     from dilatant.profiling.plan_variants import compare_schedules
     from dilatant.profiling.planning import simulated_steps
     from dilatant.report.plan_table import print_plan
-    from dilatant.training.planned_run import plan_report
+    from dilatant.training.planned_run import held_report, plan_report
 
     winner = planned.result.winner
-    report = replace(
-        plan_report(planned, given.name),
-        lower_bound_seconds=None,
-        candidates=(),
-        reasons=(),
-        planning_seconds=None,
-    )
+    report = held_report(plan_report(planned, given.name))
     prediction = None
     if given.step is not None:
         prediction = _prediction(planned, report.plan, given.step)

@@ -11,7 +11,6 @@ from dilatant.plan.partition import partition_layers
 from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
 from dilatant.plan.unit_layers import UnitLayers
 
-
 Specs = Mapping[str, ParallelSpec]
 """Unit → how it is laid out."""
 
@@ -92,9 +91,7 @@ def cut_by_seconds(
     return {name: cut(name, spec) for name, spec in specs.items()}
 
 
-def cut_as_before(
-    specs: Specs, colocated: Mapping[str, str], before: Plan
-) -> dict[str, ParallelSpec] | None:
+def cut_as_before(specs: Specs, colocated: Mapping[str, str], before: Plan) -> dict[str, ParallelSpec] | None:
     """The specs with the cuts of the plan `before`, if that is one of these specs; else None."""
     layers = {unit.name: unit.replicas[0].stages[-1].end for unit in before.units}
     feeds = {unit.name: unit.feeds for unit in before.units}
@@ -116,9 +113,7 @@ def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(num_layers * stage // num_stages for stage in range(num_stages))
 
 
-def _problems(
-    layers: Mapping[str, int], specs: Specs, colocated: Mapping[str, str]
-) -> list[str]:
+def _problems(layers: Mapping[str, int], specs: Specs, colocated: Mapping[str, str]) -> list[str]:
     problems = [
         f"{name!r} is no unit of this model; it has {', '.join(layers)}"
         for name in [*specs, *colocated]

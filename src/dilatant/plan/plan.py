@@ -20,7 +20,7 @@ class ParallelSpec:
 
     `replicas` copies of the unit, each a chain of `pp * chunks` stages that goes `chunks` times round `pp` groups of
     `tp * cp` ranks, of which each `ep` divide the experts. `cuts` names the first layer of every stage, beginning with
-    0; without it stages are equally long.
+    0; without it they are cut by what layers cost.
     """
 
     replicas: int = 1

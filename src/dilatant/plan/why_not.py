@@ -30,8 +30,8 @@ TOKENS = "microbatch_tokens"
 """And this of the whole plan; as in the config's `plan`."""
 ZERO = "zero"
 """And this: who shares optimizer state; as in the config's `train`."""
-TRIED = 3
-"""So many of the layouts that fit what is asked are simulated, the most promising."""
+TRIED, TRIED_ALONE = 3, 24
+"""So many of the layouts that fit what is asked are simulated, the most promising; and where they are to be trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,43 +106,44 @@ def read_asked(text: str, units: Sequence[str]) -> Asked:
 def why_not(
     space: Space,
     asked: Asked,
-    result: SearchResult,
+    result: SearchResult | None,
     scorer: PlanScorer,
     sizes: Sequence[int],
     rules: ParameterBytes,
     num_microbatches: int | None = None,
     all_devices: bool = False,
     groups: Sequence[Space] = (),
+    mode: Mode = Mode.BEST,
 ) -> WhyNot:
-    """What became of layouts like `asked` in the search of `space` whose answer is `result`; the other arguments are
-    those of that search. They are simulated now, if the search did not. groups: the spaces of groups of unlike devices,
-    where `space` is of all of them."""
+    """What became of layouts like `asked` in the search of `space` whose answer is `result` (None: of one that was not
+    made); the other arguments are those of that search. They are simulated now, if the search did not. groups: the
+    spaces of groups of unlike devices, where `space` is of all of them."""
     problems = _problems(space, asked)
     if problems:
         return WhyNot(impossible=tuple(problems))
     search = sizes, num_microbatches, all_devices
     spaces = groups or [space]
-    found = _like(spaces, space.cluster, asked, all_candidates(spaces, result.mode, *search))
+    found = _like(spaces, space.cluster, asked, all_candidates(spaces, mode, *search))
     roomy = found
     if not found:  # perhaps for lack of memory
         unbounded = [_without_limit(one) for one in spaces]
-        roomy = _like(spaces, space.cluster, asked, all_candidates(unbounded, result.mode, *search))
+        roomy = _like(spaces, space.cluster, asked, all_candidates(unbounded, mode, *search))
     if not roomy:
-        return WhyNot(impossible=(_nowhere(space, asked, result.mode, sizes),))
+        return WhyNot(impossible=(_nowhere(space, asked, mode, sizes),))
     finals = Finals(space, rules, scorer)
-    for one in roomy[:TRIED]:
+    for one in roomy[: TRIED if result else TRIED_ALONE]:
         finals.simulate(one)
     plans = tuple(sorted(finals.ranked, key=lambda one: one.score.seconds))
     known = {
         (one.plan, one.num_microbatches, one.row_tokens, one.zero)
-        for one in (result.winner, *result.runners_up)
+        for one in ((result.winner, *result.runners_up) if result else ())
     }
     return WhyNot(
         overflow=""
         if plans
         else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
         plans=plans,
-        is_chosen=_chosen(result.winner, asked, space.cluster),
+        is_chosen=result is not None and _chosen(result.winner, asked, space.cluster),
         was_simulated=bool(plans)
         and (plans[0].plan, plans[0].num_microbatches, plans[0].row_tokens, rules.zero) in known,
         candidates=len(found),

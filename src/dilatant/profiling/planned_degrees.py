@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dilatant.config import PlanConfig, UserError
+from dilatant.config import Config, PlanConfig, UserError
 from dilatant.cost.model import Degree
+from dilatant.plan.why_not import Asked
 from dilatant.profiling.describe_model import ModelDescription
 from dilatant.profiling.layer_shards import degrees_by_kind
 from dilatant.profiling.planned_hardware import Target, is_same_hardware
@@ -22,6 +23,17 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
     context: Iterable[int] = plan.context_parallel or (powers if splits else [1])
     asked = plan.tensor_parallel is not None and plan.context_parallel is not None
     return [(tp, cp) for tp in tensor for cp in context if asked or tp * cp <= node or cp == 1 or tp == 1]
+
+
+def offering(config: Config, model: ModelDescription, target: Target, asked: Asked) -> Config:
+    """The config whose plans are also made with the degrees that a layout asks for; what a cost file lacks stays so."""
+    offered = planned_degrees(config.plan, model, target)
+    wanted = {(own.get("tp", 1), own.get("cp", 1)) for own in asked.units.values()}
+    if wanted <= {*offered}:
+        return config
+    tensor, context = (tuple(sorted({*axis})) for axis in zip(*offered, *wanted))
+    degrees = {"tensor_parallel": tensor, "context_parallel": context}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=degrees)})
 
 
 def _divides(model: ModelDescription, tp: int) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config import Config, list_problems
+from dilatant.config import Config, UserError, list_problems
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.pieces import Progress
@@ -27,7 +27,7 @@ from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimu
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import validate
-from dilatant.plan.why_not import Asked, WhyNot, why_not
+from dilatant.plan.why_not import Asked, WhyNot, read_asked, why_not
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples, recompute_by_unit
 from dilatant.profiling.cost_cache import keep_costs, kept_costs
@@ -35,10 +35,12 @@ from dilatant.profiling.decode_costs import DecodeCost, decode_cost
 from dilatant.profiling.dense_rows import dense_rows
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
+from dilatant.profiling.planned_degrees import offering
 from dilatant.profiling.planned_hardware import Target, target_of_run
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
 from dilatant.profiling.searched_zeros import searched_zeros
 from dilatant.profiling.step_costs import described_costs
+from dilatant.report.why_not_text import no_plan_text
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import FAMILIES, plan_scorer, predict
 from dilatant.schedule.assign import Policy
@@ -116,15 +118,32 @@ def planning_problem(
     say: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total: None,
     measure_again: bool = True,
+    like: str | None = None,
 ) -> PlanningProblem:
     """All that is to be known before a search. `say` gets what is being measured. Costs that were kept of the same
     layers on this hardware stand in where `plan.measure_seconds` are over; without `measure_again` they count, and only
-    what they lack is measured. Raises UserError."""
-    target = target_of_run(config)
-    _searched_sizes(config, target)  # before anything is measured
+    what they lack is measured. like: a layout whose degrees are offered, too. Raises UserError."""
+    _searched_sizes(config, target_of_run(config))  # before anything is measured
     whole = skeleton(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
+    if like is not None:
+        config = offering(config, model, target_of_run(config), read_asked(like, [*whole.units]))
     sampled = planned_samples(config, samples, model, progress)
+    problem = model_problem(config, model, sampled, say, measure_again)
+    return replace(problem, decoding=decode_cost(samples, config.seed, config.train.global_batch_size))
+
+
+def model_problem(
+    config: Config,
+    model: ModelDescription,
+    sampled: PlannedSamples,
+    say: Callable[[str], None] = lambda text: None,
+    measure_again: bool = True,
+) -> PlanningProblem:
+    """The problem of a model and samples that are at hand; of `config` neither counts. Arguments as of
+    `planning_problem`."""
+    target = target_of_run(config)
+    _searched_sizes(config, target)
     measures = config.plan.costs is None and target.is_local and not target.groups
     kept = kept_costs(model, target, (), config.data.max_length) if measures else None
     measured = layer_costs(config, model, target, say, kept, measure_again)
@@ -133,7 +152,8 @@ def planning_problem(
         for kind, degrees in measured.layers.items()
         for degree, cost in degrees.items()
     )
-    if problems := [problem for unit in whole.units.values() for problem in context_problems(unit)]:
+    units = dict.fromkeys(entry.unit for entry in model.types)
+    if problems := [problem for unit in units for problem in context_problems(unit)]:
         if max(config.plan.context_parallel or (1,)) > 1:
             raise list_problems("context-parallel degrees (plan.context_parallel):", problems)
         measured = measured.mapped(_without_context)  # a cost file may know more than this model can do
@@ -142,8 +162,7 @@ def planning_problem(
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
     workload = replace(sampled.workload, dense=dense_rows(model, costs))
     sampled = replace(sampled, workload=workload)
-    decoding = decode_cost(samples, config.seed, config.train.global_batch_size)
-    return PlanningProblem(config, target, model, measured, costs, sampled, from_before, decoding)
+    return PlanningProblem(config, target, model, measured, costs, sampled, from_before)
 
 
 def _without_context(costs: CostModel) -> CostModel:
@@ -182,9 +201,23 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
 
 def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False) -> WhyNot:
     """Why the search of this run chose no layout like `asked`."""
-    problem, config = planned.problem, planned.problem.config
-    problem = problem.sharing(asked.zero or planned.result.winner.zero)
-    cluster = problem.target.cluster
+    problem = planned.problem.sharing(asked.zero or planned.result.winner.zero)
+    return _why_not(problem, asked, planned.result, all_devices)
+
+
+def plan_like(problem: PlanningProblem, asked: Asked) -> PlannedRun:
+    """The fastest plan like `asked`. Raises UserError that says why there is none."""
+    problem = problem.sharing(asked.zero or problem.target.rules.zero)
+    answer = _why_not(problem, asked, None, False)
+    if not answer.plans:
+        raise UserError(" ".join(no_plan_text(answer, problem.target.cluster)))
+    return _alone(problem, answer.plans)
+
+
+def _why_not(
+    problem: PlanningProblem, asked: Asked, result: SearchResult | None, all_devices: bool
+) -> WhyNot:
+    config, cluster = problem.config, problem.target.cluster
     spaces = [
         open_space(
             problem.model.spec, problem.costs.on(group.name), group, problem.simulated(), problem.global_batch,
@@ -195,9 +228,25 @@ def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False)
     ]  # fmt: skip
     space = replace(spaces[0], cluster=cluster)
     return why_not(
-        space, asked, planned.result, scorer_of(problem), _searched_sizes(config, problem.target),
-        problem.target.rules, config.parallel.microbatches, all_devices, spaces,
+        space, asked, result, scorer_of(problem), _searched_sizes(config, problem.target),
+        problem.target.rules, config.parallel.microbatches, all_devices, spaces, Mode(config.plan.mode),
     )  # fmt: skip
+
+
+def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
+    """The first of `plans` as the answer of a "search" that looked at no others."""
+    winner = plans[0]
+    result = SearchResult(
+        winner=winner,
+        runners_up=tuple(plans[1:]),
+        rejected=(),
+        candidates=len(plans),
+        mode=Mode.BEST,
+        seconds=winner.score.seconds,
+        proven=False,
+        lower_bound=0.0,
+    )
+    return PlannedRun(problem, result, typical_step(problem, winner).timeline, _work(problem), None)
 
 
 def _searched_chunks(config: Config) -> Sequence[int]:
@@ -290,19 +339,7 @@ def time_plan(
         return overflow > 0.0, found[count].seconds
 
     best = min(found, key=rank)
-    ranked = _as_ranked(problem, plan, pipelines, best, row_tokens, found[best])
-    result = SearchResult(
-        winner=ranked,
-        runners_up=(),
-        rejected=(),
-        candidates=1,
-        mode=Mode.BEST,
-        seconds=ranked.score.seconds,
-        proven=False,
-        lower_bound=0.0,
-    )
-    work = _work(problem)
-    return PlannedRun(problem, result, typical_step(problem, ranked).timeline, work, None)
+    return _alone(problem, [_as_ranked(problem, plan, pipelines, best, row_tokens, found[best])])
 
 
 def typical_step(problem: PlanningProblem, ranked: RankedPlan) -> plan_scorer.Step:

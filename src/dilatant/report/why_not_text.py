@@ -12,16 +12,10 @@ from dilatant.report.wording import bytes_text, counted, listed, percent_text, s
 
 def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tuple[str, ...]:
     """Whether such a plan was tried, cut off by its bound, does not fit, or is slower, and where."""
-    if answer.impossible:
-        return tuple(f"No plan is like that: {why}." for why in answer.impossible)
     if answer.is_chosen:
         return ("The plan that was chosen is like that.",)
     if not answer.plans:
-        capacity = _capacities(cluster)
-        return (
-            f"No plan like that fits memory, of which plans may use {capacity} on each device: the nearest, "
-            f"{answer.overflow}.",
-        )
+        return no_plan_text(answer, cluster)
     best, winner = answer.plans[0], compared_plan(result.winner, cluster, chosen=True)
     own = compared_plan(best, cluster)
     slower = best.score.seconds / result.seconds - 1.0
@@ -33,6 +27,16 @@ def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tupl
         explain(own, winner),
         f"Its fullest rank needs {bytes_text(max(best.score.peak_bytes, default=0.0))} of the "
         f"{_capacities(cluster)} that plans may use.",
+    )
+
+
+def no_plan_text(answer: WhyNot, cluster: Cluster) -> tuple[str, ...]:
+    """Why an answer has no plan."""
+    if answer.impossible:
+        return tuple(f"No plan is like that: {why}." for why in answer.impossible)
+    return (
+        f"No plan like that fits memory, of which plans may use {_capacities(cluster)} on each device: the nearest, "
+        f"{answer.overflow}.",
     )
 
 

@@ -18,6 +18,7 @@ from dilatant.profiling.dense_rows import dense_rows
 from dilatant.training.costs import costs_here
 from dilatant.training.layout import MICROBATCHES
 
+
 @dataclass(frozen=True, slots=True)
 class Cutter:
     """Fills in the cuts of layouts of `model`.

@@ -93,6 +93,18 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | No
     )
 
 
+def held_report(report: PlanReport, layout: str = "") -> PlanReport:
+    """The report of a plan that no search compared with all others: held to a layout, or timed as it is."""
+    held = f"It is the fastest plan like {layout!r} that was simulated; others were not looked at."
+    return replace(
+        report,
+        lower_bound_seconds=None,
+        candidates=report.candidates if layout else (),
+        reasons=(held,) if layout else (),
+        planning_seconds=None,
+    )
+
+
 def _groups(planned: PlannedRun) -> tuple[str, ...]:
     """What unlike devices do."""
     problem = planned.problem

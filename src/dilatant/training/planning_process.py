@@ -119,7 +119,7 @@ def _end_with_launcher(shared: str | None) -> None:
 
 
 def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
-    config, lines = _for_devices_here(job.config)
+    config, lines = for_devices_here(job.config)
     progress("opening the data")
     samples = assemble_samples(config)
     problem = planning_problem(
@@ -131,7 +131,7 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
     )
     progress("searching")
     planned = plan_run(problem, all_devices=bool(job.launcher))
-    _check_all_used(job, planned)
+    check_all_used(planned, job.launcher)
     report = plan_report(planned, job.folder.name)
     folder = write_plan_folder(planned, report)
     return ChosenPlan(
@@ -140,7 +140,7 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
     )
 
 
-def _for_devices_here(config: Config) -> tuple[Config, list[str]]:
+def for_devices_here(config: Config) -> tuple[Config, list[str]]:
     """The config for the devices at hand: those of `cluster.hardware` may be elsewhere."""
     cluster = config.cluster
     if cluster.groups:
@@ -156,13 +156,14 @@ def _for_devices_here(config: Config) -> tuple[Config, list[str]]:
     ]
 
 
-def _check_all_used(job: PlanningJob, planned: PlannedRun) -> None:
-    """An outer launcher has started a process for each device: each must have something to do. Raises UserError."""
+def check_all_used(planned: PlannedRun, launcher: str) -> None:
+    """A launcher, if that is named, has started a process for each device: each must have something to do. Raises
+    UserError."""
     devices, used = planned.problem.target.cluster.num_devices, len(planned.result.winner.plan.ranks)
-    if job.launcher and used != devices:
+    if launcher and used != devices:
         layers = ", ".join(f"{unit.name} {len(unit.layers)}" for unit in planned.problem.model.spec.units)
         raise UserError(
-            f"{job.launcher} started {devices} processes, and no plan uses exactly so many: with layers {layers} and a "
+            f"{launcher} started {devices} processes, and no plan uses exactly so many: with layers {layers} and a "
             f"global batch of {planned.problem.global_batch}, the next that can are {used}. Start {used}, or change "
             "train.global_batch_size"
         )

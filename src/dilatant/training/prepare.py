@@ -25,7 +25,8 @@ from dilatant.training.starting_point import with_template_date
 from dilatant.training.steps import count_steps
 
 LOOKED_AT = 4096
-"""Samples that tell where stages are cut, and what share of tokens carries loss: opening a run must not take longer for more data."""
+"""Samples that tell where stages are cut, and what share of tokens carries loss: opening a run must not take longer for
+more data."""
 
 
 @dataclass(frozen=True, slots=True)

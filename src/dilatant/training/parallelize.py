@@ -1,0 +1,233 @@
+"""The Python API: a model and a layout in, something that executes global batches out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.comm.launch import Worker, local_worker
+from dilatant.config import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ParallelConfig,
+    PlanConfig,
+    TrainConfig,
+    UserError,
+)
+from dilatant.config.environment import place_from
+from dilatant.data.sample import EncodedSample
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import choose_attention, own_attention
+from dilatant.models.tensor_parallel import with_weights
+from dilatant.plan.manual import Specs, plan_from_specs
+from dilatant.plan.plan import ParallelSpec
+from dilatant.plan.workload import Workload
+from dilatant.profiling.describe_model import describe_model
+from dilatant.profiling.planned_samples import PlannedSamples
+from dilatant.profiling.planning import model_problem, plan_run
+from dilatant.runtime.precision import pick_precision
+from dilatant.runtime.runtime import Runtime
+from dilatant.schedule import FAMILIES
+from dilatant.schedule.assign import POLICIES, Policy
+from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.step_assignment import Microbatching
+from dilatant.training.auto_plan import Devices, devices_at_hand
+from dilatant.training.cuts import Cutter
+from dilatant.training.layout import TrainingPlan
+from dilatant.training.planned_run import training_plan
+from dilatant.training.planning_process import check_all_used, for_devices_here
+
+MOST_BATCHES = 4
+"""Global batches that a layout is planned by."""
+ROW_TOKENS = 2048
+"""Of the rows by which a layout is cut, where nobody says how long they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """A layout to be planned from the model, its data and the workers at hand, as by `parallel: auto` in a YAML file.
+
+    batches: global batches like those that will be executed, each of as many samples. The first four are taken, and
+    only sizes and targets are read: samples need no media. cluster, plan: as in a YAML file (memory, degrees, costs);
+    how many devices there are is told by the workers.
+    """
+
+    batches: Iterable[Sequence[EncodedSample]] = ()
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+def parallelize(
+    model: MultimodalModel,
+    specs: Specs | Auto,
+    *,
+    num_microbatches: int | None = None,
+    worker: Worker | None = None,
+    colocated: Mapping[str, str] | None = None,
+    schedule: str | Family | None = None,
+    assignment: Policy | None = None,
+    seed: int = 0,
+    row_tokens: int | None = None,
+    precision: Literal["auto", "fp32", "bf16"] | None = None,
+    **options: Any,
+) -> Runtime:
+    """Build this rank's stages of `model`, spread over all workers as `specs` say.
+
+    model: built alike on every rank; with device "meta" each rank makes only its own layers, from `seed`. specs: unit →
+    its layout, cut by what layers cost where it says no `cuts`; or `Auto`, which rank 0 plans while the others wait:
+
+        batches = [samples[k : k + 64] for k in range(0, 256, 64)]
+        parallel = parallelize(model, Auto(batches), worker=worker)
+        print(parallel.plan)
+
+    worker: from `launch`; not needed where this process is the only one. colocated: see `plan_from_specs`.
+    num_microbatches (default 1), row_tokens: see `Microbatching`. schedule: a name that `parallel.schedule` may have
+    (default 1f1b), or a schedule family of one's own. assignment: how samples are grouped into microbatches, as
+    `plan.assignment`. What of these is not said `Auto` plans. precision: as `train.precision` (default: weights stay as
+    the model has them). seed: of random weights and of dropout, which is keyed by each sample's `draw` or, where no
+    sample has one, by its place and the number of the step: give `execute` its `step_number` when a run goes on later.
+    options: of Runtime. Raises UserError that lists what is wrong, before anything is built.
+    """
+    worker = worker or local_worker()
+    if not isinstance(specs, Auto | Mapping):
+        raise UserError(f"specs is {specs!r}; give unit → ParallelSpec, or Auto(batches) to have it planned")
+    if num_microbatches is not None and num_microbatches < 1:
+        raise UserError(f"num_microbatches is {num_microbatches}; it must be at least 1")
+    if isinstance(schedule, str) and schedule not in FAMILIES:
+        raise UserError(f"schedule {schedule!r} is unknown; there are {', '.join(FAMILIES)}")
+    if assignment is not None and assignment not in POLICIES:
+        raise UserError(f"assignment {assignment!r} is unknown; there are {', '.join(POLICIES)}")
+    name = schedule if isinstance(schedule, str) else None
+    auto = specs if isinstance(specs, Auto) else Auto()
+    batches = _taken(auto, model, colocated or schedule != name) if specs is auto else []
+    rows = [sum(sample.sizes[model.graph.anchor] for sample in batch) for batch in batches]
+    is_half = next(model.language.model.parameters()).dtype == torch.bfloat16
+    train: dict[str, Any] = {
+        "global_batch_size": len(batches[0]) if batches else 1 << 24,  # rows are full
+        "row_tokens": row_tokens or max(rows, default=ROW_TOKENS),
+        "precision": precision or ("bf16" if is_half else "fp32"),
+        "zero": options.get("zero", "none"),
+        "loss_chunk": model.language.loss_chunk,
+    }
+    longest = max((s.sizes[model.graph.anchor] for batch in batches for s in batch), default=ROW_TOKENS)
+    config = Config.model_construct(  # of model and data, which are at hand, nothing is said
+        data=DataConfig.model_construct(max_length=min(longest, train["row_tokens"])),
+        train=TrainConfig(**train),
+        parallel=ParallelConfig.model_validate({"microbatches": num_microbatches, "schedule": name}),
+        cluster=auto.cluster,
+        plan=auto.plan.model_copy(update={"assignment": assignment, "steps": len(batches)}),
+        seed=seed,
+    )
+    layers = {unit: len(model.units[unit].layers) for unit in model.units}
+    by_hand: Specs = specs if isinstance(specs, Mapping) else dict.fromkeys(layers, ParallelSpec())
+    shared: Mapping[str, str] = colocated or {}
+    if specs is auto:
+        shared = {unit: model.graph.anchor for unit in layers if unit != model.graph.anchor}
+    plan = plan_from_specs(layers, by_hand, model.graph.feeds, shared)
+    if specs is not auto and len(plan.ranks) != worker.size:
+        raise UserError(
+            f"the specs need {len(plan.ranks)} workers, but there {'are' if worker.size > 1 else 'is'} {worker.size}; "
+            f"call this in a function that `launch(function, {len(plan.ranks)})` runs, and hand it the worker"
+        )
+    planned = TrainingPlan(plan, num_microbatches or 1, name or "1f1b", assignment or "balanced")
+    choose_attention(model, own_attention(model.language.model))
+    comm = Comm(worker.store, worker.rank, worker.size, device=worker.device)
+    if specs is auto and worker.size > 1:
+        planned = _of_first_rank(comm, partial(_find_plan, model, config, batches, worker.size))
+    elif any(spec.cuts is None and spec.num_stages > 1 for spec in by_hand.values()):
+
+        def cut() -> TrainingPlan:
+            own = Cutter(config, model, {})(by_hand, shared, plan)
+            return replace(planned, plan=plan_from_specs(layers, own, model.graph.feeds, shared))
+
+        planned = _of_first_rank(comm, cut)
+    for unit in planned.plan.units:
+        if unit.recompute:
+            model.units[unit.name].recompute(unit.recompute)
+    family = planned.family if schedule is None or isinstance(schedule, str) else schedule
+    tokens = planned.row_tokens or row_tokens
+    return Runtime(
+        model,
+        planned.plan,
+        comm,
+        microbatching=Microbatching(planned.num_microbatches, family, planned.assignment, seed, tokens),
+        seed=seed,
+        precision=None if precision is None else pick_precision(precision, worker.device),
+        owns_comm=True,
+        **{"costs": planned.costs, **options},
+    )
+
+
+def _taken(auto: Auto, model: MultimodalModel, is_said: object) -> list[Sequence[EncodedSample]]:
+    """The batches to plan for. Raises UserError for what planning needs and is not there."""
+    if is_said:
+        raise UserError("Auto says what is colocated, and plans with schedules by name: leave out your own")
+    batches = list(islice(auto.batches, MOST_BATCHES))
+    sizes = sorted({len(batch) for batch in batches})
+    if not batches or sizes[0] == 0:
+        raise UserError("Auto has no batches to plan for: Auto([samples of a global batch, ...])")
+    if len(sizes) > 1:
+        raise UserError(
+            f"Auto: batches of {sizes[0]} and {sizes[-1]} samples; give global batches of one size"
+        )
+    for sample in (sample for batch in batches for sample in batch):
+        if sample.sizes.get(model.graph.anchor, 0) < 1:
+            raise UserError(
+                f"Auto: sample {sample.id!r} does not say its tokens: sizes[{model.graph.anchor!r}]"
+            )
+    return batches
+
+
+def _find_plan(
+    model: MultimodalModel, config: Config, batches: Sequence[Sequence[EncodedSample]], workers: int
+) -> TrainingPlan:
+    """The plan that the search of `parallel: auto` finds for a device of each worker."""
+    place = place_from()
+    devices = Devices(1, workers, "launch") if place is None else devices_at_hand(config, place)
+    config, notes = for_devices_here(config.model_copy(update={"cluster": devices.cluster(config.cluster)}))
+    for note in notes:
+        warnings.warn(note, stacklevel=4)
+    # A copy without memory: layers are measured with weights of their own, and the model stays as it is.
+    hollow = with_weights(
+        model,
+        {
+            own: nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad)
+            for own in model.parameters()
+        },
+    )
+    assert isinstance(hollow, MultimodalModel)
+    described = describe_model(hollow, dict.fromkeys(hollow.units))
+    samples = [sample for batch in batches for sample in batch]
+    tokens = {unit: np.array([float(s.sizes.get(unit, 0)) for s in samples]) for unit in model.units}
+    targets = sum(sample.target_tokens for sample in samples) / float(tokens[described.anchor].sum())
+    squares = {unit: tokens[unit] * item for unit, item in described.item_tokens.items()}
+    sampled = PlannedSamples(Workload(tokens, squares), targets, len(samples), 0)
+    planned = plan_run(model_problem(config, described, sampled, measure_again=False), all_devices=True)
+    check_all_used(planned, devices.launcher)
+    return training_plan(planned.problem, planned.result.winner)
+
+
+def _of_first_rank(comm: Comm, find: Callable[[], TrainingPlan]) -> TrainingPlan:
+    """What `find` returns on rank 0, on all ranks; so is its UserError."""
+    answer: tuple[str, str] | None = None
+    if comm.rank == 0:
+        try:
+            answer = "plan", find().to_json()
+        except UserError as error:
+            answer = "refused", str(error)
+    kind, text = all_gather_object(comm, answer)[0]
+    if kind == "refused":
+        comm.close()
+        raise UserError(text)
+    return TrainingPlan.from_json(text)
