@@ -113,7 +113,9 @@ def test_a_layout_is_planned_from_model_and_batches_for_the_workers_at_hand(
 ) -> None:
     here = plan_target(ClusterConfig(gpus_per_node=2)).hardware
     shapes = layer_shapes(describe_model(build_model(CASE, "meta")))
-    save_costs(analytic_costs(shapes, here), tmp_path / "costs.yaml")  # instead of measuring for seconds
+    save_costs(
+        analytic_costs(shapes, here, dtype="float32"), tmp_path / "costs.yaml"
+    )  # instead of measuring for seconds
     alone = parallelize(build_model(CASE, "meta"), Auto([build_samples(CASE)]), seed=CASE.seed)
     expected = alone.execute(build_samples(CASE)).loss
     alone.close()

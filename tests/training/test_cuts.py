@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 from test_planned_steps import LANGUAGE, VISION, config, model_section, write_samples
 
-from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.plan import ParallelSpec
 from dilatant.training.cuts import Cutter
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.prepare import prepare
 
 
-def planned(
-    folder: Path, language: dict[str, Any], before: Plan | None = None, **sections: Any
-) -> TrainingPlan:
+def planned(folder: Path, language: dict[str, Any], **sections: Any) -> TrainingPlan:
     """What a run trains that lays out the language model so, with the encoder beside it."""
     layout = {"units": {"vision": {}, "language": language}, "microbatches": 4}
-    return prepare(config(folder, parallel=layout, **sections), before=before).planned
+    return prepare(config(folder, parallel=layout, **sections)).planned
 
 
 def cuts(found: TrainingPlan, unit: str = "language") -> tuple[int, ...]:
@@ -60,9 +58,14 @@ def test_a_run_that_goes_on_keeps_its_cuts_until_its_layout_changes(folder: Path
     own = planned(folder, {"pp": 2})
     other = planned(folder, {"pp": 2, "cuts": [0, 1]})
     assert cuts(own) != cuts(other)
-    assert planned(folder, {"pp": 2}, before=other.plan).plan == other.plan
-    for changed in ({"pp": 3}, {"pp": 2, "replicas": 2}, {"pp": 2, "chunks": 2}):
-        assert planned(folder, changed, before=other.plan).plan == planned(folder, changed).plan
+    (folder / "run").mkdir()
+    (folder / "run" / "plan.json").write_text(other.to_json(), encoding="utf-8")
+    train = {"global_batch_size": 16, "steps": 2, "report_to": []}
+    resumed = {**train, "resume": "auto"}
+    assert planned(folder, {"pp": 2}, train=train).plan == own.plan
+    assert planned(folder, {"pp": 2}, train=resumed).plan == other.plan
+    for changed in ({"pp": 3}, {"pp": 2, "replicas": 2}):
+        assert planned(folder, changed, train=resumed).plan == planned(folder, changed).plan
 
 
 def test_encoders_in_the_first_stage_leave_it_fewer_layers(folder: Path) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import list_problems
 from dilatant.plan.partition import partition_layers
 from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
 from dilatant.plan.unit_layers import UnitLayers
@@ -91,21 +91,23 @@ def cut_by_seconds(
     return {name: cut(name, spec) for name, spec in specs.items()}
 
 
-def cut_as_before(specs: Specs, colocated: Mapping[str, str], before: Plan) -> dict[str, ParallelSpec] | None:
-    """The specs with the cuts of the plan `before`, if that is one of these specs; else None."""
-    layers = {unit.name: unit.replicas[0].stages[-1].end for unit in before.units}
-    feeds = {unit.name: unit.feeds for unit in before.units}
-    same = {
-        unit.name: replace(spec, cuts=spec.cuts or tuple(stage.first for stage in unit.replicas[0].stages))
-        for unit in before.units
-        if (spec := specs.get(unit.name)) is not None
-    }
-    try:
-        plan = plan_from_specs(layers, same, feeds, colocated)
-    except UserError:
+def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelSpec] | None:
+    """The specs, whose plan is `plan` wherever it is cut, with the cuts of `before` if that has the same ranks in the
+    same places; else None."""
+
+    def shape(one: Plan) -> list[object]:
+        return [
+            (
+                unit.name,
+                [[(own.ranks, own.tp, own.cp, own.ep) for own in each.stages] for each in unit.replicas],
+            )
+            for unit in one.units
+        ]
+
+    if shape(plan) != shape(before):
         return None
-    cuts = Plan(tuple(replace(unit, recompute=()) for unit in before.units))
-    return same if plan == cuts and same.keys() == specs.keys() else None
+    firsts = {unit.name: tuple(stage.first for stage in unit.replicas[0].stages) for unit in before.units}
+    return {name: replace(spec, cuts=spec.cuts or firsts[name]) for name, spec in specs.items()}
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from dilatant.config import Config
+from dilatant.config.own_files import read_text
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.manual import Specs, cut_as_before, cut_by_seconds
 from dilatant.plan.plan import Plan
@@ -36,7 +38,7 @@ class Cutter:
 
     def __call__(self, specs: Specs, colocated: Mapping[str, str], plan: Plan) -> Specs:
         """The specs with cuts. plan: that of the specs, wherever it is cut."""
-        kept = None if self.before is None else cut_as_before(specs, colocated, self.before)
+        kept = None if self.before is None else cut_as_before(specs, plan, self.before)
         if kept is not None:
             return kept
         degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
@@ -59,3 +61,13 @@ class Cutter:
         )
         samples = {name: together / spec.replicas for name, spec in specs.items()}
         return cut_by_seconds(specs, colocated, units, samples)
+
+
+def plan_before(config: Config) -> Plan | None:
+    """The plan of the run that goes on in `output_dir`."""
+    if config.train.resume == "never":
+        return None
+    try:
+        return Plan.from_json(read_text(Path(config.output_dir) / "plan.json"))
+    except (OSError, ValueError):
+        return None

@@ -15,11 +15,10 @@ from dilatant.data.sizes import Progress
 from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.router_loss import has_router_loss, router_weight
-from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.report.wording import counted
 from dilatant.training.costs import costs_of_run
-from dilatant.training.cuts import Cutter
+from dilatant.training.cuts import Cutter, plan_before
 from dilatant.training.layout import TrainingPlan, plan_from_config
 from dilatant.training.starting_point import with_template_date
 from dilatant.training.steps import count_steps
@@ -45,12 +44,11 @@ def prepare(
     planned: TrainingPlan | None = None,
     made: TrainingPlan | None = None,
     progress: Progress = lambda done, total: None,
-    before: Plan | None = None,
 ) -> Prepared:
     """Data with their sizes, model and plan of a run. Raises UserError that names the key or the sample.
 
     planned: proven already, by rank 0 or the launcher. made: by the run itself, to be proven as the config's own.
-    progress: of samples that must be measured first. before: of the run that goes on, whose cuts stay.
+    progress: of samples that must be measured first.
     """
     config = with_template_date(config)  # of an agent's ranks, which read the file of the run themselves
     with warnings.catch_warnings(record=True) as caught:
@@ -72,7 +70,7 @@ def prepare(
             if sizes is not None and len(sizes):
                 each = -(-len(sizes) // LOOKED_AT)
                 tokens = {name: sizes.of(name)[::each] for name in model.units}
-            cut = Cutter(config, model, tokens, _target_share(samples), before)
+            cut = Cutter(config, model, tokens, _target_share(samples), plan_before(config))
             planned = plan_from_config(config, model, made, cut)
             planned = with_costs(config, samples, model, planned)
         for unit in planned.plan.units:

@@ -18,10 +18,8 @@ from dilatant.comm import fork_server
 from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import Place, hide_gpus, place_from
-from dilatant.config.own_files import read_text
 from dilatant.data.blend import Blend
 from dilatant.models.freeze import audit
-from dilatant.plan.plan import Plan
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import show_progress, warn
 from dilatant.report.wording import counted
@@ -111,7 +109,7 @@ def train(
                 made = planning.choose(console) if plans else None
             except KeyboardInterrupt:
                 raise Stopped(128 + signal.SIGINT) from None
-            prepared = _prepare(config, made, place, console, planning.before)
+            prepared = _prepare(config, made, place, console)
             planned = prepared.planned
             ranks = len(planned.plan.ranks)
             if resilient is not None:
@@ -142,16 +140,6 @@ class _Planning:
     def choose(self, console: Console, sign: Callable[[], None] = lambda: None) -> TrainingPlan | None:
         return choose_plan(self.config, self.devices, self.folder, self.start, console, sign)
 
-    @property
-    def before(self) -> Plan | None:
-        """The plan of the run that goes on in this folder."""
-        if self.start.checkpoint is None:
-            return None
-        try:
-            return Plan.from_json(read_text(self.folder.path / "plan.json"))
-        except (OSError, ValueError):
-            return None
-
 
 def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[RunResult, Prepared]:
     """One rank of an outer launcher: rank 0 plans, or cuts, for all of them, which then build and train."""
@@ -163,7 +151,7 @@ def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[
     def choose(sign: Callable[[], None]) -> TrainingPlan | None:
         if not config.parallel.is_cut_here:
             return planning.choose(console, sign)
-        cut.append(_prepare(config, None, place, console, planning.before, sign))
+        cut.append(_prepare(config, None, place, console, sign))
         return cut[0].planned
 
     made = share_plan(worker.store, worker.rank, config.parallel.timeout_seconds, choose)
@@ -177,18 +165,16 @@ def _prepare(
     made: TrainingPlan | None,
     place: Place | None,
     console: Console,
-    before: Plan | None = None,
     sign: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Data, model and plan, proven and shown. made, before: see `prepare`. sign: called now and then, for who waits.
-    Raises UserError."""
+    """Data, model and plan, proven and shown. sign: called now and then, for who waits. Raises UserError."""
     with show_progress(console, "opening the data") as show:
 
         def progress(done: int, total: int) -> None:
             sign()
             show(f"measuring samples: {done:,} of {total:,}")
 
-        prepared = prepare(config, made=made, progress=progress, before=before)
+        prepared = prepare(config, made=made, progress=progress)
     for warning in prepared.warnings:
         warn(console, warning)
     if place is not None and place.size != len(prepared.planned.plan.ranks):
