@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 
+from dilatant.attention.mask import AttentionMask
+from dilatant.attention.packing import RowLayout, media_mask
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, Generator, MultimodalModel
 from dilatant.models.row_attention import place_rows, use_row_attention
@@ -122,6 +124,12 @@ class Regression(torch.nn.Module):
         return (said - numbers).square().mean(dim=1)
 
 
+def frames(segments: RowLayout) -> AttentionMask:
+    """A mask of one's own: items without text between them see each other, as frames of a clip do."""
+    stretch = 1 + np.cumsum(np.diff(segments.modality, prepend=segments.modality[:1]) != 0)
+    return media_mask(replace(segments, instance=np.where(segments.is_text, 0, stretch)), "bidirectional")
+
+
 @dataclass(frozen=True)
 class Case:
     """One drawn step; everything is plain, so it is sent to workers and printed when it fails."""
@@ -133,8 +141,8 @@ class Case:
     """(name, model type, layers, projector, features)"""
     frozen: tuple[str, ...]
     recompute: str
-    attention: str | None
-    """How media attend on block tables, or None for transformers' own attention."""
+    attention: Any
+    """How media attend on block tables (`media_attention`), or None for transformers' own attention."""
     texts: tuple[tuple[int, tuple[int, ...]], ...]
     """For each sample: text tokens, items of each encoder."""
     plan: Plan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -63,6 +65,86 @@ def test_images_see_each_other_only_when_asked(samples):
         seen(packing.bidirectional_instances(row, across_instances=True)),
         oracle.matrix(tokens, oracle.bidirectional_instances(across=True)),
     )
+
+
+MEDIA_RULES = {
+    "causal": oracle.document_causal,
+    "bidirectional": oracle.bidirectional_instances(across=True),
+    "isolated": oracle.bidirectional_instances(across=False),
+    "embedded": oracle.embedded(across=False),
+    "modality": oracle.embedded(across=True),
+}
+
+
+def by_modality(kinds):
+    """Each token by the rule of its own modality, text by that of any."""
+    return lambda q, k: MEDIA_RULES[kinds.get(q.modality, "causal")](q, k)
+
+
+@checked
+@given(samples=rows, data=st.data())
+def test_each_modality_sees_as_its_own_kind_says(samples, data):
+    kinds = {name: data.draw(st.sampled_from(packing.MEDIA_KINDS)) for name in MODALITIES[1:]}
+    mask = packing.media_mask(RowLayout.of_samples(samples, MODALITIES), kinds)
+    # "isolated" sees the text before it; what else is seen like text is so for all that look at it.
+    tokens = oracle.tokens_of(samples)
+    expected = oracle.matrix(tokens, by_modality(kinds))
+    if "isolated" in kinds.values() and "causal" in kinds.values():
+        plain = {"text", *(name for name, kind in kinds.items() if kind == "causal")}
+        isolated = [kinds.get(token.modality) == "isolated" for token in tokens]
+        for q, k in ((q, k) for q in tokens for k in tokens):
+            if isolated[q.place] and k.modality in plain and k.sample == q.sample and k.index <= q.index:
+                expected[q.place, k.place] = True
+    np.testing.assert_array_equal(seen(mask), expected)
+
+
+@pytest.mark.parametrize("kind", packing.MEDIA_KINDS)
+def test_sixty_modalities_have_masks_in_one_sample(kind):
+    segments = [segment for n in range(60) for segment in ((f"sense{n}", 2), ("text", 1), (f"sense{n}", 1))]
+    samples = [segments, segments[::-1]]
+    kinds = {f"sense{n}": kind if n % 2 else "embedded" for n in range(60)}
+    mask = packing.media_mask(RowLayout.of_samples(samples), kinds)
+    expected = oracle.matrix(oracle.tokens_of(samples), by_modality(kinds))
+    np.testing.assert_array_equal(seen(mask), expected)
+
+
+@checked
+@given(samples=rows)
+def test_a_sample_may_have_any_mask_of_its_own(samples):
+    """Frames (two items and more without text between) see each other, other pictures themselves."""
+
+    def frames(row):
+        assert not row.is_padding.any()
+        runs = np.cumsum(np.diff(row.modality, prepend=row.modality[:1]) != 0)
+        return packing.media_mask(replace(row, instance=np.where(row.is_text, 0, runs + 1)), "bidirectional")
+
+    def rule(q, k):
+        if q.sample != k.sample:
+            return False
+        own = [token for token in tokens if token.sample == q.sample and token.modality != "padding"]
+        first, last = sorted((own.index(q), own.index(k)))
+        between = {token.modality for token in own[first : last + 1]}
+        return k.index <= q.index or (len(between) == 1 and q.modality != "text")
+
+    samples = [[part for part in sample if part[1]] or [("text", 1)] for sample in samples]
+    tokens = oracle.tokens_of(samples)
+    mask = packing.mask_of_samples(RowLayout.of_samples(samples, MODALITIES), frames)
+    np.testing.assert_array_equal(seen(mask), oracle.matrix(tokens, rule))
+
+
+def test_a_mask_of_one_s_own_that_does_not_fit_names_the_sample():
+    row = RowLayout.of_lengths([2, 3])
+    masks = {
+        "is of type str; give an AttentionMask": lambda alone: "causal",
+        "sample number 1 .* has 2 tokens, the sample has 3": lambda alone: packing.full(
+            RowLayout.of_lengths([2])
+        ),
+        "has a window; the widths are those of the model": lambda alone: packing.sliding_window(alone, 2),
+        "token 0 has the word of padding": lambda alone: AttentionMask.from_tokens([0] * alone.num_tokens),
+    }
+    for message, make in masks.items():
+        with pytest.raises(MaskError, match=message):
+            packing.mask_of_samples(row, make)
 
 
 @checked
@@ -198,8 +280,12 @@ def test_a_row_holds_as_many_images_as_the_word_tells_apart():
 
 
 def test_user_mistakes_name_the_place_and_the_limit():
-    with pytest.raises(MaskError, match="13 modalities in one row; a word holds 12"):
-        RowLayout.of_samples([[(f"sense{i}", 1) for i in range(12)]])
+    with pytest.raises(MaskError, match=r"'smell': 'causal' is no kind of media mask .* of a modality"):
+        packing.media_mask(RowLayout.of_samples([[("vision", 1)]]), {"smell": "causal"})
+    with pytest.raises(MaskError, match="'vision': 'all' is no kind of media mask"):
+        packing.media_mask(RowLayout.of_samples([[("vision", 1)]]), "all")
+    with pytest.raises(MaskError, match=r"own 4096 .*12 classes of tokens \(give one bit"):
+        pack_fields(4096, 1)
     with pytest.raises(
         MaskError, match="sample 1, segment 0: unknown modality 'smell'; known are text, vision"
     ):

@@ -125,7 +125,7 @@ def test_images_may_see_themselves_whole(project: Path, dilatant: Dilatant) -> N
         *("--set", "model.language_model.config.initializer_range=0.3"),
     )
     dilatant("train", config, *deeper, "--set", "output_dir=plain")
-    media = ("--set", "model.language_model.media_attention=bidirectional")
+    media = ("--set", "model.language_model.media_attention={vision: bidirectional}")
     assert dilatant("train", config, *deeper, *media)[0] == 0
     assert losses(project / "run") != pytest.approx(losses(project / "plain"), rel=1e-3)
     code, out, _ = dilatant("generate", project / "run" / "export", "--image", project / "images" / "0.png",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -389,3 +390,23 @@ def test_a_cluster_is_of_whole_groups_instead_of_one_kind_and_within_reach(
     with pytest.raises(UserError) as found:
         load_config(write(tmp_path, changed(cluster=cluster)))
     assert expected in str(found.value)
+
+
+def test_media_masks_are_named_by_encoder(tmp_path: Path) -> None:
+    def masks(**language: Any) -> Any:
+        language = {**GOOD["model"]["language_model"], **language}
+        return load_config(write(tmp_path, changed(model={**GOOD["model"], "language_model": language})))
+
+    text = masks(media_attention={"vision": "modality"}).model.text
+    assert (text.media_attention, text.needs_plans) == ({"vision": "modality"}, True)
+    assert not masks(media_attention={"vision": "causal"}).model.text.needs_plans
+    for said, message in (
+        ({"media_attention": {"audio": "causal"}}, "names 'audio'; the encoders are vision"),
+        ({"media_attention": {"vision": "all"}}, "media_attention"),
+        (
+            {"media_attention": {"vision": "embedded"}, "attn_implementation": "sdpa"},
+            "needs attn_implementation",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            masks(**said)

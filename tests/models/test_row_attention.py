@@ -12,9 +12,12 @@ from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
 from transformers import masking_utils
 
+from dilatant.attention.mask import pack_fields
+from dilatant.attention.packing import RowLayout, document_causal
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.data.sample import EncodedSample
+from dilatant.models import Encoder
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import RowAttention, attend_as_configured, place_rows, use_row_attention
 from dilatant.models.sources import parse_config
@@ -101,7 +104,7 @@ def test_every_encoder_family_gives_the_loss_of_samples_one_by_one(encoder: str)
     check("llama", encoder, "causal", None)
 
 
-@pytest.mark.parametrize("media", ["bidirectional", "embedded"])
+@pytest.mark.parametrize("media", ["bidirectional", "embedded", "modality"])
 @pytest.mark.parametrize("language", ["llama", "qwen3", "phi3"])
 def test_media_see_each_other_as_the_config_says(language: str, media: str) -> None:
     """Families without windows: transformers takes one dense mask for all of their layers."""
@@ -114,7 +117,7 @@ def seen_in(sample: EncodedSample, media: str) -> np.ndarray:
     while place < len(sample.input_ids):
         segments.append(("text", 1) if sample.input_ids[place] < VOCABULARY else ("image", 16))
         place += segments[-1][1]
-    rule = bidirectional_instances(True) if media == "bidirectional" else embedded(False)
+    rule = bidirectional_instances(True) if media == "bidirectional" else embedded(media == "modality")
     return matrix(tokens_of([segments]), rule)
 
 
@@ -245,6 +248,69 @@ def test_a_saved_model_remembers_how_its_media_attend_and_is_plain_on_disk(tmp_p
     model.save_pretrained(tmp_path)
     assert "dilatant" not in (tmp_path / "language" / "config.json").read_text()
     assert MultimodalModel.from_pretrained(tmp_path).media_attention == "bidirectional"
+
+
+def test_a_mask_of_one_s_own_is_code_that_a_saved_model_asks_for_again(tmp_path: Any) -> None:
+    model = vision_language("llama", "siglip")
+    model.media_attention = document_causal
+    use_row_attention(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="media_attention is code; give it again"):
+        MultimodalModel.from_pretrained(tmp_path)
+    again = MultimodalModel.from_pretrained(tmp_path, media_attention=document_causal)
+    assert again.media_attention is document_causal
+
+
+def test_what_media_attention_cannot_be_is_said_where_the_model_is_built() -> None:
+    encoders = {name: Encoder(ENCODERS["siglip"]) for name in ("vision", "depth")}
+
+    def build(said: Any) -> Any:
+        return MultimodalModel(
+            encoders, LANGUAGE_MODELS["llama"], seed=0, media_attention=said
+        ).media_attention
+
+    assert build({"vision": "embedded"}) == {"vision": "embedded", "depth": "causal"}
+    assert build({"vision": "causal"}) == "causal"
+    assert build(dict.fromkeys(encoders, "modality")) == "modality"
+    for said, message in (
+        ("all", "media_attention is 'all'; give one of causal, bidirectional, embedded, modality"),
+        ({"vision": "all"}, "give one of causal"),
+        ({"audio": "causal"}, "media_attention names 'audio'; the encoders are vision, depth"),
+        (lambda: None, r"media_attention is called as \(segments\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(said)
+
+
+def test_generation_refuses_a_mask_whose_text_does_not_see_all_before_it() -> None:
+    def apart(segments: RowLayout) -> Any:
+        """Text sees text alone."""
+        mask = document_causal(segments)
+        own = np.where(segments.is_text, 1, 2)
+        fields = pack_fields(own, own, causal=True)
+        return mask.from_tokens(np.repeat(fields, segments.length), mask.positions)
+
+    model = vision_language("llama", "siglip")
+    model.eval()
+    use_row_attention(model)
+    sample = make_samples(model, "siglip")[0]
+    given = {
+        "encoder_inputs": {
+            "vision": {"pixel_values": torch.as_tensor(sample.media["vision"]["pixel_values"])}
+        },
+        "max_new_tokens": 2,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    model.language.row_attention = None
+    model.media_attention = apart
+    use_row_attention(model)
+    with pytest.raises(UserError, match="apart: the last token of prompt 0 does not see all before it"):
+        model.generate(torch.as_tensor(sample.input_ids)[None], **given)
+    model = vision_language("llama", "siglip")
+    model.media_attention = document_causal
+    use_row_attention(model)
+    assert model.generate(torch.as_tensor(sample.input_ids)[None], **given).shape == (1, 2)
 
 
 HYBRID = {

@@ -164,7 +164,7 @@ def test_the_dtype_that_is_asked_for_is_that_of_every_part(tmp_path: Path) -> No
         {"generators": {"../image": {}}},
         {"generators": [1]},
         {"code": 1},
-        {"media_attention": {}},
+        {"media_attention": {"vision": "all"}},
     ],
     ids=str,
 )

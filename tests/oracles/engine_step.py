@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from engine_case import (
     merged_tokens,
     token_id,
 )
-from oracles.dense_mask import Token, bidirectional_instances, embedded, matrix
+from oracles.dense_mask import Token, bidirectional_instances, document_causal, embedded, matrix
 from oracles.keyed_dropout import OneSampleDropout
 from oracles.one_process import losses_of_batch
 
@@ -132,8 +133,21 @@ def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:
             name, kind, _, _, features = case.encoders[token - VOCABULARY]
             before = sum(earlier.modality == name for earlier in tokens)
             tokens.append(Token(0, name, before // merged_tokens(kind, features), place, place))
-    rule = bidirectional_instances(True) if case.attention == "bidirectional" else embedded(False)
-    return matrix(tokens, rule)
+    if callable(case.attention):  # `engine_case.frames`: items with nothing between them are one
+        stretch = 0
+        for place, token in enumerate(tokens):
+            stretch += place > 0 and token.modality != tokens[place - 1].modality
+            tokens[place] = replace(token, instance=stretch)
+        return matrix(tokens, bidirectional_instances(True))
+    kinds = case.attention if isinstance(case.attention, dict) else {}
+    rules = {
+        "causal": document_causal,
+        "bidirectional": bidirectional_instances(True),
+        "embedded": embedded(False),
+        "modality": embedded(True),
+    }
+    usual = case.attention if isinstance(case.attention, str) else "causal"
+    return matrix(tokens, lambda q, k: rules[kinds.get(q.modality, usual)](q, k))
 
 
 def build_optimizer(parameters: dict[str, Any]) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.zero_bubble import zero_bubble_h1
 from dilatant.training.needs import Needs
-from engine_case import CASE, Case, build_model, build_samples
+from engine_case import CASE, Case, build_model, build_samples, frames
 from worker_pool import Worker, WorkerPool
 
 TWO = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (1, 2), cp=2), Stage(2, 4, (3, 4), cp=2)))
@@ -30,6 +30,27 @@ TWO = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (1, 2), cp=2), Stage(2, 4, (3, 
 @pytest.mark.parametrize("attention", ["causal", "bidirectional", "embedded"])
 def test_masks(workers: WorkerPool, attention: str) -> None:
     check_case(workers, case_of(TWO, attention=attention), "none", 1)
+
+
+UNITS = {"vision": (Stage(0, 5, (0,)),), "audio": (Stage(0, 5, (1,)),)}
+HALVES = (Stage(0, 2, (2, 3), cp=2), Stage(2, 4, (4, 5), tp=2))
+WHOLE = (Stage(0, 4, (6,)),)
+
+
+@pytest.mark.parametrize("attention", [{"vision": "bidirectional", "audio": "causal"}, frames])
+def test_masks_by_modality_and_of_one_s_own_on_any_ranks(workers: WorkerPool, attention: Any) -> None:
+    """Ranks behind one another, that share tokens, that share heads, and two replicas of the language model."""
+    encoders = (*CASE.encoders[:1], ("audio", "whisper", 2, "linear", "all"))
+    plan = Plan(
+        (
+            *(UnitPlan(name, (Replica(stages),), ("language",)) for name, stages in UNITS.items()),
+            UnitPlan("language", (Replica(HALVES), Replica(WHOLE))),
+        )
+    )
+    batches = {"vision": (BATCHES,), "audio": (BATCHES,), "language": (BATCHES[:2], BATCHES[2:])}
+    texts = ((3, (2, 1)), (9, (0, 2)), (4, (3, 0)), (5, (1, 1)), (2, (2, 2)), (6, (0, 0)))
+    case = case_of(plan, attention=attention, encoders=encoders, texts=texts, assignment=Assignment(batches))
+    check_case(workers, case, "none", 1)
 
 
 def test_tensor_parallel_ranks_share_tokens_alike(workers: WorkerPool) -> None:

@@ -1,14 +1,14 @@
 """The fielded 64-bit encoding of an attention mask, one word a token.
 
-A token's word says what it is (modality, instance, sample) and, as a query, what it attends to. Positions are kept
+A token's word says what it is (class, instance, sample) and, as a query, what it attends to. Positions are kept
 apart, so that a row may be permuted over context-parallel ranks without changing a word.
 
 | bits  | field                                                                          |
 |-------|--------------------------------------------------------------------------------|
-| 0-11  | own: the token's modality, one-hot                                             |
-| 12-23 | attend: modalities it attends to                                               |
+| 0-11  | own: the class of the token among those that are seen apart, one-hot           |
+| 12-23 | attend: classes it attends to                                                  |
 | 24    | TOGETHER: its own instance is attended as a whole, tokens behind it too        |
-| 32-47 | instance: one image or one clip, counted within the sample; 0 is text          |
+| 32-47 | instance: items that see each other as a whole, counted in the sample; 0: text |
 | 48-59 | sample                                                                         |
 | 60    | WINDOW: the mask's window width applies                                        |
 | 61    | LOCAL: nothing but its own instance                                            |
@@ -29,16 +29,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
 
-MODALITY_BITS = 12
+CLASS_BITS = 12
 ATTEND_SHIFT = 12
 INSTANCE_SHIFT = 32
 SAMPLE_SHIFT = 48
 
-MAX_MODALITIES = MODALITY_BITS
 MAX_INSTANCES = 1 << 16
 MAX_SAMPLES = 1 << 12
 
-OWN = (1 << MODALITY_BITS) - 1
+OWN = (1 << CLASS_BITS) - 1
 ATTEND = OWN << ATTEND_SHIFT
 TOGETHER = 1 << 24
 INSTANCE = (MAX_INSTANCES - 1) << INSTANCE_SHIFT
@@ -107,8 +106,8 @@ def pack_fields(
     problems = []
     parts = {}
     for name, value, limit in (
-        ("own", own, 1 << MODALITY_BITS),
-        ("attend", attend, 1 << MODALITY_BITS),
+        ("own", own, 1 << CLASS_BITS),
+        ("attend", attend, 1 << CLASS_BITS),
         ("instance", instance, MAX_INSTANCES),
         ("sample", sample, MAX_SAMPLES),
     ):
@@ -120,8 +119,9 @@ def pack_fields(
         raise MaskError(
             "the 64-bit attention word cannot hold "
             + "; ".join(problems)
-            + f". A packed row holds at most {MAX_SAMPLES} samples, {MAX_INSTANCES - 1} instances a sample and "
-            f"{MAX_MODALITIES} modalities: pack fewer samples into one row"
+            + f". A packed row holds at most {MAX_SAMPLES} samples (pack fewer into one row), "
+            f"{MAX_INSTANCES - 1} instances a sample (split it, or number items alike that see each other) and "
+            f"{CLASS_BITS} classes of tokens (give one bit to those that are seen alike)"
         )
     word = parts["own"] | parts["attend"] << ATTEND_SHIFT
     word = word | parts["instance"] << INSTANCE_SHIFT | parts["sample"] << SAMPLE_SHIFT

@@ -6,15 +6,16 @@ for prefixes, so `mask.with_window(width)` gives the mask of a sliding-window la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.attention.mask import (
-    MAX_MODALITIES,
+    PADDING,
     SAMPLE,
     SAMPLE_SHIFT,
     AttentionMask,
@@ -25,6 +26,8 @@ from dilatant.attention.mask import (
 
 TEXT = "text"
 PADDING_SEGMENT = "padding"
+MEDIA_KINDS = ("causal", "bidirectional", "embedded", "modality", "isolated")
+"""Whom media may see (see `media_mask`)."""
 
 
 class Segment(NamedTuple):
@@ -59,10 +62,10 @@ class RowLayout:
     ) -> RowLayout:
         """A row of samples, each a list of `Segment`s (or their tuples) in token order.
 
-        `modalities` fixes the bit of each modality, text first; by default they are numbered as they appear.
+        `modalities` fixes the number of each modality, text first; by default they are numbered as they appear.
 
         Raises:
-            MaskError: on a negative length, an unknown modality, or more modalities than a word holds.
+            MaskError: on a negative length or an unknown modality.
         """
         known = list(modalities) if modalities is not None else [TEXT]
         rows: list[tuple[int, int, int, int]] = []
@@ -85,8 +88,6 @@ class RowLayout:
                 if instance is None and modality != known[0]:
                     instance, next_instance = next_instance, next_instance + 1
                 rows.append((number, known.index(modality), instance or 0, length))
-        if len(known) > MAX_MODALITIES:
-            raise MaskError(f"{len(known)} modalities in one row; a word holds {MAX_MODALITIES}")
         columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
         return cls(tuple(known), *(np.ascontiguousarray(column) for column in columns.T))
 
@@ -133,6 +134,21 @@ class RowLayout:
     @property
     def is_text(self) -> NDArray[np.bool_]:
         return self.modality == 0
+
+    def split(self) -> list[RowLayout]:
+        """Each sample as a row of its own."""
+        border = np.searchsorted(self.sample, np.arange(self.num_samples + 1))
+        parts = [slice(start, end) for start, end in pairwise(border)]
+        return [
+            RowLayout(
+                self.modalities,
+                np.zeros_like(self.sample[part]),
+                self.modality[part],
+                self.instance[part],
+                self.length[part],
+            )
+            for part in parts
+        ]
 
     def positions(self) -> NDArray[np.int64]:
         """Index of each segment's first token within its sample: int64 `[segments]`."""
@@ -198,27 +214,98 @@ def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
     )
 
 
+def media_mask(row: RowLayout, kinds: str | Mapping[str, str]) -> AttentionMask:
+    """Causal text, with media of each modality as `kinds` says (one kind for all, or modality → kind, by default
+    "causal"); a token sees nothing of other samples.
+
+    "causal": everything before it. "bidirectional": the whole of its own item too (Gemma 3). "isolated": its own item,
+    and the text and "causal" media before it. "embedded": its own item alone. "modality": all items of its modality
+    and nothing else. Text sees everything before it. Modalities may be as many as there are: a word says how a token
+    sees, not what it is, and items that see each other share an instance, of which a sample has up to 65,535.
+
+    Raises:
+        MaskError: on an unknown kind or modality, and more instances than a word tells apart.
+    """
+    named = dict.fromkeys(row.modalities[1:], kinds) if isinstance(kinds, str) else kinds
+    for name, kind in named.items():
+        if kind not in MEDIA_KINDS or name not in row.modalities[1:]:
+            raise MaskError(
+                f"{name!r}: {kind!r} is no kind of media mask ({', '.join(MEDIA_KINDS)}) of a modality "
+                f"({', '.join(row.modalities[1:])})"
+            )
+    of_modality = ["text", *(named.get(name, "causal") for name in row.modalities[1:])]
+    kind = np.array(of_modality)[np.maximum(row.modality, 0)]
+    plain = (kind == "text") | (kind == "causal")
+    causal = plain | (kind == "bidirectional") | (kind == "isolated")
+    attend = np.select([causal & (kind != "isolated"), kind == "isolated"], [3, 1], 2)
+    return _mask(
+        row,
+        pack_fields(
+            np.where(plain, 1, 2),
+            attend,
+            instance=_seen_together(row, plain, kind == "modality"),
+            sample=row.sample,
+            causal=causal,
+            local=~causal,
+            together=causal & ~plain,
+            window=True,
+        ),
+    )
+
+
+def _seen_together(row: RowLayout, plain: NDArray[np.bool_], whole: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Numbers from 1 on, sample by sample, of what sees itself as a whole: an item, or where `whole` says so all items
+    of its modality; 0 where `plain`."""
+    columns = np.stack([row.sample, row.modality, np.where(whole, 0, row.instance)])[:, ~plain]
+    numbers = np.zeros(plain.size, dtype=np.int64)
+    if columns.size:
+        sets, place = np.unique(columns, axis=1, return_inverse=True)
+        numbers[~plain] = 1 + (np.arange(sets.shape[1]) - np.searchsorted(sets[0], sets[0]))[place.ravel()]
+    return numbers
+
+
+def mask_of_samples(row: RowLayout, make: Callable[[RowLayout], AttentionMask]) -> AttentionMask:
+    """The mask of a row from that of each sample: `make` is called with the layout of one sample, without padding.
+
+    Raises:
+        MaskError: naming the sample for which `make` gives another value than a mask of the sample's tokens without a
+            window and without padding.
+    """
+    masks = []
+    for number, alone in enumerate(row.split()):
+        is_token = ~alone.is_padding
+        mask = make(
+            RowLayout(
+                row.modalities,
+                *(part[is_token] for part in (alone.sample, alone.modality, alone.instance, alone.length)),
+            )
+        )
+        where, tokens = f"the mask of sample number {number} of a row", int(alone.length[is_token].sum())
+        if not isinstance(mask, AttentionMask):
+            raise MaskError(f"{where} is of type {type(mask).__name__}; give an AttentionMask")
+        if mask.num_tokens != tokens:
+            raise MaskError(f"{where} has {mask.num_tokens} tokens, the sample has {tokens}")
+        if mask.window is not None:
+            raise MaskError(f"{where} has a window; the widths are those of the model's layers")
+        if (mask.runs.field == PADDING).any():
+            at = int(mask.runs.start[np.argmax(mask.runs.field == PADDING)])
+            raise MaskError(f"{where}: token {at} has the word of padding, which sees nobody")
+        if not is_token.all():
+            fields, at = np.zeros(alone.num_tokens, np.int64), np.repeat(is_token, alone.length)
+            positions = np.arange(alone.num_tokens)
+            fields[at], positions[at] = mask.fields, mask.positions
+            mask = AttentionMask.from_tokens(fields, positions)
+        masks.append(mask)
+    return pack(masks)
+
+
 def embedded(row: RowLayout, across_instances: bool = False) -> AttentionMask:
     """Encoder outputs embedded in the text (EE, thesis 3.5.4): text sees everything before it in its sample, an
     image sees itself and nothing else.
 
     With `across_instances` an image sees all images of its sample, as in the papers.
     """
-    text = row.is_text
-    own = 1 << np.maximum(row.modality, 0)
-    everything = (1 << len(row.modalities)) - 1
-    return _mask(
-        row,
-        pack_fields(
-            own,
-            np.where(text, everything, own),
-            instance=row.instance,
-            sample=row.sample,
-            causal=text,
-            local=~text & (not across_instances),
-            window=True,
-        ),
-    )
+    return media_mask(row, "modality" if across_instances else "embedded")
 
 
 def prepended(row: RowLayout, across_instances: bool = False) -> AttentionMask:
@@ -245,20 +332,7 @@ def bidirectional_instances(row: RowLayout, across_instances: bool = False) -> A
 
     With `across_instances` an image also sees the images before it: the mask of Gemma 3.
     """
-    text = row.is_text
-    everything = (1 << len(row.modalities)) - 1
-    return _mask(
-        row,
-        pack_fields(
-            1 << np.maximum(row.modality, 0),
-            np.where(text | across_instances, everything, 1),
-            instance=row.instance,
-            sample=row.sample,
-            causal=True,
-            together=~text,
-            window=True,
-        ),
-    )
+    return media_mask(row, "bidirectional" if across_instances else "isolated")
 
 
 def multimodal_packing(row: RowLayout, kinds: Sequence[str]) -> AttentionMask:
@@ -270,14 +344,7 @@ def multimodal_packing(row: RowLayout, kinds: Sequence[str]) -> AttentionMask:
     """
     if len(kinds) != row.num_samples:
         raise MaskError(f"{len(kinds)} mask kinds for {row.num_samples} samples")
-    border = np.searchsorted(row.sample, np.arange(row.num_samples + 1))
-    masks = []
-    for kind, start, end in zip(kinds, border[:-1], border[1:]):
-        part = slice(start, end)
-        sample = np.zeros(end - start, dtype=np.int64)
-        alone = RowLayout(row.modalities, sample, row.modality[part], row.instance[part], row.length[part])
-        masks.append(build_mask(alone, kind))
-    return pack(masks)
+    return pack([build_mask(alone, kind) for alone, kind in zip(row.split(), kinds, strict=True)])
 
 
 def pack(masks: Sequence[AttentionMask]) -> AttentionMask:

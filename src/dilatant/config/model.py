@@ -10,6 +10,7 @@ from dilatant.config.base import Section
 
 LANGUAGE = "language"
 """What the language model's unit is called."""
+MediaMask = Literal["causal", "bidirectional", "embedded", "modality"]
 PROJECTORS = ("linear", "mlp", "identity")
 """The kinds of projectors that can begin anew."""
 
@@ -40,14 +41,15 @@ class LanguageModelConfig(Source):
     """What computes attention: `dilatant`, where a packed row costs the sum of its samples' squares, or a name that
     transformers knows, such as `sdpa` or `eager`, under a mask of tokens by tokens. Default: `dilatant` where the
     family allows it, else transformers' choice."""
-    media_attention: Literal["causal", "bidirectional", "embedded"] = "causal"
+    media_attention: MediaMask | dict[str, MediaMask] = "causal"
     """Whom the tokens of an image or clip see inside the text: what is before them; also the whole of their own item
-    (`bidirectional`, as in Gemma 3); or their own item alone (`embedded`). Text sees everything before it. The last two
-    need `dilatant`."""
+    (`bidirectional`, as in Gemma 3); their own item alone (`embedded`); or all items of their encoder in the sample
+    and nothing else (`modality`). One word for all encoders or a word for each, as in `{vision: bidirectional}`; those
+    without one are `causal`. Text sees everything before it. Other masks than `causal` need `dilatant`."""
 
     @model_validator(mode="after")
     def _media_need_block_tables(self) -> Self:
-        if self.media_attention != "causal" and self.attn_implementation not in (None, "dilatant"):
+        if not self.media_see_as_text and self.attn_implementation not in (None, "dilatant"):
             raise ValueError(
                 f"media_attention {self.media_attention!r} needs attn_implementation: dilatant, "
                 f"not {self.attn_implementation!r}"
@@ -57,7 +59,13 @@ class LanguageModelConfig(Source):
     @property
     def needs_plans(self) -> bool:
         """Whether packed rows must attend over plans; unless a name is set, they do so where the family allows it."""
-        return self.attn_implementation == "dilatant" or self.media_attention != "causal"
+        return self.attn_implementation == "dilatant" or not self.media_see_as_text
+
+    @property
+    def media_see_as_text(self) -> bool:
+        """Return True where the tokens of all media see what text in their place would."""
+        said = self.media_attention
+        return said == "causal" or (isinstance(said, dict) and {*said.values()} <= {"causal"})
 
 
 class EncoderConfig(Source):
@@ -289,6 +297,16 @@ class ModelConfig(Section):
         for place in self.lora.units:
             if place not in places:
                 raise ValueError(f"'lora.units' has {place!r}; there are {', '.join(places)}")
+        return self
+
+    @model_validator(mode="after")
+    def _masks_of_encoders(self) -> Self:
+        masks = self.language_model.media_attention if self.language_model is not None else "causal"
+        if isinstance(masks, dict) and (strange := [name for name in masks if name not in self.encoders]):
+            raise ValueError(
+                f"'language_model.media_attention' names {strange[0]!r}; the encoders are "
+                f"{', '.join(self.encoders) or 'none'}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,11 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dilatant.attention.cache_keyword import cache_keyword
+from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.attention.mask import visible
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.exports import is_export_of_parts
 from dilatant.config.model import LANGUAGE
@@ -29,6 +33,7 @@ from dilatant.models.graph import ModelGraph
 from dilatant.models.language import LanguageUnit
 from dilatant.models.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.materialize import allocate, materialize
+from dilatant.models.media_attention import MediaMasks, OwnMask, in_words, read_media_attention
 from dilatant.models.merge import prepend_placeholders
 from dilatant.models.proof import prove
 from dilatant.models.saving import load_model, save_model
@@ -55,8 +60,8 @@ class MultimodalModel(nn.Module):
     tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes random weights, each
     layer's on its own; without it torch's global generator draws them. device "meta": units from configs stay
     without memory until `materialize` gives some of their layers weights. media_attention: whom the tokens of an image
-    or clip see, which a `Whole` knows itself; other than "causal" takes effect through
-    `row_attention.use_row_attention`. generators: see
+    or clip see (see `media_attention.MediaMasks`), by default "causal", which a `Whole` knows itself; others take
+    effect where attention is chosen, in `parallelize` or by `row_attention.use_row_attention`. generators: see
     `Generator`; they run where steps are executed, not in `forward`. Raises UserError for parts that do not fit
     together.
     """
@@ -72,12 +77,17 @@ class MultimodalModel(nn.Module):
         before_language_model: BeforeLanguageModel | None = None,
         seed: int | None = None,
         device: Literal["cpu", "meta"] = "cpu",
-        media_attention: str = "causal",
+        media_attention: MediaMasks | None = None,
         generators: Mapping[str, Generator] | None = None,
     ) -> None:
         super().__init__()
         self.whole = language_model if isinstance(language_model, Whole) else None
-        self.media_attention = media_attention if self.whole is None else self.whole.media_attention
+        if self.whole is None:
+            self.media_attention = read_media_attention(media_attention, encoders)
+        elif media_attention is None:
+            self.media_attention = self.whole.media_attention
+        else:
+            raise UserError("media_attention is for a model of parts; a whole model's family says it")
         generators = generators or {}
         if before_language_model is not None:
             require_call("before_language_model", before_language_model, "rows", "inputs")
@@ -282,6 +292,8 @@ class MultimodalModel(nn.Module):
         for ids, is_token in zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy(), strict=True):
             samples.append(ids[:before][is_token[:before] != 0])
             padding.append(before - samples[-1].size)
+            if callable(self.media_attention):
+                self._require_text_sees_all(ids[is_token != 0], len(padding) - 1)
         cache = DynamicCache(config=self.language.model.config)
         if before:
             base = self.language.model.base_model
@@ -293,6 +305,16 @@ class MultimodalModel(nn.Module):
                 **self.language.attention_of(samples, padding),
             )
         return cache
+
+    def _require_text_sees_all(self, ids: NDArray[np.int64], number: int) -> None:
+        """Raise UserError for a prompt under a mask of one's own where new tokens would see more than in training."""
+        mask = self.language.attention_of([ids])[PLAN_KEYWORD].mask
+        last = mask.fields[-1], mask.positions[-1]
+        if not all(visible(last[0], field, last[1], at) for field, at in zip(mask.fields, mask.positions)):
+            raise UserError(
+                f"media_attention {in_words(self.media_attention)}: the last token of prompt {number} does not see all "
+                "before it, as tokens that are generated do; only training and `forward` know such a mask"
+            )
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write every unit in the Hugging Face layout, and what puts them together (see `saving`)."""
@@ -310,14 +332,17 @@ class MultimodalModel(nn.Module):
         folder: str | Path,
         *,
         before_language_model: BeforeLanguageModel | None = None,
+        media_attention: OwnMask | None = None,
         **options: Any,
     ) -> Self:
         """Read a model, all of it trainable: what `save_pretrained` wrote, a whole vision-language model or a language
         model of transformers in a folder, or one of these by its id on the hub.
 
         options: dtype, attn_implementation and, of what `save_pretrained` wrote, code (see `saving.load_model`).
-        Raises UserError.
+        media_attention: of a model that was saved with a mask of one's own. Raises UserError.
         """
+        if media_attention is not None:
+            options["media_attention"] = media_attention
         is_plain = (Path(folder) / "config.json").is_file() or not Path(folder).is_dir()
         if is_plain and not is_export_of_parts(folder):
             return cls._of_transformers(str(folder), **options)
@@ -414,7 +439,7 @@ class MultimodalModel(nn.Module):
     def _check_media_attention(self) -> None:
         if self.media_attention != "causal" and self.language.row_attention is None:
             raise UserError(
-                f"media_attention is {self.media_attention!r}, which needs block tables: call "
+                f"media_attention is {in_words(self.media_attention)}, which needs block tables: call "
                 "dilatant.models.row_attention.use_row_attention(model) first"
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, cast
@@ -25,30 +25,21 @@ from dilatant.attention.mask import AttentionMask
 from dilatant.attention.packing import (
     TEXT,
     RowLayout,
-    bidirectional_instances,
     document_causal,
-    embedded,
+    mask_of_samples,
+    media_mask,
     prefix_lm,
 )
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.models.language import LanguageUnit
+from dilatant.models.media_attention import MediaMasks, in_words
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.proof import prove
 from dilatant.models.proven import Proof
 
-MEDIA_MASKS: Mapping[str, Callable[[RowLayout, Sequence[int]], AttentionMask]] = {
-    "causal": lambda row, prefixes: document_causal(row),
-    "bidirectional": lambda row, prefixes: bidirectional_instances(row, across_instances=True),
-    "embedded": lambda row, prefixes: embedded(row),
-    "prefix": prefix_lm,
-    "in_windows": lambda row, prefixes: document_causal(row),
-}
-"""The masks that `model.language_model.media_attention` names, and those of families, of a row and the length of each
-sample's prefix."""
-
-MASKS_IN_WINDOWS: Mapping[str, str] = {"in_windows": "bidirectional"}
-"""The same of layers with a window, where these have a mask of their own."""
+IN_WINDOWS = "in_windows"
+"""The mask of families whose media are bidirectional in layers with a window, and causal in others."""
 
 _WITHOUT_ITEMS = ("causal", "prefix")
 """Masks for which media are tokens like others."""
@@ -67,11 +58,12 @@ class MediaTokens:
 class RowAttention:
     """A language unit's `row_attention`: the attention plan of samples packed in one row, as a keyword.
 
-    `media` is a key of `MEDIA_MASKS`, `units` says which tokens of a sample are media. `placement`: how
-    context-parallel ranks share a row, see `attention.placement.place_row`.
+    `media` says whom media see (see `media_attention`; families have "prefix" and "in_windows" besides), `units` which
+    tokens of a sample are media. `placement`: how context-parallel ranks share a row, see
+    `attention.placement.place_row`.
     """
 
-    media: str
+    media: MediaMasks
     units: Mapping[str, MediaTokens]
     placement: str = "auto"
 
@@ -106,9 +98,17 @@ class RowAttention:
         return self._plan(row, whole)
 
     def _plan(self, row: RowLayout, prefixes: Sequence[int]) -> dict[str, AttentionPlan]:
-        own = MASKS_IN_WINDOWS.get(self.media)
-        in_windows = None if own is None else AttentionPlan(MEDIA_MASKS[own](row, prefixes))
-        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row, prefixes), in_windows=in_windows)}
+        in_windows = AttentionPlan(media_mask(row, "bidirectional")) if self.media == IN_WINDOWS else None
+        return {PLAN_KEYWORD: AttentionPlan(self._mask(row, prefixes), in_windows=in_windows)}
+
+    def _mask(self, row: RowLayout, prefixes: Sequence[int]) -> AttentionMask:
+        if callable(self.media):
+            return mask_of_samples(row, self.media)
+        if self.media == "prefix":
+            return prefix_lm(row, prefixes)
+        if self.media in ("causal", IN_WINDOWS):
+            return document_causal(row)
+        return media_mask(row, self.media)
 
     def layout(self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None) -> RowLayout:
         """Which tokens of the row are text, which belong to which item, sample by sample."""
@@ -160,12 +160,12 @@ def use_row_attention(model: MultimodalModel) -> None:
         name: MediaTokens(placeholder, None if model[name].packs else model[name].geometry.tokens_per_row)
         for name, placeholder in model.placeholder_ids.items()
         # Sounds are as text is to the families whose images see themselves in layers with a window.
-        if model.media_attention not in MASKS_IN_WINDOWS or model[name].geometry.kind == "image"
+        if model.media_attention != IN_WINDOWS or model[name].geometry.kind == "image"
     }
     _attend_over_plans(model.language, model.media_attention, units)
 
 
-def _attend_over_plans(language: LanguageUnit, media: str, units: Mapping[str, MediaTokens]) -> None:
+def _attend_over_plans(language: LanguageUnit, media: MediaMasks, units: Mapping[str, MediaTokens]) -> None:
     if language.row_attention is not None:
         return
     generating = language.model.config._attn_implementation
@@ -211,8 +211,8 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
         reason = why_not(language.model, causal=media == "causal")
     if media != "causal" and reason is not None:
         raise UserError(
-            f"model: the tokens of its media see each other as {media!r} says, which transformers' own attention does "
-            f"not know: {reason}; leave attn_implementation out"
+            f"model: the tokens of its media see each other as {in_words(media)} says, which transformers' own "
+            f"attention does not know: {reason}; leave attn_implementation out"
         )
     if reason is None:
         if named == "dilatant" and (drops := dropout_of(language.model)) is not None:
@@ -253,7 +253,8 @@ def own_attention(model: PreTrainedModel) -> str | None:
 
 
 def _prove(model: MultimodalModel, how: Literal["plans", "mask"]) -> Proof:
-    media = model.media_attention
+    # The copy has texts alone, which see each other alike under all masks of media.
+    media = model.media_attention if isinstance(model.media_attention, str) else "causal"
     attach = partial(_attend_over_plans, media=media, units={}) if how == "plans" else None
     return prove(model.language, model.whole, f"{how} {media}", attach)
 

@@ -28,11 +28,13 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.exports import MANIFEST, is_export_of_parts, read_object
+from dilatant.config.model import MediaMask
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.generator import Generator, GeneratorUnit
 from dilatant.models.language import LanguageUnit
 from dilatant.models.lora import save_plain
+from dilatant.models.media_attention import MediaMasks, OwnMask
 from dilatant.models.saving_generators import load_generators, save_generators
 from dilatant.models.sources import load_encoder, load_language_model
 
@@ -48,7 +50,7 @@ class SavedModel:
     encoders: dict[str, Encoder]
     language_model: PreTrainedModel
     tokenizer: Any
-    media_attention: str
+    media_attention: MediaMasks
     projectors: dict[str, dict[str, Tensor]]
     generators: dict[str, Generator]
 
@@ -70,7 +72,7 @@ class _Manifest(msgspec.Struct):
     encoders: dict[str, _EncoderEntry]
     code: list[str]
     generators: dict[str, dict[str, Any]] = {}
-    media_attention: Literal["causal", "bidirectional", "embedded"] = "causal"
+    media_attention: MediaMask | dict[str, MediaMask] = "causal"
 
 
 def save_model(
@@ -79,7 +81,7 @@ def save_model(
     encoders: Mapping[str, tuple[Encoder, EncoderUnit]],
     generators: Mapping[str, tuple[Generator, GeneratorUnit]],
     tokenizer: Any,
-    media_attention: str,
+    media_attention: MediaMasks,
 ) -> None:
     """Write the layout above into `folder`, made if need be; tokenizer and processors where the model has them.
 
@@ -113,8 +115,11 @@ def save_model(
         "format": FORMAT,
         "encoders": entries,
         "generators": save_generators(folder, language, generators),
-        "code": ["before_language_model"] if language.before_language_model is not None else [],
-        "media_attention": media_attention,
+        "code": [
+            *(["before_language_model"] if language.before_language_model is not None else []),
+            *(["media_attention"] if callable(media_attention) else []),
+        ],
+        "media_attention": "causal" if callable(media_attention) else media_attention,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
@@ -124,6 +129,7 @@ def load_model(
     *,
     code: Mapping[str, Mapping[str, Any]] | None = None,
     before_language_model: Callable[..., Any] | None = None,
+    media_attention: OwnMask | None = None,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
 ) -> SavedModel:
@@ -134,7 +140,8 @@ def load_model(
     """
     manifest = _read_manifest(folder)
     code = code or {}
-    _check_code(folder, manifest, code, before_language_model)
+    of_model = {"before_language_model": before_language_model, "media_attention": media_attention}
+    _check_code(folder, manifest, code, of_model)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     encoders = {
         name: Encoder(
@@ -155,7 +162,7 @@ def load_model(
         encoders,
         load_language_model(folder / "language", f"{folder}: language", **options),
         _load_tokenizer(folder / "language"),
-        manifest.get("media_attention", "causal"),
+        media_attention or manifest.get("media_attention", "causal"),
         {name: _read_projector(folder / "projectors" / f"{name}.safetensors", dtype) for name in encoders},
         load_generators(
             folder,
@@ -184,7 +191,7 @@ def _check_code(
     folder: Path,
     manifest: Mapping[str, Any],
     code: Mapping[str, Mapping[str, Any]],
-    before_language_model: Callable[..., Any] | None,
+    of_model: Mapping[str, Any],
 ) -> None:
     entries = manifest["encoders"]
     drawn = manifest.get("generators", {})
@@ -203,8 +210,7 @@ def _check_code(
             for key in needed
             if code.get(name, {}).get(key) is None
         ]
-    if "before_language_model" in manifest["code"] and before_language_model is None:
-        problems.append("before_language_model is code; give it again")
+    problems += [f"{name} is code; give it again" for name in manifest["code"] if of_model.get(name) is None]
     if problems:
         raise list_problems(f"{str(folder)!r} cannot be loaded as it was saved:", problems)
 

@@ -214,7 +214,7 @@ class Whole:
 
     @property
     def media_attention(self) -> MediaAttention:
-        """Whom the tokens of an item see (see `row_attention.MEDIA_MASKS`)."""
+        """Whom the tokens of an item see (see `families.Family`)."""
         own = self.family.media_attention
         if own == "in_windows" and not self.config.get_text_config().use_bidirectional_attention:
             return "causal"
