@@ -19,6 +19,7 @@ from dilatant.cost.memory import BF16
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.models.build import build_model
+from dilatant.plan.workload import squares_of
 from dilatant.profiling import planned_hardware
 from dilatant.profiling.dense_rows import dense_rows, is_assumed
 from dilatant.profiling.describe_model import BLOCK, HEAD, ModelDescription, describe_model, skeleton
@@ -26,6 +27,7 @@ from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measure
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.planned_hardware import is_same_hardware, plan_target, rules_of
+from oracles import dense_mask as oracle
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -357,3 +359,26 @@ def test_a_plan_for_a_gpu_that_is_here_leaves_room_for_what_is_no_tensor(
     assert usable(hardware="CPU") == pytest.approx(8e9 / 2**30)
     with pytest.raises(UserError, match="be left free; lower it"):
         usable(reserve={"context_gib": 200})
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional", "embedded", "modality"])
+def test_costs_count_the_pairs_that_media_masks_show(tmp_path: Any, mask: str) -> None:
+    """An image of 16 tokens and a clip of 12 between every 8 tokens of text, against a count of pairs one by one."""
+    given = config(tmp_path)
+    masks = {"vision": mask, "audio": "embedded"}
+    text = given.model.text.model_copy(update={"media_attention": masks})
+    model = skeleton(
+        given.model_copy(update={"model": given.model.model_copy(update={"language_model": text})}), 64
+    )
+    described = describe_model(model)
+    half = [("text", 8), ("vision", 16), ("text", 8), ("audio", 12)] * 6
+    segments = half + half[::-1]
+    rules = {"causal": oracle.document_causal, "bidirectional": oracle.bidirectional_instances(True),
+             "embedded": oracle.embedded(False), "modality": oracle.embedded(True)}  # fmt: skip
+    tokens = oracle.tokens_of([segments])
+    pairs = int(oracle.matrix(tokens, lambda q, k: rules[masks.get(q.modality, "causal")](q, k)).sum())
+    sizes = {"vision": 12 * 16.0, "audio": 12 * 12.0, "language": float(len(tokens))}
+    arrays = {unit: np.array([size]) for unit, size in sizes.items()}
+    squares = squares_of(arrays, described.item_tokens, described.media_pairs)["language"]
+    # Media are taken to be spread evenly, and the pair of a token with itself to be half a pair.
+    assert squares[0] == pytest.approx(2 * pairs, rel=0.02)

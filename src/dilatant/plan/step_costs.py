@@ -16,7 +16,7 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import KIND_ORDER, StageCosts
 from dilatant.plan.sync_time import SyncSeconds
-from dilatant.plan.workload import Workload
+from dilatant.plan.workload import MediaPairs, Workload, squares_of
 
 BY_STAGE = ("gradient_bytes", "sum_bytes", "own_gradient_bytes")
 """One number each, which older files do not have."""
@@ -27,22 +27,22 @@ class StepCosts:
     """Costs of every stage of a plan, and what is needed to turn them into the seconds of a step.
 
     item_tokens: unit → tokens of one item (image, clip), of units in which the items of a sample do not attend to each
-    other; a sample's square is then that of one item, times their number. dense: as in `Workload`. cluster: whose
-    links messages and gradients take; None counts neither. sync: of gradients and updated weights, by `plan.sync_time`.
-    origin: in words, where the numbers are from ("measured on H100").
+    other; a sample's square is then that of one item, times their number. media_pairs: what media masks change of it.
+    dense: as in `Workload`. cluster: whose links messages and gradients take; None counts neither. sync: of gradients
+    and updated weights, by `plan.sync_time`. origin: in words, where the numbers are from ("measured on H100").
     """
 
     stages: StageCosts
     item_tokens: Mapping[str, float] = field(default_factory=dict)
     dense: Mapping[str, DenseRows] = field(default_factory=dict)
+    media_pairs: MediaPairs = field(default_factory=dict)
     cluster: Cluster | None = None
     sync: SyncSeconds = field(default_factory=SyncSeconds)
     origin: str = ""
 
     def workload(self, tokens: Mapping[str, NDArray[np.float64]]) -> Workload:
         """Samples of `tokens[unit]` [samples] as these costs count them."""
-        squares = {unit: tokens[unit] * item for unit, item in self.item_tokens.items() if unit in tokens}
-        return Workload(tokens, squares, self.dense)
+        return Workload(tokens, squares_of(tokens, self.item_tokens, self.media_pairs), self.dense)
 
     def scaled(self, factors: NDArray[np.float64]) -> StepCosts:
         """The costs with `seconds` times `factors` [stages, kinds, 3]."""
@@ -56,6 +56,7 @@ class StepCosts:
                 one.name: getattr(self.stages, one.name).tolist() for one in fields(StageCosts)
             },
             "item_tokens": dict(self.item_tokens),
+            "media_pairs": {unit: dict(encoders) for unit, encoders in self.media_pairs.items()},
             "dense": {unit: rows.to_document() for unit, rows in self.dense.items()},
             "cluster": None if self.cluster is None else asdict(self.cluster),
             "sync": {
@@ -84,6 +85,10 @@ class StepCosts:
                 StageCosts(**arrays),
                 {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
                 {unit: DenseRows.from_document(rows) for unit, rows in document["dense"].items()},
+                {
+                    unit: {name: (float(a), float(b), float(c)) for name, (a, b, c) in encoders.items()}
+                    for unit, encoders in document.get("media_pairs", {}).items()
+                },
                 cluster,
                 SyncSeconds(
                     **{
@@ -121,7 +126,11 @@ def _check_numbers(costs: StepCosts) -> None:
     numbers = [value for value in values if not isinstance(value, Link | MemoryReserve | str | tuple)]
     numbers += [*costs.item_tokens.values()]
     numbers += [*costs.sync.beside.values(), *costs.sync.after.values()]
-    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+    pairs = [number for one in costs.media_pairs.values() for three in one.values() for number in three]
+    if not (
+        all(isinstance(number, int | float) and number >= 0 for number in numbers)
+        and np.isfinite(pairs).all()
+    ):
         raise ValueError("tokens, seconds and links must be numbers and not negative")
 
 

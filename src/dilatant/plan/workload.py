@@ -11,11 +11,32 @@ from numpy.typing import NDArray
 from dilatant.cost.dense import DenseRows
 from dilatant.plan.errors import PlanError
 
+MediaPairs = Mapping[str, Mapping[str, tuple[float, float, float]]]
+"""Language model → encoder → (a, b, c): under its media mask, x tokens of the encoder add `a x n + b x + c x²` to the
+square of a sample of n tokens."""
+
+
+def squares_of(
+    tokens: Mapping[str, NDArray[np.float64]], item_tokens: Mapping[str, float], media_pairs: MediaPairs
+) -> dict[str, NDArray[np.float64]]:
+    """Twice the pairs of tokens that attend in a sample, [samples] by unit, where that is not tokens² (see
+    `StepCosts`)."""
+    squares = {unit: tokens[unit] * item for unit, item in item_tokens.items() if unit in tokens}
+    for unit, encoders in media_pairs.items():
+        if unit in tokens:
+            seen = [
+                (by_both * tokens[unit] + by_own + by_square * tokens[name]) * tokens[name]
+                for name, (by_both, by_own, by_square) in encoders.items()
+                if name in tokens
+            ]
+            squares[unit] = np.maximum(tokens[unit] ** 2 + sum(seen), 0.0)
+    return squares
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Samples as the units see them: `tokens[unit]` is [samples]; `squares[unit]` [samples] replaces tokens² where a
-    sample is several pieces that do not attend to each other.
+    """Samples as the units see them: `tokens[unit]` is [samples]; `squares[unit]` [samples] replaces tokens² where
+    other pairs of tokens attend (see `squares_of`).
 
     `dense[unit]` is for units whose attention does not skip what samples of one packed row hide from each other: a row
     of several samples then costs so many times the square of all its tokens as `DenseRows` says of its length, instead

@@ -21,6 +21,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_as_configured
 from dilatant.models.unit import Unit
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.workload import MediaPairs
 
 _DENSE = {"sdpa": 2.0, "eager": 1.0}
 """What transformers' attentions without a notion of samples compute of a packed row, in squares of its tokens, against
@@ -71,7 +72,7 @@ class ModelDescription:
     A tied weight counts in the layers of `spec` that hold it, for each of them needs it, and once in `parameters`,
     which are (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → how many times the square of a row of
     several samples counts where that was not measured, of units whose attention does not skip what samples hide from
-    each other.
+    each other. `media_pairs`: of media masks (see `plan.workload`).
     """
 
     spec: ModelSpec
@@ -80,6 +81,7 @@ class ModelDescription:
     names: dict[str, str]
     parameters: dict[str, tuple[int, int]]
     dense: dict[str, float]
+    media_pairs: MediaPairs
 
     def kinds(self, role: str) -> tuple[str, ...]:
         """The layer types with this role."""
@@ -169,6 +171,7 @@ def describe_model(
             for parts in [audit({name: unit})]
         },
         dense=_dense(model),
+        media_pairs=_media_pairs(model),
     )
 
 
@@ -210,6 +213,23 @@ def _dense(model: MultimodalModel) -> dict[str, float]:
     if not model.language.packs_rows:  # every row is one sample
         return {}
     return {model.graph.anchor: _DENSE[attention]} if attention in _DENSE else {}
+
+
+def _media_pairs(model: MultimodalModel) -> MediaPairs:
+    """Pairs that media masks show or hide, as if media were spread evenly over the text. A mask of one's own, which
+    sizes do not tell, counts as causal."""
+    masks, pairs = model.media_attention, {}
+    for name in model.encoders:
+        geometry = model[name].geometry
+        mask = masks.get(name) if isinstance(masks, Mapping) else masks
+        share, item = geometry.tokens_per_row / geometry.encoder_tokens, float(geometry.tokens_per_row)
+        if mask == "bidirectional":
+            pairs[name] = (0.0, share * item, 0.0)
+        elif mask == "embedded":
+            pairs[name] = (-share, 2 * share * item, 0.0)
+        elif mask == "modality":
+            pairs[name] = (-share, 0.0, 2 * share**2)
+    return {model.graph.anchor: pairs} if pairs else {}
 
 
 def weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:

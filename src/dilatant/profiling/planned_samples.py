@@ -13,7 +13,7 @@ from dilatant.data.blend import Blend
 from dilatant.data.measure import Chosen, measure
 from dilatant.data.pieces import Progress
 from dilatant.data.sizes import SizesIndex, blend_sizes, known_sizes
-from dilatant.plan.workload import Workload
+from dilatant.plan.workload import Workload, squares_of
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_model import ModelDescription
 
@@ -70,7 +70,7 @@ def planned_samples(
     tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
     language = float(tokens[model.anchor].sum())
     return PlannedSamples(
-        workload=Workload(tokens, {unit: tokens[unit] * item for unit, item in model.item_tokens.items()}),
+        workload=Workload(tokens, squares_of(tokens, model.item_tokens, model.media_pairs)),
         targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,
         available=len(np.unique(order)),
         left_out=len(bad),

@@ -28,7 +28,7 @@ from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import validate
 from dilatant.plan.why_not import Asked, WhyNot, read_asked, why_not
-from dilatant.plan.workload import Workload
+from dilatant.plan.workload import Workload, squares_of
 from dilatant.profiling.assemble import Samples, recompute_by_unit
 from dilatant.profiling.cost_cache import keep_costs, kept_costs
 from dilatant.profiling.decode_costs import DecodeCost, decode_cost
@@ -390,7 +390,7 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
         stage_costs(plan, spec, problem.costs, target.rules, target.cluster),
         tokens,
         target.cluster,
-        squares={unit: tokens[unit] * item for unit, item in problem.model.item_tokens.items()},
+        squares=squares_of(tokens, problem.model.item_tokens, problem.model.media_pairs),
         dense=problem.samples.workload.dense,
     )
 

@@ -19,5 +19,6 @@ def described_costs(plan: Plan, model: ModelDescription, costs: CostModel, targe
     return replace(
         step_costs(plan, model.spec, costs, target.cluster, target.rules),
         item_tokens=model.item_tokens,
+        media_pairs=model.media_pairs,
         dense=dense_rows(model, costs),
     )
