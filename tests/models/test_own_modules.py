@@ -64,6 +64,46 @@ def test_what_is_not_stated_of_a_module_is_listed() -> None:
         vision_language(width=24)
 
 
+def test_rows_of_any_kind_are_told_by_an_example_and_held_to_it() -> None:
+    class Points(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = nn.Embedding(3, 12)
+
+        def forward(self, names: Tensor, weights: Tensor) -> Tensor:
+            return self.names(names) * weights[:, None, None]
+
+    stated = {"kind": "lidar", "row_shape": None, "width": 12, "tokens_per_row": 4}
+    example = {"names": torch.zeros(1, 4, dtype=torch.long), "weights": torch.ones(1)}
+    encoder = Encoder(Points(), example=example, **stated)
+    mllm = MultimodalModel({"vision": encoder}, LANGUAGE_MODELS["llama"], seed=0)
+    inputs = {"names": torch.ones(2, 4, dtype=torch.long), "weights": torch.ones(2)}
+    assert mllm.encode({"vision": inputs})["vision"].shape == (8, 32)
+    assert mllm.sizes_of([0] * 9, {"vision": inputs}) == {"language": 9, "vision": 8}
+    with pytest.raises(UserError, match="say sizes yourself"):
+        mllm.sizes_of([0], {"language": inputs})
+    for change, message in (
+        ({"names": torch.ones(2, 4)}, r"rows of 'names' are \[4\] of torch.float32, .* \[4\] of torch.int64"),
+        ({"names": torch.ones(2, 5, dtype=torch.long)}, r"rows of 'names' .* \[5\]"),
+        ({"weights": torch.ones(2, 1)}, r"rows of 'weights' are \[1\]"),
+    ):
+        with pytest.raises(UserError, match=message):
+            mllm.encode({"vision": {**inputs, **change}})
+    with pytest.raises(UserError, match="rows of 'weights' are missing"):
+        mllm.encode({"vision": {"names": inputs["names"]}})
+    for change, message in (
+        (
+            {"example": {"names": torch.zeros(2, 4)}},
+            r"the example of 'names' is no tensor of one row: \[1, ...\]",
+        ),
+        ({"example": example, "row_shape": (4,)}, "row_shape and input_name are told by the example"),
+        ({"row_shape": (4,)}, "input_name is missing; the keyword of its forward"),
+        ({"example": {}}, "input_name is missing"),
+    ):
+        with pytest.raises(UserError, match=message):
+            MultimodalModel({"vision": Encoder(Points(), **{**stated, **change})}, LANGUAGE_MODELS["llama"])
+
+
 def test_a_module_that_cannot_be_drawn_says_so() -> None:
     class Raw(nn.Module):
         def __init__(self) -> None:

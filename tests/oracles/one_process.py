@@ -54,8 +54,8 @@ def losses_of_batch(
         rows = {}
         for name, (encoder, projector, skip) in encoders.items():
             inputs = {
-                key: torch.as_tensor(array).to(embed.weight.dtype)
-                for key, array in sample.media.get(name, {}).items()
+                key: array.to(embed.weight.dtype) if array.is_floating_point() else array
+                for key, array in ((key, torch.as_tensor(a)) for key, a in sample.media.get(name, {}).items())
             }
             if inputs:
                 encoded = encoder(**inputs)

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from dilatant import Auto, ParallelSpec, UserError, parallelize
 from dilatant.comm import launch
 from dilatant.comm.errors import CommAborted
 from dilatant.config import ClusterConfig, PlanConfig
 from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.hardware import load_hardware
 from dilatant.cost.model import save_costs
+from dilatant.data.sample import EncodedSample
+from dilatant.models import Encoder, MultimodalModel
+from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan
 from dilatant.profiling.describe_model import describe_model
+from dilatant.profiling.layer_costs import measure_layers
 from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.planned_hardware import plan_target
 from dilatant.runtime.runtime import Runtime
-from engine_case import CASE, build_model, build_samples
+from engine_case import CASE, TEXT, VOCABULARY, build_model, build_samples
+from oracles.dense_mask import Token, embedded, matrix
+from oracles.one_process import losses_of_batch
 from worker_pool import Worker, WorkerPool
 
 APART = {"vision": ParallelSpec(), "language": ParallelSpec(pp=2)}
@@ -140,3 +150,120 @@ def test_what_planning_lacks_is_named() -> None:
             parallelize(build_model(CASE, "meta"), auto)
     with pytest.raises(UserError, match="what is colocated"):
         parallelize(build_model(CASE, "meta"), Auto([samples]), colocated={"vision": "language"})
+
+
+class Protein(nn.Module):
+    """Reads names of residues and where they are: integers and numbers of unlike shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.places = nn.Embedding(5, 12), nn.Linear(3, 12)
+
+    def forward(self, residues: Tensor, places: Tensor) -> Tensor:
+        return torch.tanh(self.names(residues) + self.places(places.mean(2)))
+
+
+class Volume(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.Conv3d(2, 10, 2, 2)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return torch.tanh(self.cells(points).flatten(2).transpose(1, 2))
+
+
+EXAMPLE = {"residues": torch.zeros(1, 6, dtype=torch.int64), "places": torch.zeros(1, 6, 2, 3)}
+
+
+def _build_own() -> MultimodalModel:
+    torch.manual_seed(0)
+    encoders = {
+        "protein": Encoder(Protein(), kind="protein", example=EXAMPLE, width=12, tokens_per_row=6),
+        "lidar": Encoder(
+            Volume(), "linear", kind="lidar", input_name="points", row_shape=(2, 4, 2, 2), width=10, tokens_per_row=2
+        ),
+    }  # fmt: skip
+    language = parse_config({"model_type": "llama", **TEXT, "num_hidden_layers": 2}, "language")
+    masks = {"protein": "embedded"}
+    return MultimodalModel(encoders, language, seed=0, media_attention=masks).train()
+
+
+def _own_samples(model: MultimodalModel) -> list[EncodedSample]:
+    samples = []
+    for number, (proteins, clouds) in enumerate([(1, 1), (2, 0), (0, 0), (1, 2)]):
+        random = np.random.default_rng(number)
+        ids = [3, 4, *[model.placeholder_ids["protein"]] * 6 * proteins]
+        ids += [5, *[model.placeholder_ids["lidar"]] * 2 * clouds, 6, 7]
+        labels = [token if place > 1 and token < VOCABULARY else -100 for place, token in enumerate(ids)]
+        media: dict[str, dict[str, Any]] = {}
+        if proteins:
+            media["protein"] = {
+                "residues": random.integers(0, 5, (proteins, 6)),
+                "places": random.standard_normal((proteins, 6, 2, 3)).astype(np.float32),
+            }
+        if clouds:
+            media["lidar"] = {"points": random.standard_normal((clouds, 2, 4, 2, 2)).astype(np.float32)}
+        sizes = model.sizes_of(ids, media)
+        samples.append(EncodedSample(f"{number}", np.array(ids), np.array(labels), media, sizes))
+    return samples
+
+
+def _one_step_of_own(pooled: Worker) -> tuple[float, dict[str, Tensor]]:
+    worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
+    model = _build_own()
+    runtime = parallelize(
+        model,
+        dict.fromkeys(model.units, ParallelSpec()),
+        colocated={"protein": "language"},
+        worker=worker,
+        num_microbatches=2,
+    )
+    loss = runtime.execute(_own_samples(model)).loss
+    found = {name: p.grad.clone() for name, p in runtime.parameters.items() if p.grad is not None}
+    runtime.close()
+    return loss, found
+
+
+def test_encoders_of_any_kind_train_on_two_ranks_as_in_one_process(workers: WorkerPool) -> None:
+    model = _build_own()
+    samples = _own_samples(model)
+
+    def seen_in(sample: EncodedSample) -> np.ndarray:
+        """Every protein sees itself alone."""
+        tokens = [Token(0, "text", None, place, place) for place in range(len(sample.input_ids))]
+        at = (sample.input_ids == model.placeholder_ids["protein"]).nonzero()[0].tolist()
+        for count, place in enumerate(at):
+            tokens[place] = Token(0, "protein", count // 6, place, place)
+        return matrix(tokens, embedded(False))
+
+    modules = {name: (model[name].model, model[name].projector, 0) for name in model.encoders}
+    loss = losses_of_batch(model.language.model, modules, model.placeholder_ids, samples, seen_in)["language"]
+    loss.backward()
+    wanted = {
+        name: p.grad
+        for unit in model.units.values()
+        for name, p in unit.named_logical_parameters()
+        if p.grad is not None
+    }
+    results = workers.run(_one_step_of_own, 2)
+    assert set().union(*(found for _, found in results)) == wanted.keys()
+    for total, found in results:
+        assert total == pytest.approx(loss.item(), rel=1e-5)  # fp32 sums in another order
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_encoders_of_any_kind_are_planned() -> None:
+    described = describe_model(_build_own())
+    own = [layer for unit in described.spec.units[:2] for layer in unit.layers]
+    assert [(layer.name, layer.parameters) for layer in own if layer.name.endswith(".encoder")] == [
+        ("protein.encoder", 5 * 12 + 3 * 12 + 12),
+        ("lidar.encoder", 2 * 8 * 10 + 10),
+    ]
+    assert described.item_tokens == {"protein": 6.0, "lidar": 2.0}
+    target = plan_target(ClusterConfig())
+    measured = measure_layers(described, target, (8, 16), repeats=1)
+    modelled = analytic_costs(layer_shapes(described), load_hardware("H100"))
+    for costs in (measured, modelled):
+        for layer in own:
+            assert costs.layer(layer.kind).forward(12) > 0, layer.kind

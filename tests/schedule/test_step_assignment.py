@@ -253,13 +253,14 @@ def test_costs_survive_json_to_the_last_bit_and_belong_to_their_plan() -> None:
         costs_of(given),
         item_tokens={"vision": 16.0},
         dense={"language": DenseRows((256.0, 512.0), (1.0, 1.7))},
+        media_pairs={"language": {"vision": (-0.25, 0.1, 0.0)}},
     )
     document = json.loads(json.dumps(costs.to_document()))
     again = StepCosts.from_document(document, given)
     assert np.array_equal(again.stages.seconds, costs.stages.seconds)
     assert again.to_document() == costs.to_document()
     assert again.cluster == costs.cluster
-    assert again.dense == costs.dense
+    assert (again.dense, again.media_pairs) == (costs.dense, costs.media_pairs)
     older = StepCosts.from_document({**document, "dense": {"language": 2.0}}, given)
     assert older.dense == {"language": DenseRows.always(2.0)}
     assert again.sync == costs.sync

@@ -91,7 +91,7 @@ class EncoderStage(Stage):
         return sizes.get(self.unit, 0) // self.geometry.encoder_tokens
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        return self({self.geometry.input_name: value}) if self.is_first else self(None, value)
+        return self({self.geometry.input_name: value, **given}) if self.is_first else self(None, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones `hidden`.
@@ -131,6 +131,15 @@ class EncoderStage(Stage):
                 f"{self.unit}: rows of {name!r} have the shape {list(shape)}, but this encoder takes {list(expected)}; "
                 "resize them, as the encoder's processor does"
             )
+        for name, like in (self.geometry.example or {}).items():
+            row = inputs.get(name)
+            found = None if row is None else (row.shape[1:], row.is_floating_point())
+            if row is None or found != (like.shape[1:], like.is_floating_point()):
+                what = "missing" if row is None else f"{list(row.shape[1:])} of {row.dtype}"
+                raise UserError(
+                    f"{self.unit}: rows of {name!r} are {what}, but its example says {list(like.shape[1:])} of "
+                    f"{like.dtype}"
+                )
 
     def _encode(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
@@ -203,6 +212,9 @@ class EncoderUnit(Unit, EncoderStage):
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Tokens are rounded to whole items."""
         rows = max(1, round(tokens / self.geometry.encoder_tokens))
+        if layer == 0 and self.geometry.example is not None:
+            inputs = {k: v.to(device).repeat_interleave(rows, 0) for k, v in self.geometry.example.items()}
+            return inputs.pop(self.geometry.input_name), inputs
         shape = self.geometry.row_shape if layer == 0 else (self.geometry.encoder_tokens, self.geometry.width)
         return torch.randn(rows, *shape, device=device), {}
 

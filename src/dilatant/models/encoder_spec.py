@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -39,10 +39,13 @@ class Encoder:
     text. features: "patch" leaves out class and register tokens. Callbacks: see `Callbacks`. adapter: see `adapters`.
     processor: saved with the model.
 
-    What cannot be told of a module that is no transformers model: kind; input_name, the keyword of its forward (default
-    as in transformers); row_shape, of one encoder row, [channels, height, width] or [mel_bins, frames]; width, of an
-    output token; tokens_per_row, how many of them a row gives. tokens_per_row is also what the language model receives
-    of a row where a projector or callback of yours changes their number.
+    What cannot be told of a module that is no transformers model: kind, "image", "audio" or a word of your own, which
+    our readers of data do not know; input_name, the keyword of its forward (default as in transformers); row_shape, of
+    one encoder row, [channels, height, width] or [mel_bins, frames] or any of another kind; width, of an output token;
+    tokens_per_row, how many of them a row gives. example: in the place of input_name and row_shape, one row of each
+    input, keyword → tensor [1, ...] of any rank and dtype; the layer is measured with it, so ids in it must be valid.
+    tokens_per_row is also what the language model receives of a row where a projector or callback of yours changes
+    their number.
     """
 
     model: Any
@@ -55,11 +58,12 @@ class Encoder:
     after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
     adapter: Adapter | None = None
     processor: Any = None
-    kind: Literal["image", "audio"] | None = None
+    kind: str | None = None
     input_name: str | None = None
     row_shape: tuple[int, ...] | None = None
     width: int | None = None
     tokens_per_row: int | None = None
+    example: Mapping[str, Tensor] | None = None
 
 
 def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
@@ -120,50 +124,60 @@ def _merging_part(
 
 
 def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
+    kind, own = encoder.kind or "", encoder.example
+    usual = {"image": "pixel_values", "audio": "input_features"}
+    name = next(iter(own), None) if own else encoder.input_name or usual.get(kind)
+    shape = encoder.row_shape if own is None else tuple(next(iter(own.values()), torch.empty(0)).shape[1:])
     problems = [
         f"{key} is missing; {what}"
-        for key, what in (
-            ("kind", "'image' or 'audio'"),
-            ("row_shape", "of one encoder row: (channels, height, width) or (mel_bins, frames)"),
-            ("width", "of one output token"),
-            ("tokens_per_row", "how many tokens one row gives"),
+        for key, what, said in (
+            ("kind", "'image', 'audio' or a word of your own", encoder.kind),
+            ("row_shape", "of one encoder row: (channels, height, width) or (mel_bins, frames)", shape),
+            ("input_name", "the keyword of its forward", name or not kind),
+            ("width", "of one output token", encoder.width),
+            ("tokens_per_row", "how many tokens one row gives", encoder.tokens_per_row),
         )
-        if getattr(encoder, key) is None
+        if not said and said != ()
     ]
-    shape = tuple(encoder.row_shape or ())
-    dimensions = {"image": 3, "audio": 2}.get(encoder.kind or "", len(shape))
-    if encoder.row_shape is not None and len(shape) != dimensions:
-        problems.append(f"row_shape is {shape}; rows of kind {encoder.kind!r} have {dimensions} dimensions")
-    if encoder.kind not in (None, "image", "audio"):
-        problems.append(f"kind is {encoder.kind!r}; it must be 'image' or 'audio'")
+    if own is not None:
+        if encoder.row_shape is not None or encoder.input_name is not None:
+            problems.append("row_shape and input_name are told by the example; leave them out")
+        problems += [
+            f"the example of {key!r} is no tensor of one row: [1, ...]"
+            for key, row in own.items()
+            if not isinstance(row, Tensor) or not row.shape or row.shape[0] != 1
+        ]
+    dimensions = {"image": 3, "audio": 2}.get(kind)
+    if shape is not None and dimensions not in (None, len(shape)):
+        problems.append(f"row_shape is {shape}; rows of kind {kind!r} have {dimensions} dimensions")
     if encoder.features == "patch":
         problems.append("features 'patch' is for transformers encoders; leave out those tokens in the module")
     if encoder.adapter is not None:
         problems.append("an adapter is for encoders that are cut; this one is a single layer")
     if problems:
         raise list_problems(f"{where}: of {type(encoder.model).__name__} cannot be told:", problems)
-    assert encoder.kind is not None
+    assert shape is not None
+    assert name is not None
     assert encoder.width is not None
     assert encoder.tokens_per_row is not None
-    is_image = encoder.kind == "image"
+    of_kind = {"image": ("channels", "height", "row_width"), "audio": ("mel_bins", "frames")}.get(kind, ())
     return EncoderGeometry(
-        kind=encoder.kind,
-        input_name=encoder.input_name or ("pixel_values" if is_image else "input_features"),
+        kind=kind,
+        input_name=name,
         tokens_per_row=encoder.tokens_per_row,
         encoder_tokens=encoder.tokens_per_row,
         leading_tokens=0,
         width=encoder.width,
-        channels=shape[0] if is_image else 0,
-        height=shape[1] if is_image else 0,
-        row_width=shape[2] if is_image else 0,
-        mel_bins=0 if is_image else shape[0],
-        frames=0 if is_image else shape[1],
+        example=own if own is not None or of_kind else {name: torch.zeros(1, *shape)},
+        **dict(zip(of_kind, shape)),
     )
 
 
 def _refuse_stated(encoder: Encoder, where: str) -> None:
     stated = [
-        key for key in ("kind", "input_name", "row_shape", "width") if getattr(encoder, key) is not None
+        key
+        for key in ("kind", "input_name", "row_shape", "width", "example")
+        if getattr(encoder, key) is not None
     ]
     if stated:
         raise UserError(

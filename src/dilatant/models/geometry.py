@@ -5,7 +5,8 @@ The data room counts tokens and prepares media from this; the model room merges 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dilatant.config.errors import UserError
@@ -46,9 +47,11 @@ class EncoderGeometry:
     (class and register tokens) are already taken off when features are "patch".
     encoder_tokens: tokens that the encoder's blocks work on for one row.
     width: size of one output token before the projector.
+    kind: "image", "audio", or a word of the user's own. example: keyword → tensor [1, ...], a row of each input of a
+    module of the user's own.
     """
 
-    kind: Literal["image", "audio"]
+    kind: str
     input_name: str
     tokens_per_row: int
     encoder_tokens: int
@@ -60,10 +63,13 @@ class EncoderGeometry:
     channels: int = 0
     mel_bins: int = 0
     frames: int = 0
+    example: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one encoder row."""
+        """Shape of one encoder row, of the input called `input_name`."""
+        if self.example is not None:
+            return tuple(self.example[self.input_name].shape[1:])
         return (
             (self.channels, self.height, self.row_width)
             if self.kind == "image"

@@ -161,6 +161,21 @@ class MultimodalModel(nn.Module):
             if name not in self.generators:
                 yield from ((unit, weight) for weight in unit.weights if weight.part != "queries")
 
+    def sizes_of(self, input_ids: Sequence[int], media: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+        """What a sample of your own has as `EncodedSample.sizes`: unit → tokens that the unit processes.
+
+        media: encoder → keyword → array [encoder rows, ...]. Raises UserError for units whose items are of unlike
+        sizes, of which rows do not tell, or that are no encoders.
+        """
+        sizes = {LANGUAGE: len(input_ids)}
+        for name, inputs in media.items():
+            if name not in self.encoders or self[name].packs:
+                raise UserError(
+                    f"{name}: the number of its rows does not tell its tokens; say sizes yourself"
+                )
+            sizes[name] = len(next(iter(inputs.values()))) * self[name].geometry.encoder_tokens
+        return sizes
+
     def freeze(self, patterns: Iterable[str]) -> None:
         """Stop weights from training, as `model.freeze` of the YAML does: units ("vision"), their parts
         ("vision.encoder"), layers, or patterns over parameter names ("language.layers.0.*").

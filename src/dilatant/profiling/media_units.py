@@ -60,6 +60,11 @@ def media_unit(
             marker=marker,
             merge=merge,
         )
+    if geometry.kind != "audio":
+        raise UserError(
+            f"{name}: no reader of files knows the kind {geometry.kind!r}; give `execute` samples of your own "
+            "(`EncodedSample`)"
+        )
     return AudioUnit(
         name=name,
         placeholder_id=placeholder_id,
