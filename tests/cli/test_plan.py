@@ -241,7 +241,9 @@ def test_advice_names_schedules_that_were_not_tried_and_recomputation_that_nothi
 
 
 def test_a_plan_measures_this_machine_when_nothing_else_is_said(project: Path, dilatant: Dilatant) -> None:
-    report = planned(dilatant, project / "config.yaml", "--set", "data.max_length=32")
+    report = planned(
+        dilatant, project / "config.yaml", "--set", "data.max_length=32", "--set", "plan.measure_seconds=600"
+    )
     assert report.cost_source == "measured"
     assert load_costs(project / "run" / "plan" / "costs.yaml").origin == "measured"
 
