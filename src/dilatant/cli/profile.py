@@ -133,11 +133,11 @@ def profile(
         return
     _show(costs, counts, console)
     if costs.rough:
-        error, kind = costs.rough[0]
+        worst, kind = costs.rough[0]
         print_line(
             console,
             ("the times scatter: ", "yellow"),
-            f"the fit of {kind} is off by {error:.0%}, so the machine was busy, or the layers are tiny. Plans are as "
+            f"the fit of {kind} is off by {worst:.0%}, so the machine was busy, or the layers are tiny. Plans are as "
             "rough, until they are measured again",
         )
     if links is not None and found is not None:

@@ -62,13 +62,13 @@ def simulate(
     Costs of hardware that is not here are modelled (or `--set plan.costs=FILE`). With --failures, nodes of the
     cluster come and go as the trace says: throughput over time under pipeline templates and under restarts.
     """
+    given = _read(source, [*_cluster(cluster), *overrides], trust)
+
     from dilatant.plan.node_trace import load_node_trace
     from dilatant.report.say import open_console, show_progress
 
     console = open_console(stderr=as_json)
-    given = _read(source, [*_cluster(cluster), *overrides], trust)
     trace = None if failures is None else load_node_trace(failures, seed=given.config.seed)
-    say_loading()
     problem = open_problem(given.config)
     if trace is not None:
         _replay(problem, given.name, trace, fault_tolerance, page, as_json, console)
@@ -99,21 +99,19 @@ class _Given:
 
 
 def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
-    from dilatant.plan.plan import Plan
-
     path = source / "plan.json" if source.is_dir() else source
     if path.suffix != ".json":
-        return _Given(read_config(path, overrides, trust or None), path.stem, path.parent)
+        return _Given(read_config(path, overrides, trust or None, loads=True), path.stem, path.parent)
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError):
         raise UserError(f"plan {str(path)!r} cannot be read; `dilatant plan CONFIG` writes one") from None
+    say_loading()
     try:
-        plan = Plan.from_json(text)
-        say_loading()
-
+        from dilatant.plan.plan import Plan
         from dilatant.training.layout import TrainingPlan
 
+        plan = Plan.from_json(text)
         trained, step = TrainingPlan.from_json(text), json.loads(text).get("step", {})
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
