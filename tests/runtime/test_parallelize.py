@@ -107,7 +107,12 @@ def _planned(pooled: Worker, costs: Path) -> tuple[list[float], str]:
     for _ in range(2):
         runtime = parallelize(
             build_model(CASE, "meta"),
-            Auto([samples] * 2, plan=PlanConfig(costs=None if pooled.rank else str(costs))),
+            Auto(
+                [samples] * 2,
+                plan=PlanConfig(
+                    costs=None if pooled.rank else str(costs), chunks=(1,), microbatch_sizes=(2,)
+                ),
+            ),
             worker=worker,
             seed=CASE.seed,
         )
