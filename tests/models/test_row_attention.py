@@ -275,6 +275,8 @@ def test_what_media_attention_cannot_be_is_said_where_the_model_is_built() -> No
     for said, message in (
         ("all", "media_attention is 'all'; give one of causal, bidirectional, embedded, modality"),
         ({"vision": "all"}, "give one of causal"),
+        ({"vision": ["causal"]}, "give one of causal"),
+        (5, "media_attention is 5; give one of causal"),
         ({"audio": "causal"}, "media_attention names 'audio'; the encoders are vision, depth"),
         (lambda: None, r"media_attention is called as \(segments\)"),
     ):

@@ -135,20 +135,16 @@ class RowLayout:
     def is_text(self) -> NDArray[np.bool_]:
         return self.modality == 0
 
+    def part(self, chosen: slice | NDArray[np.bool_]) -> RowLayout:
+        """Some of the segments, of samples numbered from 0 on."""
+        columns = (self.sample, self.modality, self.instance, self.length)
+        sample, *others = (column[chosen] for column in columns)
+        return RowLayout(self.modalities, sample - sample[:1], *others)
+
     def split(self) -> list[RowLayout]:
         """Each sample as a row of its own."""
         border = np.searchsorted(self.sample, np.arange(self.num_samples + 1))
-        parts = [slice(start, end) for start, end in pairwise(border)]
-        return [
-            RowLayout(
-                self.modalities,
-                np.zeros_like(self.sample[part]),
-                self.modality[part],
-                self.instance[part],
-                self.length[part],
-            )
-            for part in parts
-        ]
+        return [self.part(slice(start, end)) for start, end in pairwise(border)]
 
     def positions(self) -> NDArray[np.int64]:
         """Index of each segment's first token within its sample: int64 `[segments]`."""
@@ -226,18 +222,18 @@ def media_mask(row: RowLayout, kinds: str | Mapping[str, str]) -> AttentionMask:
     Raises:
         MaskError: on an unknown kind or modality, and more instances than a word tells apart.
     """
-    named = dict.fromkeys(row.modalities[1:], kinds) if isinstance(kinds, str) else kinds
-    for name, kind in named.items():
-        if kind not in MEDIA_KINDS or name not in row.modalities[1:]:
+    media = row.modalities[1:]
+    named = dict.fromkeys(media, kinds) if isinstance(kinds, str) else kinds
+    for name, word in named.items():
+        if word not in MEDIA_KINDS or name not in media:
             raise MaskError(
-                f"{name!r}: {kind!r} is no kind of media mask ({', '.join(MEDIA_KINDS)}) of a modality "
-                f"({', '.join(row.modalities[1:])})"
+                f"{name!r}: {word!r} is no kind of media mask ({', '.join(MEDIA_KINDS)}) of a modality "
+                f"({', '.join(media)})"
             )
-    of_modality = ["text", *(named.get(name, "causal") for name in row.modalities[1:])]
-    kind = np.array(of_modality)[np.maximum(row.modality, 0)]
-    plain = (kind == "text") | (kind == "causal")
-    causal = plain | (kind == "bidirectional") | (kind == "isolated")
-    attend = np.select([causal & (kind != "isolated"), kind == "isolated"], [3, 1], 2)
+    kind = np.array(["causal", *(named.get(name, "causal") for name in media)])[np.maximum(row.modality, 0)]
+    plain = kind == "causal"
+    causal = ~np.isin(kind, ("embedded", "modality"))
+    attend = np.where(kind == "isolated", 1, np.where(causal, 3, 2))
     return _mask(
         row,
         pack_fields(
@@ -274,12 +270,7 @@ def mask_of_samples(row: RowLayout, make: Callable[[RowLayout], AttentionMask]) 
     masks = []
     for number, alone in enumerate(row.split()):
         is_token = ~alone.is_padding
-        mask = make(
-            RowLayout(
-                row.modalities,
-                *(part[is_token] for part in (alone.sample, alone.modality, alone.instance, alone.length)),
-            )
-        )
+        mask = make(alone.part(is_token))
         where, tokens = f"the mask of sample number {number} of a row", int(alone.length[is_token].sum())
         if not isinstance(mask, AttentionMask):
             raise MaskError(f"{where} is of type {type(mask).__name__}; give an AttentionMask")
@@ -288,8 +279,8 @@ def mask_of_samples(row: RowLayout, make: Callable[[RowLayout], AttentionMask]) 
         if mask.window is not None:
             raise MaskError(f"{where} has a window; the widths are those of the model's layers")
         if (mask.runs.field == PADDING).any():
-            at = int(mask.runs.start[np.argmax(mask.runs.field == PADDING)])
-            raise MaskError(f"{where}: token {at} has the word of padding, which sees nobody")
+            token = int(mask.runs.start[np.argmax(mask.runs.field == PADDING)])
+            raise MaskError(f"{where}: token {token} has the word of padding, which sees nobody")
         if not is_token.all():
             fields, at = np.zeros(alone.num_tokens, np.int64), np.repeat(is_token, alone.length)
             positions = np.arange(alone.num_tokens)

@@ -26,9 +26,9 @@ def read_media_attention(said: MediaMasks | None, encoders: Collection[str]) -> 
     if callable(said):
         require_call("media_attention", said, "segments")
         return said
-    words = {"": said} if isinstance(said, str) else dict(said)
+    words = {"": said} if isinstance(said, str) else said
     known = get_args(MediaMask)
-    if not {*words.values()} <= {*known}:
+    if not isinstance(words, Mapping) or not all(word in known for word in words.values()):
         raise UserError(
             f"media_attention is {said!r}; give one of {', '.join(known)}, a word for each encoder, or a function from "
             "the segments of a sample to an AttentionMask"

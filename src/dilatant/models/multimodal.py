@@ -33,7 +33,7 @@ from dilatant.models.graph import ModelGraph
 from dilatant.models.language import LanguageUnit
 from dilatant.models.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.materialize import allocate, materialize
-from dilatant.models.media_attention import MediaMasks, OwnMask, in_words, read_media_attention
+from dilatant.models.media_attention import MediaMasks, in_words, read_media_attention
 from dilatant.models.merge import prepend_placeholders
 from dilatant.models.proof import prove
 from dilatant.models.saving import load_model, save_model
@@ -347,17 +347,14 @@ class MultimodalModel(nn.Module):
         folder: str | Path,
         *,
         before_language_model: BeforeLanguageModel | None = None,
-        media_attention: OwnMask | None = None,
         **options: Any,
     ) -> Self:
         """Read a model, all of it trainable: what `save_pretrained` wrote, a whole vision-language model or a language
         model of transformers in a folder, or one of these by its id on the hub.
 
-        options: dtype, attn_implementation and, of what `save_pretrained` wrote, code (see `saving.load_model`).
-        media_attention: of a model that was saved with a mask of one's own. Raises UserError.
+        options: dtype, attn_implementation and, of what `save_pretrained` wrote, code and a mask of one's own as
+        media_attention (see `saving.load_model`). Raises UserError.
         """
-        if media_attention is not None:
-            options["media_attention"] = media_attention
         is_plain = (Path(folder) / "config.json").is_file() or not Path(folder).is_dir()
         if is_plain and not is_export_of_parts(folder):
             return cls._of_transformers(str(folder), **options)

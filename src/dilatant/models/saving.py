@@ -136,7 +136,8 @@ def load_model(
     """What `save_model` wrote into `folder`.
 
     code: encoder → what of it is code ("projector", "adapter" or a callback) and so is not in the folder. dtype: as
-    saved, unless given. Raises UserError for a folder that is not such a model, and for code that is missing.
+    saved, unless given. media_attention: where it is code. Raises UserError for a folder that is not such a model, and
+    for code that is missing.
     """
     manifest = _read_manifest(folder)
     code = code or {}
