@@ -1,4 +1,7 @@
-"""What only a forward can tell about a family, asked of its skeleton: on the meta device, so nothing is computed."""
+"""Properties of a model family that only a forward shows, found with its skeleton on the meta device.
+
+Nothing is computed. Some families draw a number for each block all the same, so torch's generator is put back.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from transformers import AutoModel, PreTrainedModel
 from dilatant.config.errors import UserError
 
 
+@torch.random.fork_rng(devices=[])
 def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> int:
     """Tokens that an encoder returns for one row of `row_shape`. Raises UserError if it cannot be told."""
     try:
@@ -27,6 +31,7 @@ def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> in
         ) from None
 
 
+@torch.random.fork_rng(devices=[])
 def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[int, ...]) -> frozenset[str]:
     """Names of an encoder's parameters that its last hidden state does not depend on (pooling heads, mask tokens).
 
