@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.tensor_group import TensorGroup
 from worker_pool import Worker, WorkerPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
@@ -95,3 +96,21 @@ def test_unequal_numbers_go_from_every_rank_to_every_rank(workers: WorkerPool) -
                 before = sum(sent[:place])
                 expected += [100 * sender + number for number in range(before, before + sent[place])]
             assert arrived == expected
+
+
+def _adds_its_share(worker: Worker) -> list[list[float]]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    ranks = TensorGroup(comm.group("tensor", (0, 1)))
+    leaf = torch.ones(3, requires_grad=True)
+    hidden = leaf * 1
+    gradient = torch.full((3,), 1.0 + worker.rank)
+    (hidden + ranks.copy(hidden)).backward(gradient)  # addition hands one tensor to both of its terms
+    comm.world.barrier()
+    comm.close()
+    return [leaf.grad.tolist(), gradient.tolist()]
+
+
+def test_a_sum_over_ranks_changes_no_gradient_that_others_read(workers: WorkerPool) -> None:
+    for rank, (leaf, gradient) in enumerate(workers.run(_adds_its_share, 2)):
+        assert gradient == [1 + rank] * 3
+        assert leaf == [(1 + rank) + (1 + 2)] * 3  # its own through the addition, all ranks' through the copy

@@ -20,6 +20,7 @@ def tree(tmp_path: Path) -> Path:
         "src/dilatant/__init__.py": "",
         "src/dilatant/one.py": "def after(n):\n    return n + 1  # noqa\n",
         "tests/test_one.py": "from dilatant.one import after\n\n\ndef test_one():\n    assert after(1) == 2\n",
+        "tests/test_all.py": "from dilatant.one import after\n\n\ndef test_all():\n    assert after(2) == 3\n",
         "tests/test_type.py": "from dilatant.one import after\n\n\ndef test_type():\n    assert after(1) > 0\n",
         "pyproject.toml": "[tool.pytest.ini_options]\n",
     }.items():
@@ -53,6 +54,9 @@ def test_a_place_that_does_not_fit_is_named(tree: Path, changes: dict[str, str],
 def test_a_change_is_noticed_by_a_test_that_passes_without_it(tree: Path) -> None:
     noticed = try_change(PLACE, tree, ("tests/test_type.py", "tests/test_one.py"), 60.0)
     assert (noticed.verdict, noticed.by) == (run.NOTICED, "tests/test_one.py::test_one")
+    nearest_first = try_change(PLACE, tree, ("tests/test_one.py", "tests"), 60.0)
+    assert nearest_first.by == noticed.by
+    assert try_change(PLACE, tree, ("tests/test_type.py", "tests"), 60.0).by == "tests/test_all.py::test_all"
     assert try_change(PLACE, tree, ("tests/test_type.py",), 60.0).verdict == run.SURVIVED
     assert "n + 1" in (tree / "src" / "dilatant" / "one.py").read_text()
     (tree / "tests" / "test_one.py").write_text("def test_one():\n    raise AssertionError\n")

@@ -127,6 +127,13 @@ def test_a_gradient_that_ranks_of_a_stage_have_alike_counts_at_the_first_of_them
     assert [len({box.key for box in held[f"u.0.{n}"].boxes.values()}) for n in ("kv", "rows")] == [3, 7]
 
 
+def test_context_parallel_ranks_each_have_gradients_of_their_tokens() -> None:
+    stage = Stage(0, 1, (0, 1, 2, 3), tp=2, cp=2)
+    held = holdings(Plan((UnitPlan("u", (Replica((stage,)),)),)), {"u": ["u.0"]}, WEIGHTS, split)
+    assert held["u.0.whole"].silent == {1, 3}  # tensor-parallel index 1 of either part of the tokens
+    assert held["u.0.partial"].silent == frozenset()
+
+
 def test_a_weight_that_is_tied_between_unlike_boxes_of_a_rank_is_refused() -> None:
     stages = (Stage(0, 1, (0, 1), tp=2), Stage(1, 2, (0, 1), tp=1, cp=2))
     tied = HeldWeight("u.0.rows", frozenset({"u.0", "u.1"}), (4, 2))

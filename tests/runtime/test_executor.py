@@ -103,6 +103,20 @@ def test_a_loss_that_is_not_finite_is_known_everywhere_with_its_samples(workers:
     workers.run(_loss_is_infinite, 3)
 
 
+def _one_rank_is_to_stop(worker: Worker, stopping: int | None) -> bool:
+    runtime, comm = _runtime(worker)
+    samples = build_samples(CASE)
+    step = runtime.prepare(samples, CASE.assignment, _schedule(runtime))
+    result = runtime.execute(samples, step, should_stop=lambda: worker.rank == stopping)
+    comm.close()
+    return result.should_stop
+
+
+@pytest.mark.parametrize("stopping", [None, 1])
+def test_where_one_rank_is_to_stop_all_do(workers: WorkerPool, stopping: int | None) -> None:
+    assert workers.run(_one_rank_is_to_stop, 3, stopping) == [stopping is not None] * 3
+
+
 def _count_messages(worker: Worker) -> tuple[list[str], bool]:
     runtime, comm = _runtime(worker)
     sent: list[str] = []
