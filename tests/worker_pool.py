@@ -21,7 +21,7 @@ from typing import Any
 from patience import HANG_SECONDS
 
 TOKEN = b"of the tests"
-GRACE_SECONDS = 30.0
+GRACE_SECONDS = 120.0
 """What the other ranks have to end after one has failed; then they are replaced."""
 
 
@@ -32,6 +32,12 @@ class Worker:
     rank: int
     size: int
     store: Any
+
+
+def meet(worker: Worker) -> None:
+    """Wait until all ranks of a run have begun."""
+    worker.store.set(f"begun/{worker.rank}", b"")
+    worker.store.wait([f"begun/{rank}" for rank in range(worker.size)])
 
 
 class WorkersFailed(AssertionError):

@@ -15,7 +15,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.rendezvous import announce_failure
-from worker_pool import Worker, WorkerPool, WorkersFailed
+from worker_pool import Worker, WorkerPool, WorkersFailed, meet
 
 
 def _groups_of_members(worker: Worker) -> list[float]:
@@ -172,6 +172,7 @@ def test_survivors_of_a_killed_rank_go_on_under_the_next_generation(workers: Wor
 
 
 def _late(worker: Worker, how: str) -> str:
+    meet(worker)  # the timeout below judges no start of a process
     comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=3)
     comm.world.barrier()
     if worker.rank == 2:

@@ -12,7 +12,7 @@ from dilatant.comm import backends
 from dilatant.comm.comm import Comm
 from dilatant.comm.deadlines import ProgressDeadline
 from dilatant.comm.errors import CommAborted, CommTimeout
-from worker_pool import Worker, WorkerPool
+from worker_pool import Worker, WorkerPool, meet
 
 
 class _Work:
@@ -73,6 +73,7 @@ class _Device:
 
 
 def _host_waits_for_its_device(worker: Worker, how: str) -> str:
+    meet(worker)  # the timeout below judges no start of a process
     comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=3)
     comm.world.barrier()
     device = _Device(_Work())

@@ -48,7 +48,7 @@ AGENT, COORDINATOR = "dilatant.resilience.agent_process", "dilatant.resilience.c
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[Child, list[Child], Path]]:
     """A coordinator and two agents."""
-    settings = Settings(lease_seconds=5.0, initial=2)
+    settings = Settings(lease_seconds=HANG_SECONDS, initial=2)
     coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path)))
     start = [
         Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings, str(tmp_path), f"node{node}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import nn
 
@@ -14,6 +12,7 @@ from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding, Holdings
 from dilatant.runtime.shared_weights import SharedWeights, share_weights
+from patience import wait_until
 from worker_pool import Worker, WorkerPool
 
 
@@ -173,9 +172,7 @@ def _crosses_within_the_backward(worker: Worker) -> tuple[bool, list[float]]:
     crossed: list[int] = []
 
     def wait_for_the_node(_: torch.Tensor) -> None:
-        began = time.monotonic()
-        while not sync._started[0].pending.is_done and time.monotonic() < began + 60:
-            time.sleep(0.001)
+        wait_until(lambda: sync._started[0].pending.is_done)
 
     hidden = torch.ones(2) * parameters["first"]
     hidden.register_hook(lambda _: crossed.append(sync._crossed))

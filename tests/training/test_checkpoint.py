@@ -31,6 +31,7 @@ from dilatant.training.checkpoint import (
 )
 from dilatant.training.checkpoint_files import stamp_of
 from dilatant.training.checkpoint_writer import CheckpointWriter
+from patience import wait_until
 
 
 def tensors(fill: float) -> dict:
@@ -402,7 +403,6 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> N
         "import sys, torch\nfrom pathlib import Path\n"
         "from dilatant.training.checkpoint_writer import CheckpointWriter\n"
         "writer = CheckpointWriter(Path(sys.argv[1]), 2, sys.argv[2])\n"
-        "print('up', flush=True)\n"
         "for step in range(1, 100_000):\n"
         "    writer.save(step, {'model': {'w': torch.full((100_000,), float(step))}}, {'step': step})\n"
         "    writer.publish()\n"
@@ -410,12 +410,11 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> N
     drawn = random.Random(1)
     for number in range(3):
         folder = tmp_path / str(number)
-        process = subprocess.Popen([sys.executable, "-c", code, folder, "s"], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.2 + drawn.random())
+        process = subprocess.Popen([sys.executable, "-c", code, folder, "s"])
+        wait_until(lambda: list_checkpoints(folder))  # noqa: B023  # it is called here
+        time.sleep(drawn.random())
         process.kill()
-        process.communicate()
+        process.wait()
         found, warnings = newest_valid(folder)
         assert warnings == []
         assert found is not None
