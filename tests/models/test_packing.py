@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_models import LANGUAGE_MODELS, images, language_only, positions, tokens, vision_language
+
+from dilatant.models.packed_row import PackedRow
 
 # fp32 sums over other padding of the same keys: a few roundings of logits of order 0.1.
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
@@ -80,3 +84,19 @@ def test_attention_keywords_reach_the_attention_function() -> None:
         attention_kwargs={"sample_of_token": torch.tensor([0, 0, 0, 1])},
     )
     assert seen == [(None, [0, 0, 0, 1])] * 5
+
+
+class _TwoAlike:
+    """Stands in for a row that two ranks share: the other one has the same values."""
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        return torch.cat([own, own])
+
+
+def test_values_of_all_ranks_are_put_together_whatever_they_are() -> None:
+    share: Any = _TwoAlike()
+    ids = torch.zeros(4, dtype=torch.int64)
+    row = PackedRow(ids, ids, ids, ids, outputs={}, lengths=(8,), share=share)
+    values = torch.tensor([float("nan"), 0.0, -3.0])
+    whole = row.whole_row(values, torch.tensor([0, 2, 3]))
+    torch.testing.assert_close(whole, values.repeat(2), equal_nan=True, rtol=0, atol=0)

@@ -9,10 +9,15 @@ import pytest
 import torch
 from test_numerics import check_case
 from test_tensor_parallel import case_of, plan_of
+from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
+from dilatant.comm.tensor_group import TensorGroup
 from dilatant.config.errors import UserError
+from dilatant.models.experts import group_experts
 from dilatant.plan.plan import Stage
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.layouts import require_trainable
@@ -43,6 +48,38 @@ def expert_case(*language: tuple[Stage, ...], family: Any = one_f_one_b, **chang
 def stages(tp: int, cp: int, ep: int) -> tuple[Stage, ...]:
     ranks = tuple(range(1, 1 + tp * cp))
     return (Stage(0, 2, ranks, tp, cp, ep), Stage(2, 4, ranks, tp, cp, ep))
+
+
+def _experts() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Two of three experts for each of five tokens; the last input is what a router gives them."""
+    torch.manual_seed(0)
+    experts = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=6, num_local_experts=3))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]])
+    return experts, (torch.randn(5, 8), chosen, torch.rand(5, 2).requires_grad_())
+
+
+def _gradient_of_a_router(worker: Worker) -> torch.Tensor:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    experts, inputs = _experts()
+    inner = slice(3 * worker.rank, 3 * worker.rank + 3)
+    halves = [half[:, inner] for half in experts.gate_up_proj.chunk(2, dim=1)]
+    experts.gate_up_proj = nn.Parameter(torch.cat(halves, dim=1))
+    experts.down_proj = nn.Parameter(experts.down_proj[..., inner])
+    grouped = group_experts(experts)
+    grouped.ranks = TensorGroup(comm.group("tensor", (0, 1)))
+    grouped.forward(*inputs).square().sum().backward()
+    comm.world.barrier()
+    comm.close()
+    return inputs[-1].grad
+
+
+def test_a_router_learns_from_every_ranks_part_of_the_experts(workers: WorkerPool) -> None:
+    experts, inputs = _experts()
+    experts(*inputs).square().sum().backward()
+    for gradient in workers.run(_gradient_of_a_router, 2):
+        torch.testing.assert_close(gradient, inputs[-1].grad, rtol=1e-4, atol=1e-4)  # fp32, sums of halves
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=str)
