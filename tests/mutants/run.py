@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.json")
     options = parser.parse_args(arguments)
-    places = read_places()
+    everything = places = read_places()
     problems = check(places)
     if problems:
         print("\n".join(problems), file=sys.stderr)
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + table(places, results))
     if options.page is not None:
         head, _, _ = options.page.read_text(encoding="utf-8").partition("| change |")
-        options.page.write_text(head + table(places, results), encoding="utf-8")
+        options.page.write_text(head + table(everything, results), encoding="utf-8")
     verdicts = [results[place.name].verdict for place in places if place.name in results]
     print(f"{verdicts.count(NOTICED)} of {len(verdicts)} noticed")
     return len(places) - verdicts.count(NOTICED)
