@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 from dilatant.config import UserError
 from dilatant.config.model import LoraConfig
@@ -18,12 +19,19 @@ from dilatant.data.image_unit import PixelProcessor
 from dilatant.models.lora import targets
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.sources import load_language_model, load_pretrained_config
+from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 from dilatant.models.whole import Whole
 from dilatant.models.whole_weights import load_whole
 from dilatant.training.stored_weights import open_tensors, tensor_files
 from tiny_wholes import save_as_the_hub_does, whole_config
 
+TINY = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -48,6 +56,52 @@ def test_weights_that_are_not_there_do_not_begin_at_random(
     save_file(change(load_file(folder / WEIGHTS)), tmp_path / WEIGHTS, {"format": "pt"})
     with pytest.raises(UserError, match=r"lacks '.*' and \d+ more of the weights of its model"):
         load_whole(whole, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "says"),
+    [
+        ("lm_head", r"lacks 'lm_head\.weight' of the weights of its model; write tie_word_embeddings: true"),
+        ("layers.0.mlp", r"lacks 'model\.layers\.0\.mlp\.down_proj\.weight' and 2 more of the weights"),
+    ],
+)
+def test_weights_that_a_language_model_lacks_do_not_begin_at_random(
+    tmp_path: Path, left_out: str, says: str
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / WEIGHTS)
+    save_file({k: v for k, v in state.items() if left_out not in k}, tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(UserError, match=says):
+        load_language_model(str(tmp_path))
+
+
+def test_a_tied_head_is_not_lacking_and_an_encoders_unread_pooler_is_said(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)).save_pretrained(tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / WEIGHTS)
+    load_language_model(str(tmp_path / "tied"))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4), add_pooling_layer=False).save_pretrained(
+        tmp_path
+    )
+    with pytest.warns(UserWarning, match=r"lacks 2 weights of its encoder \(pooler\.dense\.bias"):
+        load_encoder(str(tmp_path))
+
+
+def test_a_folder_without_weights_or_of_an_adapter_says_so(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    whole = Whole.of(load_pretrained_config(str(folder), "model"), "model")
+    with pytest.raises(UserError, match=r"cannot be loaded: .*no file named model\.safetensors"):
+        load_whole(whole, str(tmp_path))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"it is an adapter: write 'model\.lora\.adapter'"):
+        load_pretrained_config(str(tmp_path / "a"), "model")
+
+
+def test_a_pointer_of_git_lfs_is_told_from_damaged_weights(tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UserError, match="git lfs pull"):
+        open_tensors(tmp_path / WEIGHTS)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ RUN_SUFFIXES = (".lock", ".damaged", ".html", ".json", ".jsonl", ".yaml")
 """What a run writes into its folder, beside which users may keep what they like (also links, as wandb does)."""
 MOST_TEXT = 256 << 20
 """Bytes of the longest text that is read whole: a plan of ten thousand ranks takes a tenth of it."""
+LFS_POINTER = b"version https://git-lfs"
+"""What a file begins with that a clone without Git LFS has in the place of a large one."""
+FETCH_LFS = "is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
 
 
 def require_plain(folder: Path, is_run: bool = False) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from dilatant.config.own_files import open_regular
+from dilatant.config.own_files import FETCH_LFS, LFS_POINTER, open_regular
 from dilatant.data.errors import MediaError, may_pass
 from dilatant.data.sample import FileSlice, Frames, Media
 
@@ -27,6 +27,8 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
     path = source.path if isinstance(source, FileSlice) else source
     try:
         stream = open_regular(path)
+        is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+        stream.seek(0)
     except FileNotFoundError:
         raise MediaError(
             f"{media.kind} {str(path)!r} does not exist",
@@ -37,6 +39,8 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
         problem = f"{media.kind} {str(path)!r} cannot be opened: {reason}"
         raise MediaError(problem, REPLACE, may_pass(error)) from None
     with stream:
+        if is_pointer:
+            raise MediaError(f"{media.kind} {media.name!r} {FETCH_LFS}")
         if isinstance(source, FileSlice):
             yield io.BufferedReader(_Slice(stream, source.offset, source.length))
         else:

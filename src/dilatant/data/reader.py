@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
-from dilatant.config.own_files import open_regular
+from dilatant.config.own_files import FETCH_LFS, LFS_POINTER, open_regular
 from dilatant.data.arrow_records import ArrowRecords, scan_arrow
 from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
@@ -235,6 +235,8 @@ def detect_form(file: Path) -> Form | None:
         b"\x1f\x8b": "a gzip file; unpack it first, so that samples can be read in any order",
         b"\x28\xb5\x2f\xfd": "a zstd file; unpack it first, so that samples can be read in any order",
         b"PK\x03\x04": "a zip file; unpack it first",
+        b"\xff\xfe": "text in UTF-16; save it as UTF-8",
+        LFS_POINTER: FETCH_LFS.removeprefix("is "),
     }
     found = next(
         (what for magic, what in known.items() if head.startswith(magic)), f"unknown (starts {head[:12]!r})"

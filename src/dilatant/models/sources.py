@@ -172,23 +172,33 @@ def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrai
         raise UserError(
             f"{where}: {name!r} is of type {config.model_type!r}, not a causal language model{whole}"
         )
-    return _from_pretrained(AutoModelForCausalLM, name, where, config, options)
+    model, missing = _from_pretrained(AutoModelForCausalLM, name, where, config, options)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        tie = ""
+        if missing == ["lm_head.weight"]:
+            tie = "write tie_word_embeddings: true in its config.json if the head is the embedding, "
+        raise UserError(
+            f"{where}: {name!r} lacks {missing[0]!r}{more} of the weights of its model; {tie}fetch it again, or begin "
+            "with random weights (config)"
+        )
+    return model
 
 
 def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedModel:
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
     tower = tower_config(config)
     if tower is not config:
-        return _tower_alone(_class_of(tower, where), name, where, tower, options)
+        return _told_of_missing(_class_of(tower, where), name, where, tower, options)
     if type(config) not in MODEL_MAPPING and config.model_type in _UNLISTED:
-        return _from_pretrained(_class_of(config, where), name, where, config, options)
+        return _told_of_missing(_class_of(config, where), name, where, config, options)
     if not config.is_encoder_decoder:
-        return _from_pretrained(AutoModel, name, where, config, options)
+        return _told_of_missing(AutoModel, name, where, config, options)
     with torch.device("meta"):
         encoder_class = type(AutoModel.from_config(config).get_encoder())
     if encoder_class.__name__ in (config.architectures or ()):
-        return _from_pretrained(encoder_class, name, where, config, options)
-    return _from_pretrained(AutoModel, name, where, config, options).get_encoder()
+        return _told_of_missing(encoder_class, name, where, config, options)
+    return _told_of_missing(AutoModel, name, where, config, options).get_encoder()
 
 
 def _class_of(config: PreTrainedConfig, where: str) -> Any:
@@ -201,17 +211,12 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _tower_alone(
+def _told_of_missing(
     loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """A tower from a larger model's files, without transformers' list of everything that is not of the tower."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        model, found = _from_pretrained(loader, name, where, config, options, output_loading_info=True)
-    finally:
-        transformers_logging.set_verbosity(before)
-    if missing := sorted(found["missing_keys"]):
+    """An encoder, with one warning of weights that its files lack: a pooler that nothing reads often is not there."""
+    model, missing = _from_pretrained(loader, name, where, config, options)
+    if missing:
         warnings.warn(
             f"{where}: {name!r} lacks {len(missing)} weights of its encoder ({missing[0]}, ...); they begin at random",
             stacklevel=2,
@@ -222,8 +227,11 @@ def _tower_alone(
 def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The config of an id or folder, the cache first. Raises UserError, without long retries when offline."""
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        is_adapter = (Path(name) / "adapter_config.json").is_file()
+        found = "; it is an adapter: write 'model.lora.adapter' for it, and the id of its model here"
         raise UserError(
             f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout"
+            f"{found if is_adapter else ''}"
         )
     if Path(name).is_dir():
         _refuse_absurd(_plain_config(Path(name) / "config.json", where), where)
@@ -264,20 +272,27 @@ def _require_on_hub(name: str, where: str) -> None:
 
 
 def _from_pretrained(
-    loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any], **more: Any
-) -> Any:
+    loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, list[str]]:
+    """A model, and the keys of the weights that its files lack, which are random; without transformers' own table of
+    these and of what belongs to other parts of a larger model. Raises UserError."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
         with without_bars(name):
-            return loader.from_pretrained(
+            model, found = loader.from_pretrained(
                 name,
                 config=config,
                 dtype=options.get("dtype") or "auto",
                 attn_implementation=options.get("attn_implementation"),
+                output_loading_info=True,
                 **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
-                **more,
             )
     except Exception as error:
         raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {_one_line(error)}") from None
+    finally:
+        transformers_logging.set_verbosity(before)
+    return model, sorted(found["missing_keys"])
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 from dilatant.config import Config, ModelConfig
 from dilatant.config.errors import UserError
 from dilatant.config.model import EncoderConfig, GeneratorConfig
+from dilatant.config.own_files import FETCH_LFS, LFS_POINTER
 from dilatant.models.lora import MAGNITUDE, beside, is_adapter, magnitude_of, plain_key
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
@@ -231,8 +232,11 @@ def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str
     lora = config.lora
     if lora is None or lora.adapter is None:
         return weights
-    for adapted in adapted_models(model, config):
+    all_adapted = list(adapted_models(model, config))
+    for adapted in all_adapted:
         folder = Path(lora.adapter) / adapted.folder
+        if len(all_adapted) == 1 and not folder.exists():  # of peft, which knows no parts
+            folder = Path(lora.adapter)
         keys = adapter_keys(adapted, _keys(folder / ADAPTER_FILE), lora, folder)
         with open_tensors(folder / ADAPTER_FILE) as tensors:
             weights |= {name: _read(tensors, key, held[name]) for key, name in keys.items() if name in held}
@@ -337,6 +341,9 @@ def open_tensors(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
+        with file.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise UserError(f"{str(file)!r} {FETCH_LFS}") from None
         raise UserError(
             f"weights cannot be read from {str(file)!r}: {' '.join(str(error).split())}"
         ) from None
