@@ -131,6 +131,25 @@ def test_a_saved_audio_processor_is_read_by_transformers_and_by_us(tmp_path, fra
         np.testing.assert_allclose(values, processor(window)["input_features"], atol=2e-5)  # float32 there
 
 
+def test_processors_in_one_file_of_transformers_5_are_found_and_missing_ones_are_said(tmp_path):
+    for read in (
+        lambda: image_processor(str(tmp_path), height=8, width=8),
+        lambda: audio_processor(str(tmp_path), frames=100, mel_bins=40),
+    ):
+        with pytest.raises(
+            UserError, match=r"there is no processor in .*: put its preprocessor_config\.json there"
+        ):
+            read()
+    pixels, sound = (
+        PixelProcessor(8, 8, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7)),
+        LogMelProcessor(window_frames=100, mel_bins=40),
+    )
+    parts = {"image_processor": processor_settings(pixels), "feature_extractor": processor_settings(sound)}
+    (tmp_path / "processor_config.json").write_text(json.dumps(parts))
+    assert image_processor(str(tmp_path), height=8, width=8) == pixels
+    assert audio_processor(str(tmp_path), frames=100, mel_bins=40) == sound
+
+
 def test_a_processor_of_another_size_than_the_encoders_is_refused():
     from transformers import SiglipImageProcessorPil
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig as LoraConfigOfPeft
+from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
-from dilatant.config.model import LoraConfig
+from dilatant.config.model import LoraConfig, ModelConfig
 from dilatant.cost.memory import ParameterBytes
+from dilatant.models.build import build_model
 from dilatant.models.four_bit_stages import four_bit_names
 from dilatant.models.lora import inject, is_adapter, merged_state
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.whole import Whole
+from dilatant.plan.boxes import Box
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.profiling.describe_model import describe_model
+from dilatant.training.stored_weights import read_adapters
 from model_cases import cost_model
 from tiny_wholes import reference, whole_config
 from whole_samples import samples_of
@@ -32,6 +37,30 @@ def test_adapters_train_as_those_of_peft_on_the_plain_model(family, cut, kind):
     found = differences(family, cut, LoraConfig(**EVERYWHERE, **{kind: True}))
     assert found.loss <= LOSS_TOLERANCE
     assert found.gradient <= TOLERANCE, found.weight
+
+
+def test_an_adapter_of_peft_fits_the_only_part_that_has_adapters(tmp_path):
+    settings = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 1, "tie_word_embeddings": True}
+    theirs = get_peft_model(
+        LlamaForCausalLM(LlamaConfig(**settings)),
+        LoraConfigOfPeft(r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False),
+    )
+    theirs.save_pretrained(str(tmp_path))
+    lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "adapter": str(tmp_path)}
+    config = ModelConfig.model_validate(
+        {"language_model": {"config": {"model_type": "llama", **settings}}, "lora": lora}
+    )
+    model = build_model(config)
+    weights = {weight.name: weight for weight in model.language.weights if is_adapter(weight.name)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.language.named_logical_parameters()}
+    found = read_adapters(model, config, {name: Box.of(name, shapes[name]) for name in weights})
+    saved = {
+        key.replace(".default", ""): tensor for key, tensor in theirs.state_dict().items() if "lora_" in key
+    }
+    assert len(found) == len(saved) == 2
+    for name, tensor in found.items():
+        assert torch.equal(tensor, saved[f"base_model.model.{weights[name].key}".replace(".default", "")])
 
 
 def test_only_adapters_train():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -55,7 +55,7 @@ def image_processor(
     """
     if source is None:
         return PixelProcessor(height=height, width=width, channels=channels)
-    settings = saved_settings(source, "preprocessor_config.json") if isinstance(source, str) else dict(source)
+    settings = whole_settings(source, ("image_processor",)) if isinstance(source, str) else dict(source)
     if isinstance(source, Mapping) and not any(key.endswith("_type") for key in settings):
         known = {item.name for item in fields(PixelProcessor)}
         unknown = sorted(set(settings) - known)
@@ -82,7 +82,7 @@ def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int
     """
     if source is None:
         return LogMelProcessor(window_frames=frames, mel_bins=mel_bins)
-    settings = saved_settings(source, "preprocessor_config.json") if isinstance(source, str) else dict(source)
+    settings = whole_settings(source, ("feature_extractor",)) if isinstance(source, str) else dict(source)
     kind = settings.get("feature_extractor_type", "WhisperFeatureExtractor")
     if kind != "WhisperFeatureExtractor":
         raise UserError(
@@ -150,15 +150,17 @@ def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
     )
 
 
-def whole_settings(name: str) -> dict[str, Any]:
-    """The settings of the processors of a whole model, of images and sounds together, saved in a folder or on the hub:
-    in one file of old, in parts of another since. Raises UserError."""
+def whole_settings(
+    name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")
+) -> dict[str, Any]:
+    """The settings of the processors of a model, of images and sounds together, saved in a folder or on the hub: in one
+    file of old, in `parts` of another since. Raises UserError."""
     if not _lacks(name, "preprocessor_config.json") or _lacks(name, "processor_config.json"):
         return saved_settings(name, "preprocessor_config.json")
-    parts = saved_settings(name, "processor_config.json")
+    saved = saved_settings(name, "processor_config.json")
     found: dict[str, Any] = {}
-    for part in ("image_processor", "feature_extractor"):
-        found |= parts[part] if isinstance(parts.get(part), dict) else {}
+    for part in parts:
+        found |= saved[part] if isinstance(saved.get(part), dict) else {}
     return found
 
 
@@ -195,6 +197,11 @@ def saved_settings(name: str, file: str) -> dict[str, Any]:
     """The settings saved in a folder or on the hub. Raises UserError."""
     from transformers.utils import cached_file
 
+    if Path(name).is_dir() and not (Path(name) / file).is_file():
+        raise UserError(
+            f"there is no processor in {name!r}: put its {file} there, or name another folder, an id or settings with "
+            "'processor'"
+        )
     try:
         path = cached_file(name, file)
         with open(str(path), encoding="utf-8") as stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
+        folder = Path(name)
+        if folder.is_dir() and not any(
+            re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir()
+        ):
+            raise _no_tokenizer(name) from None
         first = str(error).strip().partition("\n")[0]
         raise UserError(
             f"tokenizer {name!r} cannot be loaded: {first} "
@@ -36,10 +42,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         )
     if not tokenizer("A word.", add_special_tokens=False).input_ids:
         # What transformers makes of a folder that has a config, but none of the tokenizer's files.
-        raise UserError(
-            f"there is no tokenizer in {name!r}: text becomes no tokens; put tokenizer.json and tokenizer_config.json "
-            "there, or name another folder with 'tokenizer'"
-        )
+        raise _no_tokenizer(name)
     # transformers' processor, of which it may be a part, takes the template of these files before its own.
     for file in ("processor_config.json", "chat_template.json"):
         template = _settings(name, file).get("chat_template")
@@ -47,6 +50,13 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             tokenizer.chat_template = template
             break
     return tokenizer
+
+
+def _no_tokenizer(name: str) -> UserError:
+    return UserError(
+        f"there is no tokenizer in {name!r}: text becomes no tokens; put tokenizer.json and tokenizer_config.json "
+        "there, or name another folder with 'tokenizer'"
+    )
 
 
 def generation_ends(source: str | None) -> tuple[int, ...]:
