@@ -236,6 +236,10 @@ def test_a_step_whose_only_word_is_its_own_number_of_tasks_is_one() -> None:
     assert place_from({**variables, "SLURM_STEP_NUM_TASKS": "4"}) == place_from(SLURM)
 
 
+def test_a_shell_of_salloc_is_a_step_of_one_task() -> None:
+    assert place_from({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [

@@ -30,6 +30,8 @@ BAD = {
     "a: &a [1, *a]": "line 1, column 4: an alias that contains itself",
     "a: {b: 1,\n b: 2}": "line 2, column 2: key 'b' is there already, in line 1; write it once",
     "a: 1\nc: [{d: 1, d: 2}]": "key 'd' is there already, in line 2",
+    "a: 010": "line 1, column 4: 010 would be read in base 8",
+    "a: {b: 1:30}": "line 1, column 8: 1:30 would be read in base 60",
     "a: '" + "x" * MOST_BYTES + "'": "longer than 4 MiB",
 }
 

@@ -112,7 +112,8 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
                 port=environment.get("MASTER_PORT")
                 or str(20000 + crc32(_shared_word(environment).encode()) % 20000),
             )
-    tasks = environment.get("SLURM_NTASKS") or environment.get("SLURM_STEP_NUM_TASKS")
+    # SLURM_NTASKS is the job's in a shell of salloc, which is a step of one task.
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
     if "SLURM_PROCID" in environment and tasks and "SLURM_STEP_ID" in environment:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
         per_node = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -15,9 +16,9 @@ MOST_COPIES = 100_000
 def read_yaml(text: str) -> Any:
     """Return the plain values of a document.
 
-    Raises yaml.YAMLError for a key that a mapping has twice, for aliases that would fill the memory, for more than
-    `MOST_BYTES`, and where the parser fails in ways of its own: nesting without end, numbers of thousands of digits,
-    days that no month has, tags that their text does not fit.
+    Raises yaml.YAMLError for a key that a mapping has twice, for a number that YAML 1.1 reads in base 8 or 60 (010,
+    1:30), for aliases that would fill the memory, for more than `MOST_BYTES`, and where the parser fails in ways of its
+    own: nesting without end, numbers of thousands of digits, days that no month has, tags that their text does not fit.
     """
     if len(text) > MOST_BYTES:
         raise yaml.YAMLError(f"it is longer than {MOST_BYTES >> 20} MiB")
@@ -60,6 +61,9 @@ def _count(node: yaml.Node, sizes: dict[int, int]) -> int:
         return seen
     sizes[id(node)] = 0
     below: list[yaml.Node] = []
+    if node.tag.endswith((":int", ":float")) and re.fullmatch(r"[-+]?(0[0-7_]+|.*:.*)", str(node.value)):
+        base = 60 if ":" in node.value else 8
+        raise _marked(node, f"{node.value} would be read in base {base}; write a decimal number, or quote it")
     if isinstance(node, yaml.MappingNode):
         _require_distinct(node)
         below = [part for pair in node.value for part in pair]
