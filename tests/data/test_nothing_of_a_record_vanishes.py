@@ -115,7 +115,31 @@ def test_images_in_numbered_columns_stand_where_the_text_names_them():
     )  # fmt: skip
     assert texts(sample)[0] == ("user", "Is <b.png> red?\nA. <a.png>\nB. no")
     assert [media.name for media in sample.unplaced] == ["c.png"]
-    refused("<image 4>", question="<image 4>", answer="a", image_1="a.png")
+    refused("image 4", question="<image 4>", answer="a", image_1="a.png")
+
+
+def test_numbers_of_markers_are_places_in_a_list_of_images():
+    def asked(text, *images):
+        sample = sample_of(messages=[{"role": "user", "content": text}, *CHAT[1:]], images=list(images))
+        return texts(sample)[0][1], [media.name for media in sample.unplaced]
+
+    assert asked("<image2> or <image_1>?", "a.png", "b.png", "c.png") == ("<b.png> or <a.png>?", ["c.png"])
+    for words in (
+        "<image>\nIs <image1> red?",
+        "<image2>",
+    ):  # the plain marker counts; there is no second image
+        assert asked(words, "a.png") == (words, ["a.png"])
+    answer = sample_of(question="q", answer="In <image1>", images=["a.png"])
+    assert texts(answer)[1] == ("assistant", "In <image1>")
+
+
+def test_a_part_of_a_sound_is_not_taken_for_the_whole_file():
+    refused("begins 1.5 s into a file", audio_filepath="a.wav", offset=1.5, duration=2, text="a")
+    assert sample_of(audio_filepath="a.wav", offset=0.0, text="a").unused == ("offset",)
+
+
+def test_decoded_media_are_refused_as_such():
+    refused("is decoded", question="q", answer="a", audio={"array": [0.0, 0.1], "sampling_rate": 16000})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -23,7 +24,7 @@ from dilatant.data.record_fields import (
     kind_of,
     rows,
 )
-from dilatant.data.sample import FileSlice, Frames, Media, MediaKind
+from dilatant.data.sample import FileSlice, Frames, Media, MediaKind, Turn
 
 FILE_COLUMNS = ("file_name", "file_names", "filename", "file_path", "filepath", "file", "path")
 """Columns that name media of a kind which their suffix tells."""
@@ -72,6 +73,13 @@ class ListedMedia:
                     for position, item in enumerate(_items(kind, name, fields.take(name)), 1)
                 ]
 
+        offset = fields.peek("offset")  # of NeMo's manifests, in seconds
+        if fields.has("audio_filepath") and isinstance(offset, int | float) and offset > 0:
+            fields.refuse(
+                f"its sound begins {offset:g} s into a file ('offset'), and whole files are read",
+                "write each part of a sound to a file of its own",
+            )
+
     def take(self, kind: MediaKind) -> Media:
         if not self._waiting[kind]:
             raise SampleError(
@@ -81,23 +89,42 @@ class ListedMedia:
             )
         return self._waiting[kind].pop(0)
 
-    def placed(self, text: str) -> tuple[str | Media, ...]:
-        """A text in which `<image 1>` is the image of the column `image_1`, where the record has such columns."""
-        parts: list[str | Media] = []
-        end = 0
-        for match in _NUMBERED_MARKER.finditer(text) if self._numbered else ():
-            media = self._numbered.get(int(match.group(1)))
-            if media is None:
-                raise SampleError(
-                    self._record.id,
-                    f"the text names {match.group()}, but 'image_{match.group(1)}' is empty",
-                    "correct the record",
-                )
-            parts += [text[end : match.start()], media]
-            end = match.end()
-            if media in self._waiting["image"]:
-                self._waiting["image"].remove(media)
-        return tuple(part for part in (*parts, text[end:]) if part != "") or ("",)
+    def placed(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        """Turns in which `<image 1>`, written by the user, is the image of the column `image_1`; or the first of a
+        list, where all numbers are of images in it and no text has the plain marker."""
+        texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
+        numbered = self._numbered or dict(enumerate(self._waiting["image"], 1))
+        named = {int(number) for text in texts for number in _NUMBERED_MARKER.findall(text)}
+        is_plain = any("<image>" in text for text in texts)
+        if not numbered or (not self._numbered and (is_plain or not named <= numbered.keys())):
+            return turns
+        return tuple(
+            replace(turn, content=tuple(self._placed(turn.content, numbered)))
+            if turn.role == "user"
+            else turn
+            for turn in turns
+        )
+
+    def _placed(
+        self, content: tuple[str | Media, ...], numbered: Mapping[int, Media]
+    ) -> Iterator[str | Media]:
+        for part in content:
+            pieces = [part] if isinstance(part, Media) else _NUMBERED_MARKER.split(part)
+            for at, piece in enumerate(pieces):
+                if at % 2 == 0:
+                    if piece != "" or len(pieces) == 1:
+                        yield piece
+                    continue
+                media = numbered.get(int(str(piece)))
+                if media is None:
+                    raise SampleError(
+                        self._record.id,
+                        f"the text names image {piece}, but 'image_{piece}' is empty",
+                        "correct the record",
+                    )
+                if media in self._waiting["image"]:
+                    self._waiting["image"].remove(media)
+                yield media
 
     def __bool__(self) -> bool:
         return any(self._waiting.values()) or bool(self._numbered)
@@ -163,6 +190,12 @@ def parse_media(
     if isinstance(value, Mapping):
         about, value = value, None
         key = next((key for key in _SOURCES if not is_blank(about.get(key))), None)
+        if key is None and "array" in about:
+            raise SampleError(
+                record.id,
+                f"{name} is decoded (an 'array'), and only encoded media are read",
+                "write it to a file (WAV or FLAC for sounds), or keep its 'bytes' or 'path'",
+            )
         if key is None:
             raise SampleError(record.id, f"{name} has neither 'bytes' nor 'path'", "give one of them")
         for other in about.keys() - set(_SOURCES) - ITEM_OPTIONS - {"format"}:

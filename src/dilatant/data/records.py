@@ -93,7 +93,7 @@ def parse_prompt(record: Record) -> Sample:
         return parse_record(record)
     listed = ListedMedia(fields)
     asked = _question(fields, None, take_choices(fields))
-    return _sample(fields, (*_history(fields, listed), Turn("user", listed.placed(asked or ""))), listed)
+    return _sample(fields, (*_history(fields, listed), Turn("user", (asked or "",))), listed)
 
 
 def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools: str = "") -> Sample:
@@ -111,6 +111,7 @@ def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools:
             )
     if not turns:
         raise SampleError(record.id, "the conversation is empty", "remove the record")
+    turns = listed.placed(turns)
     characters = sum(len(part) for turn in turns for part in turn.content if isinstance(part, str))
     if characters > MOST_CHARACTERS:
         fields.refuse(
@@ -193,7 +194,7 @@ def _question_and_answer(fields: Fields, prompt: str | None, listed: ListedMedia
     reply = Turn("assistant", (learned,))
     if asked is None and not has_media and not turns:
         return (reply,)
-    return (*turns, Turn("user", listed.placed(asked) if asked else ()), reply)
+    return (*turns, Turn("user", (asked,) if asked else ()), reply)
 
 
 def _without_answer(fields: Fields) -> str:
