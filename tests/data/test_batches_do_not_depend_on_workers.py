@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from dilatant.data.pixels import as_array
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.sampler import Sampler, SamplerState
 from dilatant.data.stream_sampler import StreamSampler
-from dilatant.data.workers import WorkerError, WorkerPool
+from dilatant.data.workers import WorkerError, WorkerPool, unpickled
 from patience import HANG_SECONDS, wait_until
 
 ENCODING = replace(small_encoding(), max_length=100)
@@ -297,6 +298,15 @@ def fail_oddly(task):
 
 def large(task):
     return np.full(1 << 19, task, np.uint8)
+
+
+def test_data_that_a_notebook_defines_are_said_to_need_a_file(monkeypatch):
+    own = type("Own", (list,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Own", own, raising=False)
+    payload = pickle.dumps(own([1]))
+    monkeypatch.delattr(sys.modules["__main__"], "Own")
+    with pytest.raises(WorkerError, match=r"'Own'.*put what is defined in a notebook.* into a \.py file"):
+        unpickled(payload)
 
 
 def test_a_mistake_in_the_program_shows_where_it_happened():

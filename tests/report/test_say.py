@@ -24,6 +24,13 @@ def test_brackets_and_length_of_a_name_change_nothing(text: str) -> None:
     assert out.getvalue() == f"{text}\nwarning: {text}\n"
 
 
+def test_a_notebook_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setattr("builtins.get_ipython", kernel, raising=False)
+    assert Console().is_jupyter
+    assert not open_console().is_jupyter
+
+
 def test_no_console_of_ours_reads_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     """In tables either, where `doctor` says what to install."""
     out = io.StringIO()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import selectors
 import shutil
 import signal
@@ -42,7 +41,7 @@ from dilatant.data.pool_wire import (
     write_note,
 )
 from dilatant.data.sample import Sample
-from dilatant.data.workers import begin_work
+from dilatant.data.workers import WorkerError, begin_work, unpickled
 
 PING, PONG, LEAVE = b"ping", b"pong", b"leave"
 STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
@@ -193,7 +192,7 @@ class _Worker:
         request = Request(ask.draw, ask.index, frozenset(ask.parts), ask.dataset)
         try:
             if self._encoding is None:
-                self._datasets, self._encoding = pickle.loads(self._job)
+                self._datasets, self._encoding = unpickled(self._job)
             # Not by a handler, which would wait for C code to return: the signal ends this process.
             signal.setitimer(signal.ITIMER_REAL, self._decode_seconds)
             try:
@@ -208,5 +207,7 @@ class _Worker:
                 else:
                     message.inline = packed(message, arrays)
             return framed(message)
+        except WorkerError as error:
+            return framed(Failed(ask.ticket, f"a data worker failed: {error}"))
         except BaseException:
             return framed(Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))

@@ -235,6 +235,17 @@ def begin_work() -> None:
         os.dup2(nowhere.fileno(), 2)
 
 
+def unpickled(payload: bytes) -> Any:
+    """What a worker is to work with. Raises WorkerError, in one line, for what only its owner can import."""
+    try:
+        return pickle.loads(payload)
+    except (AttributeError, ImportError) as error:
+        raise WorkerError(
+            f"it cannot import what samples are read by: {error}; put what is defined in a notebook, at a prompt or on "
+            "standard input into a .py file, or set workers to 0"
+        ) from None
+
+
 def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
     """The life of a worker: do tasks until the other end closes. shared: as for `remove_behind_parent`."""
     begin_work()
@@ -255,10 +266,12 @@ def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
     while True:
         number, task = waiting.get()
         try:
-            job = job if job is not None else pickle.loads(payload)
+            job = job if job is not None else unpickled(payload)
             reply = (number, "value", job(task))
         except UserError as error:
             reply = (number, "mistake", error)
+        except WorkerError as error:
+            reply = (number, "failure", str(error))
         except BaseException:
             reply = (number, "failure", traceback.format_exc())
         try:

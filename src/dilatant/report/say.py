@@ -35,9 +35,12 @@ def print_anything() -> None:
 
 
 def open_console(stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that reads no markup, in lines and cells of tables alike, and prints any character."""
+    """A console that reads no markup, in lines and cells of tables alike, and prints any character.
+
+    A notebook gets the lines of a pipe: rich's own displays there ask for ipywidgets, and are empty without.
+    """
     print_anything()
-    return Terminal(stderr=stderr, quiet=quiet, markup=False)
+    return Terminal(stderr=stderr, quiet=quiet, markup=False, force_jupyter=False)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
