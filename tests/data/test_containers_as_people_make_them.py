@@ -16,8 +16,9 @@ from data_builders import image_bytes, wav_bytes, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data import arrow_values, json_records, tar_records
 from dilatant.data.find_files import find_files
+from dilatant.data.media import media_size
 from dilatant.data.reader import open_source
-from dilatant.data.sample import FileSlice
+from dilatant.data.sample import FileSlice, Media
 
 ROW = {"question": "q", "answer": "a"}
 
@@ -264,3 +265,14 @@ def test_what_is_larger_than_any_sample_is_refused_before_it_is_read(tmp_path, m
     pq.write_table(pa.Table.from_pylist([{**ROW, "image": b"0" * 1001}]), tmp_path / "b.parquet")
     (error,) = read_all(tmp_path / "b.parquet")
     assert "'image' has" in error
+
+
+def test_pointers_of_git_lfs_and_text_in_utf_16_are_told(tmp_path):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    for content, said in ((pointer, "git lfs pull"), ('{"answer": "a"}'.encode("utf-16"), "UTF-16")):
+        (tmp_path / "x.jsonl").write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            open_source(DataSource(path=str(tmp_path / "x.jsonl")))
+    (tmp_path / "x.png").write_bytes(pointer)
+    with pytest.raises(UserError, match=r"image 'x\.png' is a pointer of Git LFS.*git lfs pull"):
+        media_size(Media("image", tmp_path / "x.png", "x.png"))
