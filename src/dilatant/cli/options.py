@@ -175,7 +175,7 @@ def read_run(
             tree["output_dir"] = str(folder.resolve())
             tree.setdefault("train", {})["resume"] = "auto"
 
-    return read_config(saved, overrides, trust, go_on, folder)
+    return read_config(saved, overrides, trust, go_on, run=folder)
 
 
 def read_config_text(text: str) -> Config:

@@ -121,14 +121,16 @@ def parallelize(
         "loss_chunk": model.language.loss_chunk,
     }
     longest = max((s.sizes[model.graph.anchor] for batch in batches for s in batch), default=ROW_TOKENS)
-    config = Config.model_construct(  # of model and data, which are at hand, nothing is said
-        data=DataConfig.model_construct(max_length=min(longest, train["row_tokens"])),
-        train=TrainConfig(**train),
-        parallel=ParallelConfig.model_validate({"microbatches": num_microbatches, "schedule": name}),
-        cluster=auto.cluster,
-        plan=auto.plan.model_copy(update={"assignment": assignment, "steps": len(batches)}),
-        seed=seed,
-    )
+    data: dict[str, Any] = {"max_length": min(longest, train["row_tokens"])}
+    values: dict[str, Any] = {  # of model and data, which are at hand, nothing is said
+        "data": DataConfig.model_construct(**data),
+        "train": TrainConfig(**train),
+        "parallel": ParallelConfig.model_validate({"microbatches": num_microbatches, "schedule": name}),
+        "cluster": auto.cluster,
+        "plan": auto.plan.model_copy(update={"assignment": assignment, "steps": len(batches)}),
+        "seed": seed,
+    }
+    config = Config.model_construct(**values)
     layers = {unit: len(model.units[unit].layers) for unit in model.units}
     by_hand: Specs = specs if isinstance(specs, Mapping) else dict.fromkeys(layers, ParallelSpec())
     shared: Mapping[str, str] = colocated or {}
