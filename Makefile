@@ -10,9 +10,9 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 COMPAT_VENV ?= .venv-compat
 COMPAT_PYTHON ?= $(shell for each in python3.12 python3.13 $(HOME)/.pyenv/versions/3.1[23].*/bin/python; do \
   "$$each" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$each" && break; done)
-# The oldest transformers that README.md promises. COMPAT_VERSIONS='"torch==2.11.*" "transformers==5.17.*"' takes the oldest
-# torch, too, which may bring a build for GPUs of some gigabytes.
-COMPAT_VERSIONS ?= "torch>=2.11,<2.14" "transformers==5.17.*"
+# The oldest torch and transformers that README.md promises. Where pip finds no torch for CPUs, it brings one for GPUs, of
+# some gigabytes.
+COMPAT_VERSIONS ?= "torch==2.11.*" "transformers==5.17.*"
 COMPAT_TESTS ?= tests/test_import_graph.py tests/config tests/comm/test_collectives.py tests/schedule/test_predict.py \
   tests/data/test_notes_are_read_whole.py tests/data/test_pool_gives_every_sample_once.py \
   tests/data/test_prompts_match_transformers.py tests/data/test_media_units_match_transformers.py \
@@ -39,8 +39,8 @@ slow: install
 chaos: install
 	$(BIN)/python -m pytest -m slow -s tests/resilience/test_light_chaos.py
 
-# A part of the tests of every room (COMPAT_TESTS) with another Python and the oldest transformers, in an environment of its
-# own.
+# A part of the tests of every room (COMPAT_TESTS) with another Python and the oldest libraries that are promised, in an
+# environment of its own.
 compat: $(COMPAT_VENV)/.installed
 	OMP_NUM_THREADS=1 $(COMPAT_VENV)/bin/python -m pytest -n 2 --dist loadfile $(COMPAT_TESTS)
 
