@@ -31,8 +31,8 @@ from attention_suite.clock import host_milliseconds
 from attention_suite.rows import build, draw_row
 from machine import machine
 
-from dilatant.attention.blocks import block_samples, block_table, block_workloads
-from dilatant.attention.placement import needed_keys, place_blocks
+from dilatant.attention.masks.blocks import block_samples, block_table, block_workloads
+from dilatant.attention.masks.placement import needed_keys, place_blocks
 
 BOUND_MS = 1.0
 KINDS = ("causal", "EP", "EE", "MP")

@@ -16,8 +16,8 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.placement import place_row
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.placement import place_row
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker
 

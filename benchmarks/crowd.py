@@ -22,12 +22,12 @@ from typing import Any
 
 from trace_replay import Machines
 
-from dilatant.resilience.process import Child, Start
+from dilatant.resilience.processes.process import Child, Start
+from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import Settings
-from dilatant.resilience.wire import connect
 
 ROOT = Path(__file__).resolve().parent.parent
-COORDINATOR = "dilatant.resilience.coordinator_process"
+COORDINATOR = "dilatant.resilience.processes.coordinator_process"
 TOKEN = b"of a crowd's coordinator"
 MACHINES = 2
 ASK_SECONDS = 0.5

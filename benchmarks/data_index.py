@@ -29,13 +29,13 @@ from machine import machine
 
 from dilatant.config import DataSource
 from dilatant.data.array_file import SETTLED_NS
-from dilatant.data.blend import Blend, open_blend
-from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encoding import Encoding
-from dilatant.data.json_records import scan_json
-from dilatant.data.sizes import blend_sizes
-from dilatant.data.tar_records import scan_tar
-from dilatant.data.tokenizer import byte_tokenizer
+from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.order.blend import Blend, open_blend
+from dilatant.data.readers.json_records import scan_json
+from dilatant.data.readers.tar_records import scan_tar
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.text.tokenizer import byte_tokenizer
 
 MEMBERS = 20_000
 FEW, MANY = 2_000, 40_000

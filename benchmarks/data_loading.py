@@ -36,31 +36,31 @@ from PIL import Image
 from transformers import LlamaConfig, SiglipVisionConfig
 
 from dilatant.config import DataSource, UserError
-from dilatant.data.blend import Blend, open_blend
-from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import encode_sample
-from dilatant.data.encoding import TOKENS, Encoding
-from dilatant.data.image_unit import ImageUnit, PixelProcessor
-from dilatant.data.loader import Loader
-from dilatant.data.pixels import as_array
-from dilatant.data.pool import InlineSource, Request, Source
-from dilatant.data.pool_owner import PoolOwner
-from dilatant.data.pool_source import join
+from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.media.pixels import as_array
+from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
+from dilatant.data.order.blend import Blend, open_blend
 from dilatant.data.sample import EncodedSample
-from dilatant.data.sizes import blend_sizes
-from dilatant.data.tokenizer import byte_tokenizer
-from dilatant.models.encoder_spec import Encoder
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encode import encode_sample
+from dilatant.data.text.encoding import TOKENS, Encoding
+from dilatant.data.text.tokenizer import byte_tokenizer
+from dilatant.data.workers.loader import Loader
+from dilatant.data.workers.pool import InlineSource, Request, Source
+from dilatant.data.workers.pool_owner import PoolOwner
+from dilatant.data.workers.pool_source import join
+from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.costs.step_costs import token_costs
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
-from dilatant.plan.step_costs import token_costs
-from dilatant.runtime.cost_correction import CostCorrection
-from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.step_planner import StepPlanner
-from dilatant.schedule.step_assignment import Microbatching
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.runtime.step.cost_correction import CostCorrection
+from dilatant.runtime.step.step_planner import StepPlanner
+from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.feed import Feed, IndexedData, draws
-from dilatant.training.needs import Needs
+from dilatant.training.feeding.decode_requirements import Needs
+from dilatant.training.feeding.feed import Feed, IndexedData, draws
 
 BATCH = 32
 BUDGET_BYTES = 64 << 20

@@ -37,10 +37,10 @@ from rich.console import Console
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Workload
 from dilatant.plan.cluster import cluster_of
-from dilatant.plan.depth import path_depths
+from dilatant.plan.costs.depth import path_depths
 from dilatant.plan.rank_mapping import Chain
-from dilatant.schedule.assign import assign_microbatches
-from dilatant.schedule.pipeline_shape import PipelineShape, shape_seconds
+from dilatant.schedule.assignment.assign import assign_microbatches
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape, shape_seconds
 
 STAGES, TENSOR, BACKWARD = (4, 4), 2, 2.0
 SIZES = ((1, 128, 32), (4, 512, 32))

@@ -34,13 +34,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group
 from dilatant.comm.launch import Worker, launch_local
-from dilatant.models.materialize import materialize
+from dilatant.models.core.materialize import materialize
+from dilatant.models.core.sequence_parallel import PIECES
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import parse_config
-from dilatant.models.token_shards import PIECES
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.holders import boxes_held_on, holdings_of
-from dilatant.runtime.shared_unit import SharedUnit
+from dilatant.runtime.state.holders import boxes_held_on, holdings_of
+from dilatant.runtime.state.shared_unit import SharedUnit
 
 STYLES = {
     **{f"self_attn.{name}": ColwiseParallel for name in ("q_proj", "k_proj", "v_proj")},

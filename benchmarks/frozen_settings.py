@@ -24,8 +24,8 @@ from machine import machine
 from PIL import Image
 
 from dilatant.config import Config, load_config
-from dilatant.profiling.assemble import assemble_samples
-from dilatant.profiling.planning import plan_run, planning_problem
+from dilatant.planning.assemble import assemble_samples
+from dilatant.planning.planning import plan_run, planning_problem
 
 SETTINGS = {
     "nothing frozen": [],

@@ -169,8 +169,8 @@ class Padded(nn.Module):
 def train_padded(folder: Path, settings: argparse.Namespace) -> Iterator[Step]:
     """Train by the plain loop, from the weights that (a) starts from; yields after every step."""
     from dilatant.config.config import parse_config
-    from dilatant.data.encode import encode_sample
-    from dilatant.profiling.assemble import assemble_model, assemble_samples
+    from dilatant.data.text.encode import encode_sample
+    from dilatant.planning.assemble import assemble_model, assemble_samples
 
     config = parse_config(tree(folder, folder, settings), folder)
     samples = assemble_samples(config)

@@ -45,7 +45,7 @@ def save_model(folder: Path) -> None:
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from dilatant.data.tokenizer import load_tokenizer
+    from dilatant.data.text.tokenizer import load_tokenizer
 
     block = {"num_hidden_layers": 4, "num_attention_heads": 4}
     settings = {
@@ -118,8 +118,8 @@ class Rows(torch.utils.data.Dataset):
         return len(self._order)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        from dilatant.data.encode import encode_sample
-        from dilatant.data.pixels import as_array
+        from dilatant.data.media.pixels import as_array
+        from dilatant.data.text.encode import encode_sample
 
         sample = encode_sample(self._samples[self._order[index]], self._encoding)
         return {

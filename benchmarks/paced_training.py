@@ -23,13 +23,13 @@ from small_pipelines import pace
 from dilatant.comm import fork_server
 from dilatant.comm.launch import Worker, launch_local, local_worker
 from dilatant.config.config import Config, parse_config
+from dilatant.planning.layout import TrainingPlan
 from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.launch import AGENT, COORDINATOR
-from dilatant.resilience.process import Child, Start
+from dilatant.resilience.processes.process import Child, Start
 from dilatant.resilience.protocol.values import Settings
-from dilatant.resilience.worker_link import WorkerLink
+from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.commit import Membership, gradient_hashes
-from dilatant.training.layout import TrainingPlan
 from dilatant.training.prepare import prepare
 from dilatant.training.rank import train_to_end
 from dilatant.training.stop_signal import StopSignal

@@ -39,16 +39,17 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, launch_local
 from dilatant.cost.memory import FP32
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan import Cluster, Plan, PlanError, RankedPlan, Workload, search
-from dilatant.profiling.dense_rows import dense_rows
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.layer_costs import costs_in_use, measure_layers
-from dilatant.profiling.planned_hardware import Target
-from dilatant.runtime.holders import trainable_layers
+from dilatant.plan import Cluster, Plan, PlanError, RankedPlan, Workload
+from dilatant.plan.search.search import search
+from dilatant.planning.measuring.layer_costs import costs_in_use, measure_layers
+from dilatant.planning.problem.dense_rows import dense_rows
+from dilatant.planning.problem.describe_model import describe_model
+from dilatant.planning.problem.planned_hardware import Target
 from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule import FAMILIES, Assignment, trainability_of
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.plan_scorer import plan_scorer, step_costs
-from dilatant.schedule.step_assignment import Microbatching, assign_step
 
 RANKS, PACED_RANKS, PACED_HIDDEN = 2, 4, 32
 PACES = (5e-5, 1e-4)

@@ -42,10 +42,10 @@ from dilatant.plan import (
     partition_layers,
     plan_templates,
     reinstantiate,
-    search,
 )
 from dilatant.plan.cluster import cluster_of_groups
-from dilatant.plan.search_result import SearchResult
+from dilatant.plan.search.search import search
+from dilatant.plan.search.search_result import SearchResult
 from dilatant.schedule.plan_scorer import plan_scorer
 
 

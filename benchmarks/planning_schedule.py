@@ -29,8 +29,8 @@ from machine import machine
 from planning_quality import grouped_bound
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import StageCosts
-from dilatant.plan.step_costs import StepCosts
+from dilatant.plan.costs.stage_costs import StageCosts
+from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.schedule import (
     FAMILIES,
     Assignment,
@@ -40,10 +40,10 @@ from dilatant.schedule import (
     one_f_one_b,
     run,
     step_seconds,
-    validate,
 )
-from dilatant.schedule.pipeline_shape import default_shape, shape_seconds, step_bound
-from dilatant.schedule.step_assignment import Microbatching, sample_seconds
+from dilatant.schedule.assignment.pipeline_shape import default_shape, shape_seconds, step_bound
+from dilatant.schedule.assignment.step_assignment import Microbatching, sample_seconds
+from dilatant.schedule.validate import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +185,10 @@ def drawn_run(microbatches: int) -> tuple[Plan, StepCosts, list[Drawn]]:
 
 def step_rows(runs: int, microbatches: int = 16) -> Iterator[Row]:
     """Planning a step of 64 ranks: what is done ahead of it, what is left in it, and how even the work is."""
-    from dilatant.runtime.cost_correction import CostCorrection
-    from dilatant.runtime.step_planner import StepPlanner
+    from dilatant.runtime.step.cost_correction import CostCorrection
+    from dilatant.runtime.step.step_planner import StepPlanner
     from dilatant.schedule import Trainability
-    from dilatant.schedule.assign import POLICIES
+    from dilatant.schedule.assignment.assign import POLICIES
 
     plan, costs, samples = drawn_run(microbatches)
     backward = tuple(placed.unit == "language" for placed in plan.stages())

@@ -32,22 +32,22 @@ import numpy as np
 from machine import machine
 from PIL import Image
 
-from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import encode_sample
-from dilatant.data.encoding import TOKENS, Encoding
-from dilatant.data.freed_memory import keep_freed_memory
-from dilatant.data.image_unit import ImageUnit, PixelProcessor
-from dilatant.data.pool import InlineSource, Request, Source
-from dilatant.data.pool_owner import PoolOwner
-from dilatant.data.pool_source import join
-from dilatant.data.ray_cluster import LOCAL, Connection
-from dilatant.data.ray_source import RaySource
+from dilatant.data.index.sizes import SizesIndex
+from dilatant.data.media.freed_memory import keep_freed_memory
+from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
+from dilatant.data.order.sampler import SamplerState
 from dilatant.data.sample import EncodedSample, Media, Sample, Turn
-from dilatant.data.sampler import SamplerState
-from dilatant.data.sizes import SizesIndex
-from dilatant.data.tokenizer import byte_tokenizer
-from dilatant.profiling.decode_costs import DecodeCost
-from dilatant.training.feed import LOOK_AHEAD, Draw, Feed, IndexedData
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encode import encode_sample
+from dilatant.data.text.encoding import TOKENS, Encoding
+from dilatant.data.text.tokenizer import byte_tokenizer
+from dilatant.data.workers.pool import InlineSource, Request, Source
+from dilatant.data.workers.pool_owner import PoolOwner
+from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.ray_cluster import LOCAL, Connection
+from dilatant.data.workers.ray_source import RaySource
+from dilatant.planning.measuring.decode_costs import DecodeCost
+from dilatant.training.feeding.feed import LOOK_AHEAD, Draw, Feed, IndexedData
 
 PARTS = frozenset({TOKENS, "vision"})
 BATCH = 2

@@ -40,11 +40,11 @@ from machine import machine
 from msgspec.structs import replace
 from paced_training import paced_training
 
-from dilatant.resilience.process import Child, Start
+from dilatant.resilience.processes.process import Child, Start
+from dilatant.resilience.processes.wire import Link, accept, connect
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
-from dilatant.resilience.wire import Link, accept, connect
-from dilatant.resilience.worker_link import WorkerLink
+from dilatant.resilience.worker.worker_link import WorkerLink
 
 TOKEN = bytes(32)
 HASHES = {f"language.{layer}": (layer + 1) * 0x123456789ABCDEF & (2**63 - 1) for layer in range(32)}

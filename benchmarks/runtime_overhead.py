@@ -31,9 +31,9 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment
-from dilatant.schedule.simulate import simulate
+from dilatant.schedule.simulator.simulate import simulate
 
 
 class AsModule(nn.Module):

@@ -39,14 +39,14 @@ from dilatant.cost.model import CostModel
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.profiling.dense_rows import dense_rows
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.layer_costs import costs_in_use, measure_layers
-from dilatant.profiling.planned_hardware import Target
-from dilatant.runtime.holders import trainable_layers
+from dilatant.planning.measuring.layer_costs import costs_in_use, measure_layers
+from dilatant.planning.problem.dense_rows import dense_rows
+from dilatant.planning.problem.describe_model import describe_model
+from dilatant.planning.problem.planned_hardware import Target
 from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule import (
     FAMILIES,
     Action,
@@ -56,10 +56,10 @@ from dilatant.schedule import (
     predict,
     trainability_of,
 )
-from dilatant.schedule.contention import travel
-from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.predict import message_bytes, message_sums, op_sums, piece_sums, step_bytes
-from dilatant.schedule.simulate import action_array
+from dilatant.schedule.simulator.contention import travel
+from dilatant.schedule.simulator.graph import ScheduleGraph, build
+from dilatant.schedule.simulator.predict import message_bytes, message_sums, op_sums, piece_sums, step_bytes
+from dilatant.schedule.simulator.simulate import action_array
 
 HIDDEN, LAYERS, VISION_LAYERS = 256, 8, 6
 SAME, OTHER, FITTED = "same step", "other steps", "fitted"

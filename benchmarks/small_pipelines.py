@@ -17,13 +17,13 @@ from dilatant.cost.hardware import Link
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.data.sample import EncodedSample
-from dilatant.models.freeze import freeze
+from dilatant.models.core.freeze import freeze
 from dilatant.models.multimodal import Encoder, MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.cluster import Cluster
-from dilatant.profiling.link_probe import measure_links
-from dilatant.profiling.planned_hardware import Target, plan_target
+from dilatant.planning.problem.link_probe import measure_links
+from dilatant.planning.problem.planned_hardware import Target, plan_target
 
 VOCABULARY, IMAGE_TOKENS = 512, 64
 

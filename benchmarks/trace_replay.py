@@ -29,7 +29,7 @@ from typing import Any
 from machine import machine
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from dilatant.plan.node_trace import NodeTrace, load_node_trace
+from dilatant.plan.replay.node_trace import NodeTrace, load_node_trace
 
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "quickstart.yaml"
 BEGIN_SECONDS, END_SECONDS = 120.0, 60.0

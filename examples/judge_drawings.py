@@ -20,12 +20,12 @@ from PIL.Image import Image
 from sklearn.datasets import load_digits
 from sklearn.svm import SVC
 
-from dilatant.data.encode import encode_prompt
 from dilatant.data.sample import Sample, Turn
+from dilatant.data.text.encode import encode_prompt
+from dilatant.hf.export import Exported, load_exported
+from dilatant.models.generators.sampling import Drawing
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.sampling import Drawing
-from dilatant.training.drawing import draw_items, rows_after
-from dilatant.training.export import Exported, load_exported
+from dilatant.training.evaluation.image_answers import draw_items, rows_after
 
 
 def score(question: str, expected: list[str | Image], answered: list[str | Image]) -> float:

@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dilatant.models.encoder import EncoderUnit
-from dilatant.models.geometry import encoder_geometry
-from dilatant.models.language import LanguageUnit
-from dilatant.models.language_stage import MultimodalOutput
+from dilatant.models.core.geometry import encoder_geometry
+from dilatant.models.encoders.encoder import EncoderUnit
+from dilatant.models.language.language import LanguageUnit
+from dilatant.models.language.language_stage import MultimodalOutput
 
 _TOKENS = (5, 3)
 

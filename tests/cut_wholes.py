@@ -10,11 +10,11 @@ import torch
 
 from dilatant.config.model import LoraConfig
 from dilatant.data.sample import EncodedSample
-from dilatant.models.lora import is_adapter
+from dilatant.models.adapters.lora import is_adapter
+from dilatant.models.core.stage import StepData, stage_tensors
+from dilatant.models.families.pretrained import Whole
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import choose_attention
-from dilatant.models.stage import StepData, stage_tensors
-from dilatant.models.whole import Whole
 from tiny_wholes import reference, whole_config
 from whole_samples import samples_of, transformers_loss
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import RowLayout, media_mask
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import RowLayout, media_mask
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, Generator, MultimodalModel
 from dilatant.models.row_attention import place_rows, use_row_attention
@@ -256,8 +256,8 @@ def _own_encoder(projector: str, dropout: float) -> Encoder:
 
 
 def _net(case: Case, generator: str) -> torch.nn.Module:
-    from dilatant.models.net_source import read_source
-    from dilatant.models.picture_nets import build_diffusion, look_at
+    from dilatant.models.generators.denoiser_source import read_source
+    from dilatant.models.generators.denoisers import build_diffusion, look_at
 
     family, objective, _ = case.nets[generator]
     settings, vae = NETS[family]

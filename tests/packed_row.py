@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dilatant.data.pixels import as_array
+from dilatant.data.media.pixels import as_array
 from dilatant.data.sample import EncodedSample
 
 

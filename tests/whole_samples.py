@@ -14,17 +14,17 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from dilatant.data.anyres_image_unit import SHAPES
-from dilatant.data.aspect_image_unit import RATIOS, TILES
-from dilatant.data.native_image_unit import GRID, STEP
-from dilatant.data.pixels import as_array
+from dilatant.data.media.pixels import as_array
+from dilatant.data.media_units.anyres_image_unit import SHAPES
+from dilatant.data.media_units.aspect_image_unit import RATIOS, TILES
+from dilatant.data.media_units.native_image_unit import GRID, STEP
+from dilatant.data.media_units.sound_unit import FRAMES
 from dilatant.data.sample import EncodedSample
-from dilatant.data.sound_unit import FRAMES
-from dilatant.models.anyres_encoder import AnyresEncoderUnit
+from dilatant.models.encoders.anyres_encoder import AnyresEncoderUnit
+from dilatant.models.encoders.native_encoder import NativeEncoderUnit
+from dilatant.models.encoders.pooled_encoder import PooledEncoderUnit
+from dilatant.models.encoders.tiled_encoder import TiledEncoderUnit
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.native_encoder import NativeEncoderUnit
-from dilatant.models.pooled_encoder import PooledEncoderUnit
-from dilatant.models.tiled_encoder import TiledEncoderUnit
 from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 
 EARLY = Version(transformers.__version__) < Version("5.18")

@@ -49,7 +49,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         from dilatant.comm.fork_server import RANK_PRELOAD
-        from dilatant.comm.store_server import StoreServer
+        from dilatant.comm.store.server import StoreServer
 
         self._context = multiprocessing.get_context("forkserver")
         # What ranks and tests import is most of their start; the server does it once.
@@ -141,7 +141,7 @@ class WorkerPool:
 def _serve(connection: Connection, port: int) -> None:
     import torch
 
-    from dilatant.comm.store import connect
+    from dilatant.comm.store.store import connect
 
     torch.set_num_threads(1)
     store = connect("127.0.0.1", port, TOKEN, on_one_machine=True)

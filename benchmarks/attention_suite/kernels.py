@@ -13,9 +13,9 @@ from attention_suite import flex
 from attention_suite.clock import host_milliseconds, median_seconds
 from attention_suite.contenders import Attend, Contender, FlexTuning, Problem, contenders, one_line
 from attention_suite.rows import build, count_visible_pairs, draw_row
-from dilatant.attention.attention_plan import AttentionPlan
-from dilatant.attention.blockwise import forward as blockwise_forward
-from dilatant.attention.scores import Scores
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.blockwise import forward as blockwise_forward
+from dilatant.attention.kernels.scores import Scores
 
 CHECKED_TOKENS = 2048
 MOST_TOKENS_OF_CREATE_BLOCK_MASK = 1 << 15

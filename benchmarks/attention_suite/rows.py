@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dilatant.attention import packing
-from dilatant.attention.blocks import block_workloads
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import RowLayout
+from dilatant.attention.masks import packing
+from dilatant.attention.masks.blocks import block_workloads
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import RowLayout
 
 KINDS = ("causal", "document_causal", "EP", "EE", "MP")
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from attention_suite.clock import median_seconds
 from attention_suite.kernels import Shape, make_problem
-from dilatant.attention.backends import choose_kernel, installed, request_of
-from dilatant.attention.blocks import BlockCost, block_samples, block_workloads
 from dilatant.attention.context_parallel import ContextParallelRow
-from dilatant.attention.kernels import load_kernel
-from dilatant.attention.placement import place_blocks
-from dilatant.attention.scores import Kernel, Scores
+from dilatant.attention.kernels.backends import choose_kernel, installed, request_of
+from dilatant.attention.kernels.packed_attention import load_kernel
+from dilatant.attention.kernels.scores import Kernel, Scores
+from dilatant.attention.masks.blocks import BlockCost, block_samples, block_workloads
+from dilatant.attention.masks.placement import place_blocks
 
 POLICIES = ("lpt", "zigzag", "contiguous", "random", "document_affine")
 BANDWIDTHS = {"inside a node, 350 GB/s": 350e9, "between nodes, 45 GB/s": 45e9}
@@ -132,8 +132,8 @@ def measure_splitting(
 ) -> list[dict[str, Any]]:
     """What cutting long rows gains: one rank of eight with few heads at a time, and the whole row with all heads (where
     nothing should change). Triton kernels alone cut rows."""
-    from dilatant.attention import triton_kernel
-    from dilatant.attention.triton_tuning import tuning_for
+    from dilatant.attention.kernels import triton_kernel
+    from dilatant.attention.kernels.triton_tuning import tuning_for
 
     tuning = tuning_for(shape.head_dim, shape.dtype.itemsize, torch.cuda.get_device_capability(device))
     kernels = {

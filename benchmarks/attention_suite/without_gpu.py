@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from attention_suite.rows import KINDS, build, draw_row
-from dilatant.attention import packing
-from dilatant.attention.attention_plan import AttentionPlan
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import RowLayout
-from dilatant.attention.scores import Scores
-from dilatant.attention.visibility import visible_pairs
-from dilatant.attention.work import work_list
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.scores import Scores
+from dilatant.attention.masks import packing
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import RowLayout
+from dilatant.attention.masks.visibility import visible_pairs
+from dilatant.attention.masks.work import work_list
 
 INTERPRETED_TOKENS = 160
 
@@ -47,8 +47,8 @@ def interpreted_errors() -> dict[str, Any]:
 
 def interpret() -> dict[str, Any]:
     """Runs under TRITON_INTERPRET=1."""
-    from dilatant.attention.triton_kernel import kernel
-    from dilatant.attention.triton_tuning import Tile, Tuning
+    from dilatant.attention.kernels.triton_kernel import kernel
+    from dilatant.attention.kernels.triton_tuning import Tile, Tuning
 
     tile = Tile(32, 32, 4, 1)
     whole = Tuning(tile, tile, tile, block=32, processors=1)
@@ -101,8 +101,8 @@ def compiled_for_hopper(head_dims: Sequence[int]) -> list[dict[str, Any]]:
     """Registers, spills, shared memory and tensor-core instructions of every kernel, compiled for sm_90."""
     if importlib.util.find_spec("triton") is None:
         return []
-    from dilatant.attention.triton_aot import KERNELS, compile_kernel
-    from dilatant.attention.triton_tuning import tuning_for
+    from dilatant.attention.kernels.triton_aot import KERNELS, compile_kernel
+    from dilatant.attention.kernels.triton_tuning import tuning_for
 
     return [
         {

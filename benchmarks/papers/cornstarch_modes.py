@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from attention_suite.rows import build, draw_row
 
-from dilatant.attention.blocks import block_workloads
-from dilatant.attention.placement import place_blocks
+from dilatant.attention.masks.blocks import block_workloads
+from dilatant.attention.masks.placement import place_blocks
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Mode, SearchResult
 from dilatant.plan.cluster import cluster_of

@@ -11,7 +11,7 @@ import numpy as np
 
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.partition import partition_layers
+from dilatant.plan.costs.partition import partition_layers
 from dilatant.schedule import Action, Assignment, one_f_one_b, simulate, trainability_of
 from papers.models import (
     CORNSTARCH_AUDIO,

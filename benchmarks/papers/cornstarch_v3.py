@@ -11,7 +11,7 @@ import numpy as np
 from attention_suite.rows import build, count_visible_pairs, draw_row
 
 from dilatant.cost.hardware import Hardware, load_hardware
-from dilatant.plan.partition import partition_layers
+from dilatant.plan.costs.partition import partition_layers
 from papers.models import CORNSTARCH_LLM, LLAMA_3_2_1B, Part, seconds, transformer_of
 from papers.tables import Outcome, PaperTable, spread, untested
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.plan import Mode
-from dilatant.plan.orchestrate import ModuleCost, orchestrate
+from dilatant.plan.orchestration.orchestrate import ModuleCost, orchestrate
 from papers.disttrain_case import (
     BATCH,
     GPUS,

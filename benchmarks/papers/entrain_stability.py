@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.cost.hardware import Hardware, load_hardware
-from dilatant.plan.stable_batch import minimum_stable_batch
+from dilatant.plan.costs.stable_batch import minimum_stable_batch
 from papers.datasets import Sizes, entrain_sizes
 from papers.models import LLAMA_3_2_1B, LLAMA_3_2_3B, operations_only, qwen_vision, seconds
 from papers.tables import Outcome, PaperTable, judged, untested

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule import Action, ActionKind, Assignment, Schedule, Timeline, eager, one_f_one_b, simulate
-from dilatant.schedule.assign import assign_microbatches
-from dilatant.schedule.pipeline_shape import PipelineShape
+from dilatant.schedule.assignment.assign import assign_microbatches
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape
 from papers.datasets import Sizes
 from papers.entrain_stability import language_factor, work
 

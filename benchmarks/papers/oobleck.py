@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilatant.plan.templates import plan_templates
+from dilatant.plan.templates.templates import plan_templates
 from papers import oobleck_failures
 from papers.oobleck_recovery import measured_recovery
 from papers.tables import Outcome, PaperTable

@@ -12,12 +12,12 @@ from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.cost.hardware import load_hardware
-from dilatant.plan.compose import compose_pipelines
 from dilatant.plan.errors import PlanError
-from dilatant.plan.node_trace import load_node_trace
-from dilatant.plan.reactions import from_rates, from_templates, restart_from_checkpoint
-from dilatant.plan.replay import Reaction, RecoveryCosts, Replay, RunningPipelines, replay
-from dilatant.plan.templates import LayerMemory, Template, plan_templates
+from dilatant.plan.replay.node_trace import load_node_trace
+from dilatant.plan.replay.reactions import from_rates, from_templates, restart_from_checkpoint
+from dilatant.plan.replay.replay import Reaction, RecoveryCosts, Replay, RunningPipelines, replay
+from dilatant.plan.templates.compose import compose_pipelines
+from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
 from papers.models import Part, gpt, seconds
 from papers.tables import Outcome, PaperTable, spread, untested
 

@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from dilatant.config.errors import UserError
-from dilatant.plan.node_trace import NodeTrace, load_node_trace
-from dilatant.plan.reactions import from_templates, without_cost
-from dilatant.plan.replay import (
+from dilatant.plan.replay.node_trace import NodeTrace, load_node_trace
+from dilatant.plan.replay.reactions import from_templates, without_cost
+from dilatant.plan.replay.replay import (
     COPYING,
     RECONFIGURING,
     RESTARTING,

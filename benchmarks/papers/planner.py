@@ -11,10 +11,11 @@ import numpy as np
 from dilatant.config.recompute import Recompute
 from dilatant.cost.hardware import Hardware
 from dilatant.cost.memory import BF16, ParameterBytes
-from dilatant.plan import Cluster, Mode, PlanScore, SearchResult, Workload, search
+from dilatant.plan import Cluster, Mode, PlanScore, SearchResult, Workload
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
 from dilatant.plan.rank_mapping import Chain, RankOrder, map_ranks
+from dilatant.plan.search.search import search
 from dilatant.schedule.plan_scorer import plan_scorer
 from papers.models import PaperUnit, cost_model, model_spec
 

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from dilatant.config import Config, UserError, load_config
     from dilatant.config.signatures import metric
     from dilatant.data.sample import EncodedSample
-    from dilatant.models.encoder_spec import Encoder
-    from dilatant.models.generator import Generator
-    from dilatant.models.language_stage import MultimodalOutput
+    from dilatant.models.encoders.encoder_spec import Encoder
+    from dilatant.models.generators.generator import Generator
+    from dilatant.models.language.language_stage import MultimodalOutput
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.plan.plan import ParallelSpec, Plan
     from dilatant.resilience.run import train
-    from dilatant.training.loading import make_loader
+    from dilatant.training.feeding.loading import make_loader
     from dilatant.training.parallelize import Auto, parallelize
 
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilatant.attention.mask import AttentionMask
+from dilatant.attention.masks.mask import AttentionMask
 from oracles.dense_attention import dense_gradients
 from oracles.dense_mask import word_matrix
 

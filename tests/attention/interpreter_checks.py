@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from mask_strategies import MODALITIES, masks, ragged_masks
 from rank_pool import Among
 
-from dilatant.attention import attention, packing
-from dilatant.attention.attention_plan import AttentionPlan
+from dilatant.attention import attention
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import RowLayout
-from dilatant.attention.placement import Placement
-from dilatant.attention.scores import Gradients, Scores
-from dilatant.attention.triton_kernel import kernel
-from dilatant.attention.triton_tuning import Tile, Tuning
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.scores import Gradients, Scores
+from dilatant.attention.kernels.triton_kernel import kernel
+from dilatant.attention.kernels.triton_tuning import Tile, Tuning
+from dilatant.attention.masks import packing
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import RowLayout
+from dilatant.attention.masks.placement import Placement
 
 torch.set_num_threads(1)
 

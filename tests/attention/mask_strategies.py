@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from dilatant.attention import packing
-from dilatant.attention.mask import AttentionMask, pack_fields
-from dilatant.attention.packing import RowLayout
+from dilatant.attention.masks import packing
+from dilatant.attention.masks.mask import AttentionMask, pack_fields
+from dilatant.attention.masks.packing import RowLayout
 
 MODALITIES = ("text", "vision", "audio")
 

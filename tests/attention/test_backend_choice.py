@@ -10,13 +10,15 @@ from attention_cases import make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilatant.attention import attention, packing, sdpa
-from dilatant.attention.attention_plan import AttentionPlan
-from dilatant.attention.backends import Installed, Request, choose_backend, explain_backend
-from dilatant.attention.explain import explain_here
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import RowLayout
-from dilatant.attention.scores import AttentionError
+from dilatant.attention import attention
+from dilatant.attention.kernels import sdpa
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.backends import Installed, Request, choose_backend, explain_backend
+from dilatant.attention.kernels.explain import explain_here
+from dilatant.attention.kernels.scores import AttentionError
+from dilatant.attention.masks import packing
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import RowLayout
 
 HOPPER = Installed(triton=True, capability=(9, 0))
 CPU = Installed()

@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mask_strategies import masks
 
-from dilatant.attention import lpt, packing
-from dilatant.attention.blocks import block_samples, block_table, block_workloads
-from dilatant.attention.packing import RowLayout
-from dilatant.attention.placement import (
+from dilatant.attention.masks import lpt, packing
+from dilatant.attention.masks.blocks import block_samples, block_table, block_workloads
+from dilatant.attention.masks.packing import RowLayout
+from dilatant.attention.masks.placement import (
     POLICIES,
     ROW_POLICIES,
     PlacementError,
@@ -314,7 +314,7 @@ def test_loads_beyond_53_bits_are_exact():
 def test_planning_imports_no_torch():
     program = (
         "import sys; from dilatant.attention import AttentionMask, block_workloads, place_blocks, visible\n"
-        "import dilatant.attention.lpt, dilatant.attention.summary, dilatant.attention.sweep\n"
+        "import dilatant.attention.masks.lpt, dilatant.attention.masks.summary, dilatant.attention.masks.sweep\n"
         "assert 'torch' not in sys.modules"
     )
     source = str(Path(__file__).parents[2] / "src")

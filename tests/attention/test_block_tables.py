@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mask_strategies import masks, ragged_masks, rows
 
-from dilatant.attention import packing, summary
-from dilatant.attention.blocks import BlockCost, BlockKind, BlockTable, block_table, block_workloads
-from dilatant.attention.mask import AttentionMask, MaskError, pack_fields
-from dilatant.attention.packing import RowLayout
+from dilatant.attention.masks import packing, summary
+from dilatant.attention.masks.blocks import BlockCost, BlockKind, BlockTable, block_table, block_workloads
+from dilatant.attention.masks.mask import AttentionMask, MaskError, pack_fields
+from dilatant.attention.masks.packing import RowLayout
 from oracles import dense_mask as oracle
 
 # Compiled code is loaded on first use, which no deadline should count.
@@ -217,8 +217,8 @@ from numba.core.runtime import _nrt_python
 _nrt_python.memsys_use_cpython_allocator()  # else what compiled code allocates goes unseen
 sys.path[:0] = sys.argv[1:]
 from mask_strategies import BUILDERS
-from dilatant.attention.blocks import block_table
-from dilatant.attention.packing import RowLayout
+from dilatant.attention.masks.blocks import block_table
+from dilatant.attention.masks.packing import RowLayout
 
 def peak(kind, samples):
     sample = [("vision", 1024), ("text", 300), ("vision", 700), ("text", 24)] * 4

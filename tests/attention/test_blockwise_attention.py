@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_strategies import masks, ragged_masks
 
-from dilatant.attention import attention, blockwise
-from dilatant.attention.attention_plan import AttentionPlan
-from dilatant.attention.kernels import attention_with_logsumexp
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import RowLayout, document_causal, embedded
-from dilatant.attention.scores import AttentionError
+from dilatant.attention import attention
+from dilatant.attention.kernels import blockwise
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.packed_attention import attention_with_logsumexp
+from dilatant.attention.kernels.scores import AttentionError
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import RowLayout, document_causal, embedded
 
 
 def run(

@@ -14,10 +14,10 @@ from mask_strategies import masks
 from rank_pool import Among, RankPool
 
 from dilatant.attention import AttentionMask, RowLayout, attention, block_workloads, place_blocks
-from dilatant.attention.blocks import block_table
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
-from dilatant.attention.packing import MASK_KINDS, build_mask
-from dilatant.attention.placement import POLICIES, Placement
+from dilatant.attention.masks.blocks import block_table
+from dilatant.attention.masks.packing import MASK_KINDS, build_mask
+from dilatant.attention.masks.placement import POLICIES, Placement
 
 BLOCK = 16
 ROW = RowLayout.of_samples(

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels were not compiled")
 
-from dilatant.attention.triton_aot import KERNELS, compile_kernel
-from dilatant.attention.triton_tuning import tuning_for
+from dilatant.attention.kernels.triton_aot import KERNELS, compile_kernel
+from dilatant.attention.kernels.triton_tuning import tuning_for
 
 HOPPER_SHARED_BYTES = 227 * 1024
 SPILL_BYTES = {"forward": 48, "grad_query": 64, "grad_key_value": 240}

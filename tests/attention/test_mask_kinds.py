@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
 
-from dilatant.attention import packing
-from dilatant.attention.mask import MAX_INSTANCES, MAX_SAMPLES, AttentionMask, MaskError, pack_fields, visible
-from dilatant.attention.packing import RowLayout, Segment
+from dilatant.attention.masks import packing
+from dilatant.attention.masks.mask import (
+    MAX_INSTANCES,
+    MAX_SAMPLES,
+    AttentionMask,
+    MaskError,
+    pack_fields,
+    visible,
+)
+from dilatant.attention.masks.packing import RowLayout, Segment
 from oracles import dense_mask as oracle
 
 # Compiled code is loaded on first use, which no deadline should count.

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.hook import NAME, register, use_dilatant_attention
-from dilatant.attention.packing import RowLayout, build_mask, document_causal, full
-from dilatant.attention.scores import AttentionError
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.scores import AttentionError
+from dilatant.attention.masks.packing import RowLayout, build_mask, document_causal, full
 from oracles.dense_mask import word_matrix
 
 LENGTHS = (13, 1, 9, 7)  # longer and shorter than the windows of 6
@@ -204,7 +204,7 @@ def test_recomputed_layers_get_the_plan_of_their_own_microbatch(reentrant: bool)
 
 
 def test_tables_are_made_once_for_all_layers_and_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dilatant.attention import attention_plan
+    from dilatant.attention.kernels import attention_plan
 
     made = []
     original = attention_plan.block_table

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilatant.attention import packing
-from dilatant.attention.attention_plan import AttentionPlan
-from dilatant.attention.blockwise import backward, forward
-from dilatant.attention.packing import RowLayout
-from dilatant.attention.scores import Gradients, Scores
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.blockwise import backward, forward
+from dilatant.attention.kernels.scores import Gradients, Scores
+from dilatant.attention.masks import packing
+from dilatant.attention.masks.packing import RowLayout
 
 pytest.importorskip(
     "triton", reason="Triton is not installed: the kernels' results were not checked on a GPU"
@@ -17,7 +17,7 @@ pytest.importorskip(
 if not torch.cuda.is_available():
     pytest.skip("no NVIDIA GPU: the kernels' results were not checked on one", allow_module_level=True)
 
-from dilatant.attention.triton_kernel import kernel
+from dilatant.attention.kernels.triton_kernel import kernel
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_strategies import masks, ragged_masks
 
-from dilatant.attention.blocks import BlockTable, block_table
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import RowLayout, causal, embedded
-from dilatant.attention.work import WorkList, greedy_makespan, work_list
+from dilatant.attention.masks.blocks import BlockTable, block_table
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import RowLayout, causal, embedded
+from dilatant.attention.masks.work import WorkList, greedy_makespan, work_list
 from oracles.dense_mask import block_kinds, word_matrix
 
 

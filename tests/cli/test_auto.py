@@ -21,18 +21,17 @@ from dilatant.comm.fork_server import warm_up
 from dilatant.config import Config, UserError, load_config
 from dilatant.cost.model import load_costs
 from dilatant.plan import Plan
-from dilatant.profiling.assemble import load_model_tokenizer
-from dilatant.profiling.cost_cache import keep_costs
-from dilatant.profiling.describe_model import describe_model, skeleton
-from dilatant.profiling.planned_hardware import plan_target
+from dilatant.planning import planning_process
+from dilatant.planning.assemble import load_model_tokenizer
+from dilatant.planning.auto_plan import Devices, choose_plan
+from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.measuring.cost_cache import keep_costs
+from dilatant.planning.planning_process import PlanningJob
+from dilatant.planning.problem.describe_model import describe_model, skeleton
+from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.report.run_folder import RunFolder
-from dilatant.training import planning_process
-from dilatant.training.auto_plan import Devices, choose_plan
-from dilatant.training.checkpoint import newest_valid
-from dilatant.training.layout import TrainingPlan
-from dilatant.training.planning_process import PlanningJob
+from dilatant.training.checkpoints.checkpoint import newest_valid
 from dilatant.training.run import train
-from dilatant.training.starting_point import Start
 
 AUTO = ("--set", "parallel=auto", "--set", "cluster.gpus_per_node=2")
 COSTS = ("--set", "plan.costs=costs.yaml")
@@ -97,7 +96,7 @@ def test_a_run_trains_with_the_plan_that_it_made_and_goes_on_with_it(
         load_config(run / "config.yaml"),
         Devices(1, 2),
         RunFolder(run),
-        Start(newest.path),
+        True,
         Console(file=said),
     )
     assert kept is not None

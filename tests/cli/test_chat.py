@@ -13,10 +13,10 @@ import torch
 import yaml
 from tiny_project import Dilatant, tiny_config
 
-from dilatant.data.encode import encode_prompt
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.training.export import load_exported
-from dilatant.training.generation import generate_answers
+from dilatant.data.text.encode import encode_prompt
+from dilatant.hf.export import load_exported
+from dilatant.training.evaluation.generation import generate_answers
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import dilatant.config.environment as environment
 from dilatant.cli.app import app
 from dilatant.config import Config, load_config
 from dilatant.config.environment import Place, place_from
-from dilatant.resilience.coordinator_process import STATE
+from dilatant.resilience.processes.coordinator_process import STATE
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Record
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -71,7 +71,7 @@ def test_digits_are_drawn(
     if steps is None:
         from judge_drawings import recognised
 
-        from dilatant.training.export import load_exported
+        from dilatant.hf.export import load_exported
 
         assert recognised(load_exported(tmp_path / "run" / "export"), 30)[0] >= 0.95
 

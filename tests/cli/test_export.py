@@ -12,9 +12,9 @@ import yaml
 from safetensors.torch import load_file
 from tiny_project import Dilatant
 
-from dilatant.data.encode import EncodedPrompt, encode_prompt
-from dilatant.data.encoding import Encoding
 from dilatant.data.sample import Sample
+from dilatant.data.text.encode import EncodedPrompt, encode_prompt
+from dilatant.data.text.encoding import Encoding
 
 
 def tree(folder: Path) -> dict[str, int]:
@@ -91,7 +91,7 @@ def test_answers_are_drawn_from_the_seed(
         told.append(sample)
         return encode_prompt(sample, encoding)
 
-    monkeypatch.setattr("dilatant.data.encode.encode_prompt", encode)
+    monkeypatch.setattr("dilatant.data.text.encode.encode_prompt", encode)
     answer("--system", "Only colours.")
     assert [(turn.role, turn.content) for turn in told[0].turns] == [
         ("system", ("Only colours.",)),

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from tiny_project import Dilatant, tiny_config, write_images
 
 from dilatant.config import load_config
-from dilatant.data.encode import encode_prompt
-from dilatant.profiling.assemble import assemble_samples
-from dilatant.training.export import load_exported
-from dilatant.training.generation import generate_answers
+from dilatant.data.text.encode import encode_prompt
+from dilatant.hf.export import load_exported
+from dilatant.planning.assemble import assemble_samples
+from dilatant.training.evaluation.generation import generate_answers
 
 CPU = torch.device("cpu")
 
@@ -211,7 +211,7 @@ def test_a_metric_that_is_none_is_one_line(
     text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dilatant.config import UserError
-    from dilatant.training.answer_metrics import measure
+    from dilatant.training.evaluation.answer_metrics import measure
 
     name = f"metric_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")

@@ -19,9 +19,9 @@ from safetensors.torch import load, load_file
 from tiny_project import Dilatant, tiny_config, write_images
 from transformers import CLIPVisionModel
 
-from dilatant.models.sampling import Drawing
-from dilatant.training.drawing import draw_items
-from dilatant.training.export import load_exported
+from dilatant.hf.export import load_exported
+from dilatant.models.generators.sampling import Drawing
+from dilatant.training.evaluation.image_answers import draw_items
 from tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3, SIZES
 from tiny_wholes import save_as_the_hub_does
 
@@ -327,7 +327,7 @@ def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
 KILLED_AT_THE_THIRD = """
 import os, signal, sys
 from dilatant.cli import app
-from dilatant.data.latents import Latents
+from dilatant.data.media_units.latents import Latents
 keep, kept = Latents.keep, []
 def counted(self, key, values):
     if len(kept) == 3:

@@ -16,10 +16,10 @@ from tiny_project import Dilatant, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dilatant.config import load_config
-from dilatant.data.encode import encode_prompt
-from dilatant.profiling.assemble import assemble_samples
-from dilatant.training.export import load_exported
-from dilatant.training.generation import generate_answers
+from dilatant.data.text.encode import encode_prompt
+from dilatant.hf.export import load_exported
+from dilatant.planning.assemble import assemble_samples
+from dilatant.training.evaluation.generation import generate_answers
 from shared_data import need
 from tiny_wholes import save_as_the_hub_does
 from whole_samples import transformers_inputs

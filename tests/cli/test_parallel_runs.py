@@ -210,7 +210,7 @@ def test_held_out_answers_are_judged_through_the_stages_as_by_the_whole_model(
 
 def rank_that_breaks(worker: Worker, *arguments: Any) -> Any:
     """Rank 1's third forward fails, as a bug in a model would."""
-    from dilatant.models.language_stage import LanguageStage
+    from dilatant.models.language.language_stage import LanguageStage
 
     run, calls = LanguageStage.run, []
 

@@ -17,13 +17,13 @@ from tiny_project import Dilatant, tiny_config, write_images
 from dilatant.config import load_config
 from dilatant.cost.model import load_costs
 from dilatant.plan import Plan
-from dilatant.profiling.assemble import assemble_samples
-from dilatant.profiling.planning import planning_problem, simulated_steps
+from dilatant.planning.assemble import assemble_samples
+from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.planning import planning_problem, simulated_steps
 from dilatant.report.plan_report import PlanReport
 from dilatant.schedule import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.trainability import Trainability
-from dilatant.training.layout import TrainingPlan
 from dilatant.training.prepare import prepare
 
 H100 = ("--set", "cluster.hardware=H100")

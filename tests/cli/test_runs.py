@@ -16,8 +16,8 @@ import torch
 import yaml
 from tiny_project import SIDES, Dilatant, tiny_config, write_images
 
-from dilatant.data import image_unit
-from dilatant.data.image_file import decode_image
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.media_units import image_unit
 from patience import HANG_SECONDS, wait_until
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]

@@ -14,8 +14,8 @@ from test_user_errors import refused
 from tiny_project import Dilatant
 
 from dilatant.plan import Plan
+from dilatant.planning.layout import TrainingPlan
 from dilatant.report.plan_report import PlanReport
-from dilatant.training.layout import TrainingPlan
 
 GROUPS = (
     "--set",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tiny_project import Dilatant, write_images
 
-from dilatant.data import ray_cluster
-from dilatant.runtime.cost_correction import CostCorrection
+from dilatant.data.workers import ray_cluster
+from dilatant.runtime.step.cost_correction import CostCorrection
 from patience import HANG_SECONDS
 
 

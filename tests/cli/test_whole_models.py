@@ -18,11 +18,11 @@ from tiny_project import Dilatant
 from transformers import AutoModelForImageTextToText
 
 from dilatant.config import load_config
-from dilatant.data.encode import encode_sample
 from dilatant.data.sample import EncodedSample
-from dilatant.models.families import FAMILIES
-from dilatant.models.whole import Whole
-from dilatant.profiling.assemble import assemble_samples
+from dilatant.data.text.encode import encode_sample
+from dilatant.models.families.families import FAMILIES
+from dilatant.models.families.pretrained import Whole
+from dilatant.planning.assemble import assemble_samples
 from tiny_wholes import IMAGE, WHOLES, save_as_the_hub_does, whole_config
 from whole_samples import transformers_loss
 

@@ -71,8 +71,7 @@ def test_the_command_works_with_closed_streams_and_ascii_ones(tmp_path: Path) ->
 
 
 def test_what_c_libraries_write_in_a_data_worker_is_not_shown(tmp_path: Path) -> None:
-    said = (
-        "import os, sys; from dilatant.data.workers import begin_work; begin_work(); os.write(2, b'noise'); "
-    )
-    done = python("-c", said + "print('ours', file=sys.stderr)", cwd=tmp_path)
+    code = "import os, sys; from dilatant.data.workers.ordered_map import begin_work; begin_work(); "
+    code += "os.write(2, b'noise'); print('ours', file=sys.stderr)"
+    done = python("-c", code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "ours\n")

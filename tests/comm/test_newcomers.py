@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from dilatant.comm import store_protocol as protocol
-from dilatant.comm.newcomers import Newcomers, Proved
+from dilatant.comm.store import protocol as protocol
+from dilatant.comm.store.newcomers import Newcomers, Proved
 
 TOKEN = b"correct horse battery staple"
 SECONDS = 10.0

@@ -12,9 +12,11 @@ from datetime import timedelta
 
 import pytest
 
-from dilatant.comm import newcomers, rendezvous, store, store_server
-from dilatant.comm.store import Store, StoreGone, connect
-from dilatant.comm.store_server import StoreServer
+from dilatant.comm import rendezvous
+from dilatant.comm.store import newcomers, store
+from dilatant.comm.store import server as store_server
+from dilatant.comm.store.server import StoreServer
+from dilatant.comm.store.store import Store, StoreGone, connect
 from dilatant.config.errors import UserError
 from patience import HANG_SECONDS
 

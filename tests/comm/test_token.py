@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dilatant.comm.token import shared_token
+from dilatant.comm.store.token import shared_token
 from dilatant.config.errors import UserError
 
 SECRET = "0123456789abcdef"

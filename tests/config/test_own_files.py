@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dilatant.config import UserError
-from dilatant.config.own_files import is_kept_safely, open_in_place, read_text, require_plain
+from dilatant.config.files.own_files import is_kept_safely, open_in_place, read_text, require_plain
 from dilatant.data.array_file import Arrays
 from dilatant.data.cache import open_cache
 

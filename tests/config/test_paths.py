@@ -10,7 +10,7 @@ import yaml
 
 from dilatant.cli.options import read_config
 from dilatant.config.errors import UserError
-from dilatant.config.paths import follow_run
+from dilatant.config.files.paths import follow_run
 
 CONFIG = """
 output_dir: run

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dilatant.config import UserError, load_config
-from dilatant.config.yaml_text import MOST_BYTES, MOST_COPIES, explain, read_yaml
+from dilatant.config.files.yaml_text import MOST_BYTES, MOST_COPIES, explain, read_yaml
 from dilatant.cost.hardware import load_hardware, read_hardware_file
 from dilatant.cost.model import CostModel, load_costs
 

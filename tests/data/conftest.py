@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pool_cases import ENCODING, PLENTY
 
-from dilatant.data.pool_owner import PoolOwner
-from dilatant.data.pool_source import join
+from dilatant.data.workers.pool_owner import PoolOwner
+from dilatant.data.workers.pool_source import join
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import pytest
 import soundfile
 from PIL import Image
 
-from dilatant.data.audio_unit import AudioUnit, LogMelProcessor
-from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encoding import Encoding
-from dilatant.data.image_unit import ImageUnit, PixelProcessor
-from dilatant.data.tokenizer import byte_tokenizer
+from dilatant.data.media_units.audio_unit import AudioUnit, LogMelProcessor
+from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.text.tokenizer import byte_tokenizer
 
 IMAGE_ID, AUDIO_ID = 300, 301
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from data_builders import image_bytes, small_encoding, wav_bytes
 
-from dilatant.data.encoding import TOKENS
 from dilatant.data.errors import SampleError
-from dilatant.data.pixels import as_array
-from dilatant.data.pool import Request
+from dilatant.data.media.pixels import as_array
 from dilatant.data.sample import Media, Sample, Turn
+from dilatant.data.text.encoding import TOKENS
+from dilatant.data.workers.pool import Request
 
 ENCODING = small_encoding()
 ALL = frozenset({TOKENS, "vision", "audio"})

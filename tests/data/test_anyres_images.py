@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
-from dilatant.data.anyres_image_unit import AnyresImageUnit, AnyresShape
-from dilatant.data.processors import HuggingFaceImageProcessor
+from dilatant.data.media_units.anyres_image_unit import AnyresImageUnit, AnyresShape
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import Media, MediaSize
 
 TILE, SIDE = 32, 4

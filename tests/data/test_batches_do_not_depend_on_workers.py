@@ -20,14 +20,14 @@ from data_builders import image_bytes, small_encoding, wav_bytes, write_lines
 from pool_cases import is_alive
 
 from dilatant.config import DataSource, UserError
-from dilatant.data.blend import open_blend
 from dilatant.data.errors import SampleError
-from dilatant.data.loader import Loader
-from dilatant.data.pixels import as_array
+from dilatant.data.media.pixels import as_array
+from dilatant.data.order.blend import open_blend
+from dilatant.data.order.sampler import Sampler, SamplerState
+from dilatant.data.order.stream_sampler import StreamSampler
 from dilatant.data.sample import Sample, Turn
-from dilatant.data.sampler import Sampler, SamplerState
-from dilatant.data.stream_sampler import StreamSampler
-from dilatant.data.workers import WorkerError, WorkerPool, unpickled
+from dilatant.data.workers.loader import Loader
+from dilatant.data.workers.ordered_map import WorkerError, WorkerPool, unpickled
 from patience import HANG_SECONDS, wait_until
 
 ENCODING = replace(small_encoding(), max_length=100)
@@ -219,7 +219,7 @@ def test_a_slow_trainer_is_no_fault_of_the_workers():
 
 BLOCKED = """
 import sys, time
-from dilatant.data.workers import WorkerPool
+from dilatant.data.workers.ordered_map import WorkerPool
 
 def main():
     pool = WorkerPool(time.sleep, 1)

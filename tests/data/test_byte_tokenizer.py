@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config import UserError
-from dilatant.data.tokenizer import byte_tokenizer, load_tokenizer
+from dilatant.data.text.tokenizer import byte_tokenizer, load_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

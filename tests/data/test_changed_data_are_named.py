@@ -9,10 +9,10 @@ import pytest
 from data_builders import small_encoding, write_lines
 
 from dilatant.config import DataSource, UserError
-from dilatant.data.blend import open_blend
-from dilatant.data.data_identity import DataIdentity
-from dilatant.data.records import Blocks
-from dilatant.data.sizes import blend_sizes
+from dilatant.data.index.data_identity import DataIdentity
+from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.order.blend import open_blend
+from dilatant.data.readers.records import Blocks
 
 
 def identity(folder, *sources, **settings):

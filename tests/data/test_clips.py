@@ -14,12 +14,12 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 from dilatant.config.errors import UserError
-from dilatant.data.clip import decode_clip
 from dilatant.data.errors import MediaError
-from dilatant.data.media import media_size
-from dilatant.data.native_clip_unit import FrameSampling, NativeClipUnit, frame_sampling
-from dilatant.data.native_image_unit import GRID, STEP, PatchProcessor
-from dilatant.data.pixels import as_array
+from dilatant.data.media.clip import decode_clip
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.pixels import as_array
+from dilatant.data.media_units.native_clip_unit import FrameSampling, NativeClipUnit, frame_sampling
+from dilatant.data.media_units.native_image_unit import GRID, STEP, PatchProcessor
 from dilatant.data.sample import Media, MediaSize, Written
 
 FORMS = ("gif", "webp", "folder", "mp4")

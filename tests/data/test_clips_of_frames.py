@@ -16,13 +16,13 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.video_utils import VideoMetadata
 
 from dilatant.config.errors import UserError
-from dilatant.data.frame_choice import FirstFrames, MiddleFrames, SpreadFrames
-from dilatant.data.frame_texts import FRAME_TEXTS, in_words
-from dilatant.data.framed_clip_unit import FramedClipUnit
-from dilatant.data.image_unit import ImageUnit, PixelProcessor
-from dilatant.data.pixels import as_array
+from dilatant.data.media.pixels import as_array
+from dilatant.data.media_units.frame_choice import FirstFrames, MiddleFrames, SpreadFrames
+from dilatant.data.media_units.frame_texts import FRAME_TEXTS, in_words
+from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
+from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.sample import Media, MediaSize, Written
-from dilatant.profiling.clip_units import frame_choice
+from dilatant.models.families.clip_units import frame_choice
 
 
 @pytest.mark.parametrize(("count", "fps"), [(8, None), (3, None), (20, None), (None, 1.0), (None, 2.5)])

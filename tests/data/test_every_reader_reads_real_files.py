@@ -11,11 +11,11 @@ import pytest
 from data_builders import shared, small_encoding
 
 from dilatant.config import DataSource
-from dilatant.data.blend import open_blend
-from dilatant.data.encode import encode_sample, measure_sample
-from dilatant.data.pixels import as_array
-from dilatant.data.reader import open_source
+from dilatant.data.media.pixels import as_array
+from dilatant.data.order.blend import open_blend
+from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import FileSlice
+from dilatant.data.text.encode import encode_sample, measure_sample
 
 
 def test_parquet_rows_of_charts_are_conversations_with_their_image():
@@ -90,7 +90,7 @@ def test_sizes_from_headers_are_those_of_the_decoded_samples(folder):
 
 
 def test_large_parquet_is_read_block_by_block_and_row_groups_once(monkeypatch):
-    from dilatant.data import parquet_records
+    from dilatant.data.readers import parquet_records
 
     folder = shared("data/chartqa_mini", "block-wise reading of Parquet")
     # As if memory held two of the row groups (32 rows of about 1.3 MB).

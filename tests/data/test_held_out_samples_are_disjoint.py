@@ -11,9 +11,9 @@ import pytest
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
-from dilatant.data import parquet_records
-from dilatant.data.blend import Blend, open_blend
-from dilatant.data.split import Split
+from dilatant.data.order.blend import Blend, open_blend
+from dilatant.data.readers import parquet_records
+from dilatant.data.readers.split import Split
 
 
 @pytest.mark.parametrize("total", [2, 3, 10, 101])

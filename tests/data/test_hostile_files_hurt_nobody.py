@@ -17,17 +17,17 @@ from data_builders import image_bytes, small_encoding, wav_bytes, write_lines, w
 from PIL import Image
 
 from dilatant.config import DataSource, UserError
-from dilatant.data.blend import open_blend
-from dilatant.data.encode import encode_prompt
 from dilatant.data.errors import SampleError
-from dilatant.data.lint import lint
-from dilatant.data.loader import Loader
-from dilatant.data.media import media_size
-from dilatant.data.pieces import in_pieces, piece_bounds
-from dilatant.data.reader import open_source
+from dilatant.data.index.lint import lint
+from dilatant.data.index.sizes import blend_sizes, measure
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.sound_file import decode_audio
+from dilatant.data.order.blend import open_blend
+from dilatant.data.parallel_map import in_pieces, piece_bounds
+from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.sizes import blend_sizes, measure
-from dilatant.data.sound_file import decode_audio
+from dilatant.data.text.encode import encode_prompt
+from dilatant.data.workers.loader import Loader
 
 ENCODING = replace(small_encoding(), max_length=1000)
 GOOD = '{"question": "q", "answer": "fine"}'
@@ -195,7 +195,7 @@ def test_a_sound_that_ends_early_is_refused_wherever_it_ends(kept):
 
 
 def test_a_sound_is_decoded_in_pieces_and_long_ones_are_refused(monkeypatch):
-    from dilatant.data import sound_file
+    from dilatant.data.media import sound_file
 
     whole = decode_audio(Media("audio", wav_bytes(0.5, channels=2), "x"), 16000)
     monkeypatch.setattr(sound_file, "BLOCK_SAMPLES", 100)

@@ -12,8 +12,8 @@ from data_builders import image_bytes, shared, wav_bytes
 from pydantic import ValidationError
 
 from dilatant.config import DataSource, UserError
-from dilatant.data.blend import Blend, StreamBlend, open_blend
-from dilatant.data.reader import open_source
+from dilatant.data.order.blend import Blend, StreamBlend, open_blend
+from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import Media
 
 datasets = pytest.importorskip("datasets")

@@ -9,10 +9,10 @@ import pytest
 from data_builders import image_bytes, small_encoding, wav_bytes, write_lines
 
 from dilatant.config import DataSource
-from dilatant.data.blend import open_blend
-from dilatant.data.encode import encode_sample
 from dilatant.data.errors import SampleError
-from dilatant.data.lint import lint
+from dilatant.data.index.lint import lint
+from dilatant.data.order.blend import open_blend
+from dilatant.data.text.encode import encode_sample
 
 GOOD = [
     {"question": "q", "answer": "a", "image": "good.png"},

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config import UserError
-from dilatant.data.chat import MEDIA, chat_tokenizer
-from dilatant.data.chat_template import PLAIN_TEMPLATE, Message
-from dilatant.data.tokenizer import byte_tokenizer, load_tokenizer
+from dilatant.data.text.chat import MEDIA, chat_tokenizer
+from dilatant.data.text.chat_template import PLAIN_TEMPLATE, Message
+from dilatant.data.text.tokenizer import byte_tokenizer, load_tokenizer
 
 # The habits of real templates, each written down in its shortest form.
 CHATML = (

@@ -17,15 +17,15 @@ import pytest
 from data_builders import small_encoding
 from PIL import Image, ImageSequence, features
 
-from dilatant.data.clip import decode_clip
-from dilatant.data.encode import encode_sample, find_problems
 from dilatant.data.errors import MediaError, SampleError
-from dilatant.data.frame_choice import moments
-from dilatant.data.image_file import check_pixels, decode_image
-from dilatant.data.media import media_size
-from dilatant.data.native_clip_unit import NativeClipUnit
-from dilatant.data.native_image_unit import GRID, NativeImageUnit, PatchProcessor
+from dilatant.data.media.clip import decode_clip
+from dilatant.data.media.image_file import check_pixels, decode_image
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media_units.frame_choice import moments
+from dilatant.data.media_units.native_clip_unit import NativeClipUnit
+from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit, PatchProcessor
 from dilatant.data.sample import Media, Sample, Turn, Written
+from dilatant.data.text.encode import encode_sample, find_problems
 
 # What a viewer does with stored pixels, by the definition of EXIF's orientations.
 UPRIGHT = {

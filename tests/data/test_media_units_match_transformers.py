@@ -12,16 +12,16 @@ from data_builders import image_bytes, wav_bytes
 from PIL import Image
 
 from dilatant.config import UserError
-from dilatant.data.audio_unit import AudioUnit, LogMelProcessor
-from dilatant.data.image_file import decode_image
-from dilatant.data.image_unit import PixelProcessor
-from dilatant.data.media import media_size
-from dilatant.data.pixels import Pixels, joined
-from dilatant.data.processor_settings import processor_settings
-from dilatant.data.processors import HuggingFaceImageProcessor, audio_processor, image_processor
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.pixels import Pixels, joined
+from dilatant.data.media.sound_file import decode_audio, resample
+from dilatant.data.media_units.audio_unit import AudioUnit, LogMelProcessor
+from dilatant.data.media_units.image_unit import PixelProcessor
+from dilatant.data.media_units.processor_settings import processor_settings
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor, audio_processor, image_processor
 from dilatant.data.sample import FileSlice, Media, MediaSize
-from dilatant.data.sound_file import decode_audio, resample
-from dilatant.models.stage import on_device
+from dilatant.models.core.stage import on_device
 
 SHAPES = [(300, 500), (640, 480), (100, 90), (30, 700), (224, 224), (333, 223)]
 

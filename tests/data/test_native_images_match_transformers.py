@@ -11,11 +11,11 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dilatant.config.errors import UserError
-from dilatant.data.media import media_size
-from dilatant.data.native_image_unit import GRID, NativeImageUnit, patch_processor
-from dilatant.data.pixels import as_array
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.pixels import as_array
+from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit, patch_processor
+from dilatant.data.media_units.soft_token_image_unit import soft_token_processor
 from dilatant.data.sample import Media, MediaSize
-from dilatant.data.soft_tokens import soft_token_processor
 
 SETTINGS = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 SIZES = [(28, 28), (1, 1), (9, 300), (640, 480), (31, 41), (1400, 60), (333, 1001), (56, 56), (57, 13)]

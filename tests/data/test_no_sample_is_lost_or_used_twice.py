@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from dilatant.config import UserError
 from dilatant.data.errors import SampleError
+from dilatant.data.order.sampler import Sampler, SamplerState, choose_sources
+from dilatant.data.order.stream_sampler import StreamSampler
 from dilatant.data.permutation import permute
-from dilatant.data.records import Blocks
+from dilatant.data.readers.records import Blocks
 from dilatant.data.sample import Sample
-from dilatant.data.sampler import Sampler, SamplerState, choose_sources
-from dilatant.data.stream_sampler import StreamSampler
 
 SEEDS = st.integers(0, 2**40)
 
@@ -152,7 +152,7 @@ def test_runs_of_a_group_are_read_one_after_another():
 
 
 def test_a_batch_costs_the_same_however_many_blocks_there_are(monkeypatch):
-    from dilatant.data import sampler as module
+    from dilatant.data.order import sampler as module
 
     asked = []
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dilatant.data.arena import Arena
-from dilatant.data.pool_wire import NOTE_BYTES, read_note, write_note
+from dilatant.data.workers.arena import Arena
+from dilatant.data.workers.pool_wire import NOTE_BYTES, read_note, write_note
 
 READS = 3_000
 
 WRITER = """
 import mmap, sys
 from itertools import count
-from dilatant.data.pool_wire import NOTE_BYTES, write_note
+from dilatant.data.workers.pool_wire import NOTE_BYTES, write_note
 
 with memoryview(mmap.mmap(int(sys.argv[1]), NOTE_BYTES)) as note:
     for ticket in count(1):

@@ -13,15 +13,15 @@ import pytest
 from data_builders import image_bytes, small_encoding, write_lines
 
 from dilatant.config import DataSource, UserError
-from dilatant.data.blend import open_blend
-from dilatant.data.clip import clip_size, decode_clip
-from dilatant.data.encode import encode_prompt, encode_sample
-from dilatant.data.notices import unused_by_source, unused_lines
-from dilatant.data.reader import open_source
-from dilatant.data.record_fields import Record
-from dilatant.data.records import parse_record
+from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.media.clip import clip_size, decode_clip
+from dilatant.data.order.blend import open_blend
+from dilatant.data.readers.reader import open_source
+from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.records import parse_record
 from dilatant.data.sample import Frames, Media
-from dilatant.data.sizes import blend_sizes
+from dilatant.data.text.encode import encode_prompt, encode_sample
+from dilatant.data.unused_columns import unused_by_source, unused_lines
 
 QUESTION, ANSWER = "Which?", "seven"
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -11,16 +11,16 @@ import pytest
 from data_builders import IMAGE_ID, image_bytes, small_encoding, write_lines
 
 from dilatant.config.data import DataSource
-from dilatant.data.blend import Blend, open_blend
-from dilatant.data.encode import encode_prompt, encode_sample, find_problems, measure_sample
-from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
-from dilatant.data.image_target import image_target
-from dilatant.data.image_unit import ImageUnit, PixelProcessor
-from dilatant.data.lint import lint
+from dilatant.data.index.lint import lint
+from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.index.stats import describe
+from dilatant.data.media_units.image_target import image_target
+from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
+from dilatant.data.order.blend import Blend, open_blend
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.sizes import blend_sizes
-from dilatant.data.stats import describe
+from dilatant.data.text.encode import encode_prompt, encode_sample, find_problems, measure_sample
+from dilatant.data.text.encoding import Encoding
 
 DRAWN_ID = 400
 TARGET = image_target(

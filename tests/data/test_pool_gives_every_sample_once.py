@@ -15,15 +15,15 @@ import pytest
 from pool_cases import ALL, ENCODING, PLENTY, Numbered, contents, is_alive, requests
 
 from dilatant.config import UserError
-from dilatant.data import pool_source
-from dilatant.data.arena import Arena
-from dilatant.data.encode import encode_sample
-from dilatant.data.encoding import TOKENS
 from dilatant.data.errors import SampleError
-from dilatant.data.pool import InlineSource, Request, Waiting
-from dilatant.data.pool_source import join
 from dilatant.data.sample import Sample, Turn
-from dilatant.data.workers import WorkerError
+from dilatant.data.text.encode import encode_sample
+from dilatant.data.text.encoding import TOKENS
+from dilatant.data.workers import pool_source
+from dilatant.data.workers.arena import Arena
+from dilatant.data.workers.ordered_map import WorkerError
+from dilatant.data.workers.pool import InlineSource, Request, Waiting
+from dilatant.data.workers.pool_source import join
 from patience import wait_until
 
 
@@ -128,7 +128,7 @@ def test_what_is_forgotten_is_not_given_and_may_be_asked_for_again(pool) -> None
 
 
 def test_who_waits_is_told_for_what(pool, monkeypatch) -> None:
-    monkeypatch.setattr("dilatant.data.asked.REPORT_SECONDS", 0.3)
+    monkeypatch.setattr("dilatant.data.workers.request_queue.REPORT_SECONDS", 0.3)
     reports = []
     _, join_pool = pool(Numbered(seconds=1.5), workers=1)
     source = join_pool(on_wait=reports.append)

@@ -20,15 +20,16 @@ from pathlib import Path
 import pytest
 from pool_cases import ALL, ENCODING, IMAGE, PLENTY, Numbered, is_alive, requests
 
-from dilatant.data import open_media, pool_owner, pool_source
-from dilatant.data.arena import Arena
-from dilatant.data.asked import Awake
 from dilatant.data.errors import SampleError
-from dilatant.data.pool import InlineSource, Request
-from dilatant.data.pool_source import join
-from dilatant.data.pool_wire import Ask, Hello, framed
+from dilatant.data.media import open_media
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.workers import WithheldError, WorkerError
+from dilatant.data.workers import pool_owner, pool_source
+from dilatant.data.workers.arena import Arena
+from dilatant.data.workers.ordered_map import WithheldError, WorkerError
+from dilatant.data.workers.pool import InlineSource, Request
+from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_wire import Ask, Hello, framed
+from dilatant.data.workers.request_queue import Awake
 from patience import HANG_SECONDS, wait_until
 
 
@@ -276,7 +277,7 @@ import os, sys, time
 from multiprocessing import util
 sys.path[:0] = sys.argv[1:]
 from pool_cases import ENCODING, Numbered
-from dilatant.data.pool_owner import PoolOwner
+from dilatant.data.workers.pool_owner import PoolOwner
 
 def main():
     owner = PoolOwner({"train": Numbered(hangs=frozenset({5}), seconds=0.01)}, ENCODING, 2)
@@ -323,7 +324,7 @@ RANK = """
 import sys, time
 sys.path[:0] = sys.argv[2:]
 from pool_cases import requests
-from dilatant.data.pool_source import join
+from dilatant.data.workers.pool_source import join
 
 source = join(sys.argv[1], 1 << 20)
 source.ask(requests(range(10_000)))

@@ -20,14 +20,14 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.llava.processing_llava import LlavaProcessor
 
 from dilatant.config import UserError
-from dilatant.data.chat import chat_tokenizer
-from dilatant.data.chat_template import Message
-from dilatant.data.encode import encode_prompt
-from dilatant.data.encoding import Encoding
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.tokenizer import generation_ends, load_tokenizer
-from dilatant.models.whole import Whole
-from dilatant.profiling.media_units import units_of_whole
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.chat_template import Message
+from dilatant.data.text.encode import encode_prompt
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
+from dilatant.models.families.media_units import units_of_whole
+from dilatant.models.families.pretrained import Whole
 from tiny_wholes import WHOLES
 
 TEMPLATE = (

@@ -20,12 +20,12 @@ from data_builders import small_encoding
 from pool_cases import ALL, Numbered, contents, requests
 
 from dilatant.config import UserError
-from dilatant.data import ray_cluster, ray_source
-from dilatant.data.encoding import TOKENS
-from dilatant.data.pool import InlineSource, Request
-from dilatant.data.ray_cluster import LOCAL, Connection, check_cluster
-from dilatant.data.ray_source import RaySource
-from dilatant.data.workers import WorkerError
+from dilatant.data.text.encoding import TOKENS
+from dilatant.data.workers import ray_cluster, ray_source
+from dilatant.data.workers.ordered_map import WorkerError
+from dilatant.data.workers.pool import InlineSource, Request
+from dilatant.data.workers.ray_cluster import LOCAL, Connection, check_cluster
+from dilatant.data.workers.ray_source import RaySource
 
 ENCODING = small_encoding()
 PLENTY = 1 << 24

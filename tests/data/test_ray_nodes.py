@@ -18,9 +18,9 @@ from data_builders import small_encoding
 from pool_cases import Numbered, contents, requests
 
 from dilatant.config.environment import show_ray_token
-from dilatant.data.pool import InlineSource
-from dilatant.data.ray_cluster import Connection
-from dilatant.data.ray_source import RaySource
+from dilatant.data.workers.pool import InlineSource
+from dilatant.data.workers.ray_cluster import Connection
+from dilatant.data.workers.ray_source import RaySource
 
 
 def kill_a_node() -> None:

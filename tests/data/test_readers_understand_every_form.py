@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config import DataSource, UserError
-from dilatant.data.blend import open_blend
-from dilatant.data.reader import open_source
+from dilatant.data.order.blend import open_blend
+from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import Media
 
 QUESTION, ANSWER = "Which digit?", "seven"
@@ -299,7 +299,7 @@ def test_lines_are_found_among_blank_ones(tmp_path_factory, lines, end, scan, ma
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     text = "\r\n".join(lines) + end
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + text.encode())
-    from dilatant.data import json_records
+    from dilatant.data.readers import json_records
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_records, "SCAN_BYTES", scan)
@@ -333,7 +333,7 @@ def test_a_limit_uses_the_first_samples(tmp_path):
 
 
 def test_a_limit_leaves_out_the_blocks_behind_it(tmp_path, monkeypatch):
-    from dilatant.data import parquet_records
+    from dilatant.data.readers import parquet_records
 
     monkeypatch.setattr(parquet_records, "CACHE_BYTES", 1)  # as if the file were larger than memory
     table = pa.table({"text": [str(number) for number in range(20)]})
@@ -346,7 +346,7 @@ def test_a_limit_leaves_out_the_blocks_behind_it(tmp_path, monkeypatch):
 
 
 def test_a_row_group_is_read_once_in_blocks_that_memory_holds(tmp_path, monkeypatch):
-    from dilatant.data import parquet_records
+    from dilatant.data.readers import parquet_records
 
     monkeypatch.setattr(parquet_records, "CACHE_BYTES", 400_000)
     monkeypatch.setattr(parquet_records, "BLOCK_BYTES", 100_000)
@@ -384,7 +384,7 @@ def test_a_row_group_is_read_once_in_blocks_that_memory_holds(tmp_path, monkeypa
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 12))
 def test_batches_of_any_length_become_blocks_of_one(lengths, rows):
-    from dilatant.data.parquet_records import in_blocks
+    from dilatant.data.readers.parquet_records import in_blocks
 
     ends = np.cumsum(lengths, dtype=int)
     batches = [

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config import UserError
-from dilatant.data.chat import MEDIA, chat_tokenizer
-from dilatant.data.encode import encode_prompt, encode_sample, find_problems, measure_sample
-from dilatant.data.encoding import QUESTION
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.tokenizer import byte_tokenizer
+from dilatant.data.text.chat import MEDIA, chat_tokenizer
+from dilatant.data.text.encode import encode_prompt, encode_sample, find_problems, measure_sample
+from dilatant.data.text.encoding import QUESTION
+from dilatant.data.text.tokenizer import byte_tokenizer
 
 ENCODING = small_encoding()
 BOS, EOS = 257, 258

@@ -13,12 +13,12 @@ import pytest
 from data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 
 from dilatant.config import DataSource, UserError
-from dilatant.data.blend import StreamBlend, open_blend
-from dilatant.data.encode import encode_sample
 from dilatant.data.errors import SampleError
-from dilatant.data.reader import open_source
+from dilatant.data.index.sizes import blend_sizes, known_sizes, reader_sizes
+from dilatant.data.order.blend import StreamBlend, open_blend
+from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import content_digest
-from dilatant.data.sizes import blend_sizes, known_sizes, reader_sizes
+from dilatant.data.text.encode import encode_sample
 
 ENCODING = small_encoding()
 VISION, AUDIO = ENCODING.units
@@ -255,7 +255,7 @@ def test_workers_measure_the_same(tmp_path):
 
 
 def test_what_takes_long_is_shared_by_all_cores_from_where_it_stands(tmp_path, monkeypatch):
-    from dilatant.data import pieces
+    from dilatant.data import parallel_map as pieces
 
     path = write_lines(
         tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
@@ -276,7 +276,8 @@ def test_what_takes_long_is_shared_by_all_cores_from_where_it_stands(tmp_path, m
 
 
 def test_groups_of_blocks_are_measured_by_one_worker_each(tmp_path, monkeypatch):
-    from dilatant.data import measure, parquet_records
+    from dilatant.data.index import measure
+    from dilatant.data.readers import parquet_records
 
     monkeypatch.setattr(parquet_records, "CACHE_BYTES", 1)  # as if the file were larger than memory
     texts = [{"text": "x" * (number % 9 + 1)} for number in range(20)]
@@ -322,7 +323,7 @@ def test_columns_of_tokens_lie_together(source):
 
 
 def test_a_medium_that_is_put_there_later_is_seen(tmp_path, monkeypatch):
-    from dilatant.data import measure
+    from dilatant.data.index import measure
 
     records = [{"question": "q", "answer": "a", "image": f"{number}.png"} for number in range(4)]
     source = DataSource(path=str(write_lines(tmp_path / "x.jsonl", [*records, {"bad": 1}])))

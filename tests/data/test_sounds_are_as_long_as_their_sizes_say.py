@@ -11,9 +11,9 @@ import pytest
 import soundfile
 
 from dilatant.data.errors import MediaError
-from dilatant.data.media import media_size
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.sample import Media
-from dilatant.data.sound_file import decode_audio
 
 RATE = 16000
 

@@ -11,11 +11,11 @@ from transformers import WhisperFeatureExtractor
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
 from dilatant.config.errors import UserError
-from dilatant.data.audio_unit import LogMelProcessor
-from dilatant.data.media import media_size
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media_units.audio_unit import LogMelProcessor
+from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
+from dilatant.data.media_units.usm_sound_unit import UsmMelProcessor, UsmSoundUnit, usm_processor
 from dilatant.data.sample import Media, MediaSize
-from dilatant.data.sound_unit import FRAMES, SoundUnit
-from dilatant.data.usm_sound_unit import UsmMelProcessor, UsmSoundUnit, usm_processor
 
 
 @pytest.mark.parametrize("samples", [300, 1600, 16001, 24_000, 79_990, 80_000])

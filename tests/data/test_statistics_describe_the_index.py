@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dilatant.data.sizes import SizesIndex
-from dilatant.data.stats import Source, describe
+from dilatant.data.index.sizes import SizesIndex
+from dilatant.data.index.stats import Source, describe
 
 
 def made_index(**tokens):

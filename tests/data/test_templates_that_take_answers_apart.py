@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from dilatant.config import UserError
-from dilatant.data import template_engine
-from dilatant.data.chat import chat_tokenizer
-from dilatant.data.chat_template import Message
-from dilatant.data.tokenizer import byte_tokenizer
+from dilatant.data.text import template_engine
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.chat_template import Message
+from dilatant.data.text.tokenizer import byte_tokenizer
 
 TURN = "{{ '<|im_start|>' + m.role + '\n' }}"
 ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -13,8 +13,9 @@ from dilatant.data import Encoding, byte_tokenizer, chat_tokenizer
 def test_reading_encoding_and_loading_import_neither_torch_nor_transformers():
     code = (
         "import sys, dilatant.data; from dilatant.data import Loader, open_blend, encode_sample;"
-        "import dilatant.data.sizes, dilatant.data.stats, dilatant.data.lint, dilatant.data.workers;"
-        "import dilatant.data.pool_owner, dilatant.data.pool_source;"
+        "import dilatant.data.index.sizes, dilatant.data.index.stats, dilatant.data.index.lint;"
+        "import dilatant.data.workers.ordered_map;"
+        "import dilatant.data.workers.pool_owner, dilatant.data.workers.pool_source;"
         "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'pandas', 'numba'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
@@ -37,8 +38,9 @@ def test_encoding_with_a_chat_template_imports_no_torch(tmp_path: Path) -> None:
 
 def test_seeing_images_and_sounds_imports_no_torch() -> None:
     code = (
-        "import sys, numpy as np; from dilatant.data.audio_unit import LogMelProcessor;"
-        "from dilatant.data.image_unit import PixelProcessor; from dilatant.data.sound_file import resample;"
+        "import sys, numpy as np; from dilatant.data.media_units.audio_unit import LogMelProcessor;"
+        "from dilatant.data.media_units.image_unit import PixelProcessor;"
+        "from dilatant.data.media.sound_file import resample;"
         "wave = resample(np.zeros(44100, np.float32), 44100, 16000);"
         "LogMelProcessor(window_frames=100)(wave[None]); PixelProcessor(8, 8)(np.zeros((9, 9, 3), np.uint8));"
         "assert 'torch' not in sys.modules"

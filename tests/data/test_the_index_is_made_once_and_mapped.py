@@ -19,11 +19,12 @@ import pytest
 from data_builders import small_encoding, write_lines, write_tar
 
 from dilatant.config import DataSource, UserError
-from dilatant.data import array_file, json_records
+from dilatant.data import array_file
 from dilatant.data.array_file import HEAD, MAGIC, Arrays, read_arrays, write_arrays
-from dilatant.data.blend import open_blend
-from dilatant.data.reader import open_source
-from dilatant.data.sizes import blend_sizes
+from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.order.blend import open_blend
+from dilatant.data.readers import json_records
+from dilatant.data.readers.reader import open_source
 from patience import HANG_SECONDS
 
 ENCODING = small_encoding()
@@ -150,8 +151,8 @@ import os, sys, time
 from data_builders import small_encoding
 from dilatant.config import DataSource
 from dilatant.data import json_records
-from dilatant.data.blend import open_blend
-from dilatant.data.sizes import blend_sizes
+from dilatant.data.order.blend import open_blend
+from dilatant.data.index.sizes import blend_sizes
 scans = []
 find = json_records._record_spans
 def scan(*args):
@@ -350,7 +351,7 @@ def test_a_header_of_another_form_is_as_good_as_none(tmp_path, wrong):
 
 
 def test_many_files_are_scanned_by_all_cores(tmp_path, monkeypatch):
-    from dilatant.data import pieces
+    from dilatant.data import parallel_map as pieces
 
     for number in range(12):
         write_tar(
@@ -375,7 +376,7 @@ UNGUARDED = """
 import sys
 from dilatant.config import DataSource
 from dilatant.data import pieces
-from dilatant.data.blend import open_blend
+from dilatant.data.order.blend import open_blend
 pieces.TRIAL_SECONDS = pieces.WORTH_SECONDS = 0.0
 pieces.os.sched_getaffinity = lambda process: {0, 1}
 open_blend([DataSource(path=sys.argv[1])])

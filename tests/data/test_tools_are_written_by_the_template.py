@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import encode_prompt, encode_sample, find_problems
-from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
-from dilatant.data.records import Record, parse_record
-from dilatant.data.tokenizer import byte_tokenizer
+from dilatant.data.readers.records import Record, parse_record
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encode import encode_prompt, encode_sample, find_problems
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.text.tokenizer import byte_tokenizer
 
 # The habits of Qwen's and Llama's templates, in their shortest form.
 QWEN = (

@@ -24,24 +24,27 @@ from msgspec.structs import replace
 from dilatant.comm.comm import Comm
 from dilatant.comm.fork_server import RANK_PRELOAD
 from dilatant.comm.launch import Worker
-from dilatant.comm.store import connect as connect_store
-from dilatant.comm.store_server import StoreServer
+from dilatant.comm.store.server import StoreServer
+from dilatant.comm.store.store import connect as connect_store
 from dilatant.config.config import load_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import last_step
-from dilatant.resilience.coordinator_process import COMMIT, EVENTS
-from dilatant.resilience.process import Child, Start
+from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS
+from dilatant.resilience.processes.process import Child, Start
+from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
-from dilatant.resilience.rank import FOLDER, LATER_SECONDS, Seat, train_seat
-from dilatant.resilience.wire import connect
-from dilatant.resilience.worker_link import WorkerLink
+from dilatant.resilience.worker.rank import FOLDER, LATER_SECONDS, Seat, train_seat
+from dilatant.resilience.worker.worker_link import WorkerLink
+from dilatant.training.checkpoints.starting_point import Start as StartingPoint
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
-from dilatant.training.starting_point import Start as StartingPoint
 from patience import HANG_SECONDS
 
 TOKEN = b"of ranks under test, and no other"
-AGENT, COORDINATOR = "dilatant.resilience.agent_process", "dilatant.resilience.coordinator_process"
+AGENT, COORDINATOR = (
+    "dilatant.resilience.processes.agent_process",
+    "dilatant.resilience.processes.coordinator_process",
+)
 DYING_STEP = 5
 Leaves = Literal["fenced", "rebuilding", "joined"]
 """How far a visitor comes: it stands still; all are to join; all have joined, and build their groups."""

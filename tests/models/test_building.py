@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PhiConfig
 
 from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
-from dilatant.models.materialize import materialize
+from dilatant.models.core.materialize import materialize
 from dilatant.models.multimodal import Encoder, MultimodalModel
 from dilatant.models.sources import load_pretrained_config, parse_config
 

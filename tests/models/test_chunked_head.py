@@ -7,7 +7,7 @@ import torch
 from tiny_models import LANGUAGE_MODELS, language_only, positions, tokens
 
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.runtime.weight_gradients import WeightGradients, accumulate, replace_linears
+from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
 from oracles.live_storages import LiveStorages
 
 MORE_FAMILIES = {

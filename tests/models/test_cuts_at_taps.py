@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cut_wholes import opened
-from dilatant.models.stage import StepData
+from dilatant.models.core.stage import StepData
 from whole_samples import sample_of
 
 

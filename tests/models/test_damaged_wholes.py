@@ -15,14 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 from dilatant.config import UserError
 from dilatant.config.model import LoraConfig
-from dilatant.data.image_unit import PixelProcessor
-from dilatant.models.lora import targets
-from dilatant.models.materialize import materialize
+from dilatant.data.media_units.image_unit import PixelProcessor
+from dilatant.hf.stored_weights import open_tensors, tensor_files
+from dilatant.models.adapters.lora import targets
+from dilatant.models.core.materialize import materialize
+from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained_weights import load_whole
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
-from dilatant.models.whole import Whole
-from dilatant.models.whole_weights import load_whole
-from dilatant.training.stored_weights import open_tensors, tensor_files
 from tiny_wholes import save_as_the_hub_does, whole_config
 
 TINY = {

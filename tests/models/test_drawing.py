@@ -13,12 +13,12 @@ from tiny_models import LANGUAGE_MODELS
 
 from dilatant.config.errors import UserError
 from dilatant.models import Generator, MultimodalModel
-from dilatant.models.diffusion import Diffusion, alphas, draw_noise, mix
-from dilatant.models.dtype import hold_in
-from dilatant.models.materialize import materialize
-from dilatant.models.net_source import read_source, scheduler_settings
-from dilatant.models.picture_nets import build_diffusion, look_at
-from dilatant.models.sampling import Drawing, draw
+from dilatant.models.core.dtype import hold_in
+from dilatant.models.core.materialize import materialize
+from dilatant.models.generators.denoiser_source import read_source, scheduler_settings
+from dilatant.models.generators.denoisers import build_diffusion, look_at
+from dilatant.models.generators.diffusion import Diffusion, alphas, draw_noise, mix
+from dilatant.models.generators.sampling import Drawing, draw
 from tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")

@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from cut_and_packed import find_problems
 from dilatant.config.errors import UserError
-from dilatant.models.encoder_spec import Encoder
+from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
 
 _LLAMA = {key: value for key, value in LANGUAGE_MODELS["llama"].items() if key != "model_type"}

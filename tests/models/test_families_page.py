@@ -13,8 +13,8 @@ import torch
 
 from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, opened
 from dilatant.config.model import LoraConfig
-from dilatant.models.families import FAMILIES
-from dilatant.models.tensor_plan import degree_problems, tensor_plan
+from dilatant.models.families.families import FAMILIES
+from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from tiny_wholes import WHOLES, whole_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"

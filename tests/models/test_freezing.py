@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import ENCODERS, LANGUAGE_MODELS, images, language_only, tokens, vision_language
 
 from dilatant.config import UserError
-from dilatant.models.freeze import PartAudit, audit, check, freeze, select
+from dilatant.models.core.freeze import PartAudit, audit, check, freeze, select
 from dilatant.models.multimodal import Encoder, MultimodalModel
 
 

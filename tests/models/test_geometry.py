@@ -11,7 +11,7 @@ from tiny_models import ENCODERS, vision_language
 from transformers import AutoConfig
 
 from dilatant.config import UserError
-from dilatant.models.geometry import encoder_geometry
+from dilatant.models.core.geometry import encoder_geometry
 
 EXTRA = {
     "not square": {**ENCODERS["siglip"], "image_size": 8, "patch_size": 4},
@@ -68,5 +68,5 @@ def test_a_config_that_is_no_encoder_is_refused() -> None:
 
 
 def test_geometry_imports_no_torch() -> None:
-    code = "import sys, dilatant.models.geometry; sys.exit('torch' in sys.modules)"
+    code = "import sys, dilatant.models.core.geometry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,17 +12,17 @@ from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig, ModelConfig
 from dilatant.cost.memory import ParameterBytes
+from dilatant.hf.stored_weights import read_adapters
+from dilatant.models.adapters.lora import inject, is_adapter, merged_state
 from dilatant.models.build import build_model
-from dilatant.models.four_bit_stages import four_bit_names
-from dilatant.models.lora import inject, is_adapter, merged_state
-from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
-from dilatant.models.whole import Whole
+from dilatant.models.core.four_bit_stages import four_bit_names
+from dilatant.models.families.pretrained import Whole
+from dilatant.models.parallel.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.plan.boxes import Box
+from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.profiling.describe_model import describe_model
-from dilatant.training.stored_weights import read_adapters
+from dilatant.planning.problem.describe_model import describe_model
 from model_cases import cost_model
 from tiny_wholes import reference, whole_config
 from whole_samples import samples_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import LANGUAGE_MODELS, gradients, language_only, positions, tokens, vision_language
 
-from dilatant.models.loss import shift_labels
+from dilatant.models.core.loss import shift_labels
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)

@@ -12,7 +12,7 @@ from tiny_models import LANGUAGE_MODELS
 from torch import Tensor
 
 from dilatant.config.errors import UserError
-from dilatant.models.encoder_spec import Encoder
+from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
 from tiny_wholes import WHOLES
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cut_wholes import opened
-from dilatant.models.native_encoder import NativeStage, _groups
-from dilatant.models.stage import StepData
+from dilatant.models.core.stage import StepData
+from dilatant.models.encoders.native_encoder import NativeStage, _groups
 from whole_samples import sample_of
 
 LAYOUT = [("image", 3, 4), ("clip", 3, 2, 2), ("image", 1, 1), ("image", 2, 2), ("text", 2)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import LANGUAGE_MODELS, images, language_only, positions, tokens, vision_language
 
-from dilatant.models.packed_row import PackedRow
+from dilatant.models.language.packed_row import PackedRow
 
 # fp32 sums over other padding of the same keys: a few roundings of logits of order 0.1.
 TOLERANCE = {"rtol": 0, "atol": 1e-6}

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from dilatant.models import Generator, MultimodalModel
-from dilatant.models.materialize import materialize
-from dilatant.models.queries import Queries, number_queries
+from dilatant.models.core.materialize import materialize
+from dilatant.models.language.queries import Queries, number_queries
 
 
 class Nothing(nn.Module):

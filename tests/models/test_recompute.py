@@ -9,10 +9,10 @@ import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, images, language_only, tokens, vision_language
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilatant.attention import blockwise
+from dilatant.attention.kernels import blockwise
 from dilatant.models.multimodal import Encoder, MultimodalModel
 from dilatant.models.row_attention import use_row_attention
-from dilatant.runtime.weight_gradients import WeightGradients, accumulate, replace_linears
+from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
 from oracles.live_storages import LiveStorages
 
 HOW = ["block", "block_keep_attention"]

@@ -11,11 +11,11 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
 from dilatant.config.recompute import Recompute
+from dilatant.models.language.router_loss import count_routers
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.router_loss import count_routers
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.step_assignment import Microbatching
+from dilatant.schedule.assignment.step_assignment import Microbatching
 from engine_case import CASE, build_model, build_samples
 from oracles.engine_step import expected
 

@@ -12,8 +12,8 @@ from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
 from transformers import masking_utils
 
-from dilatant.attention.mask import pack_fields
-from dilatant.attention.packing import RowLayout, document_causal
+from dilatant.attention.masks.mask import pack_fields
+from dilatant.attention.masks.packing import RowLayout, document_causal
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.data.sample import EncodedSample

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dilatant.models.shared_samples import share_by_size
+from dilatant.models.parallel.shared_samples import share_by_size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -17,10 +17,10 @@ from tiny_models import (
     vision_language,
 )
 
-from dilatant.models.adapters import Adapter
-from dilatant.models.encoder import EncoderUnit
-from dilatant.models.geometry import encoder_geometry
-from dilatant.models.language import LanguageUnit
+from dilatant.models.core.geometry import encoder_geometry
+from dilatant.models.encoders.encoder import EncoderUnit
+from dilatant.models.encoders.encoder_adapters import Adapter
+from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import Encoder, MultimodalModel
 
 # Chained backward adds the same products in the same order, but autograd may join branches in another one.

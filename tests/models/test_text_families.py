@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dilatant.config.errors import UserError
-from dilatant.models.language import LanguageUnit
+from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import choose_attention
 

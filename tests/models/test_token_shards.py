@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.models.random_draws import KeyedDraws, Spread
-from dilatant.models.token_shards import TokenShards
+from dilatant.models.core.random_draws import KeyedDraws, Spread
+from dilatant.models.core.sequence_parallel import TokenShards
 
 
 class OneOf:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dilatant.models.tensor_parallel import share_vocabulary
+from dilatant.models.parallel.tensor_parallel import share_vocabulary
 
 ROWS = 12
 

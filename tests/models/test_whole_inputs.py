@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cut_wholes import losses_of, opened
-from dilatant.data.pixels import as_array
-from dilatant.models.whole_inputs import composite_inputs
+from dilatant.data.media.pixels import as_array
+from dilatant.models.families.pretrained_inputs import composite_inputs
 from tiny_wholes import SOUND, WHOLES, reference
 from whole_samples import samples_of, transformers_inputs
 

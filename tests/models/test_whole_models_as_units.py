@@ -13,9 +13,9 @@ from transformers.models.mllama.processing_mllama import (
 
 from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
-from dilatant.models.crossing import tiles_seen
-from dilatant.models.families import FAMILIES
-from dilatant.models.whole import Whole
+from dilatant.models.core.cross_attention import tiles_seen
+from dilatant.models.families.families import FAMILIES
+from dilatant.models.families.pretrained import Whole
 from dilatant.runtime.layouts import context_problems
 from tiny_wholes import WHOLES, whole_config
 from whole_samples import sample_of, samples_of

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
+from dilatant.plan.templates.copies import copies_on_nodes
 
 LAYERS = {"vision": 3, "language": 6}
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilatant.plan import Link, PlanScore, Workload, search
+from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.enumeration import WORTH, enumerate_candidates
+from dilatant.plan.layouts.space import open_space
+from dilatant.plan.layouts.ways import Row, Way, joined
 from dilatant.plan.modes import Mode
-from dilatant.plan.search import SLOW
-from dilatant.plan.space import open_space
-from dilatant.plan.ways import Row, Way, joined
+from dilatant.plan.search.enumeration import WORTH, enumerate_candidates
+from dilatant.plan.search.search import SLOW, search
 from model_cases import cost_model
 from search_cases import RULES, random_vlm
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.quadratic import Quadratic
-from dilatant.plan import Mode, Workload, search
-from dilatant.plan.enumeration import enumerate_candidates
-from dilatant.plan.finals import Finals
-from dilatant.plan.space import open_space
-from dilatant.plan.why_not import read_asked, why_not
+from dilatant.plan import Mode, Workload
+from dilatant.plan.layouts.space import open_space
+from dilatant.plan.search.enumeration import enumerate_candidates
+from dilatant.plan.search.finals import Finals
+from dilatant.plan.search.search import search
+from dilatant.plan.search.why_not import read_asked, why_not
 from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cluster, cost_model, model, unit
 from search_cases import RULES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dilatant.config.errors import UserError
-from dilatant.plan.node_trace import NodeEvent, load_node_trace
+from dilatant.plan.replay.node_trace import NodeEvent, load_node_trace
 
 SHARED = Path(os.environ.get("DILATANT_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "traces"
 

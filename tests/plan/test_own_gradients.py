@@ -10,10 +10,10 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import FP32
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
+from dilatant.plan.costs.stage_costs import stage_costs
+from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.plan.step_costs import StepCosts
 
 WHOLE, PARTS = (Stage(0, 4, (0,)),), (Stage(0, 2, (0,)), Stage(2, 4, (1,)))
 LAYERS = (

@@ -12,17 +12,17 @@ from dilatant.cost.layer import LayerCost, with_experts_on_ranks
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import Cluster, Link, Workload
+from dilatant.plan.costs.stage_costs import stage_costs
+from dilatant.plan.costs.state_sharing import sharing
+from dilatant.plan.costs.sync_time import sync_seconds
+from dilatant.plan.costs.unit_layers import UnitLayers
+from dilatant.plan.layouts.options import OptionTable
+from dilatant.plan.layouts.space import Space
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.modes import Mode
-from dilatant.plan.options import OptionTable
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.roles import roles_of
-from dilatant.plan.shapes import shapes
-from dilatant.plan.space import Space
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.plan.state_sharing import sharing
-from dilatant.plan.sync_time import sync_seconds
-from dilatant.plan.unit_layers import UnitLayers
+from dilatant.plan.search.shapes import shapes
 from model_cases import cluster, cost_model
 from search_cases import find
 

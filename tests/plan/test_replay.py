@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.plan.errors import PlanError
-from dilatant.plan.node_trace import NodeEvent, NodeTrace, load_node_trace
-from dilatant.plan.reactions import (
+from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace, load_node_trace
+from dilatant.plan.replay.reactions import (
     compare_recovery,
     from_rates,
     from_templates,
     restart_from_checkpoint,
     without_cost,
 )
-from dilatant.plan.replay import (
+from dilatant.plan.replay.replay import (
     COPYING,
     RECONFIGURING,
     RESTARTING,
@@ -32,7 +32,7 @@ from dilatant.plan.replay import (
     RunningPipelines,
     replay,
 )
-from dilatant.plan.templates import plan_templates
+from dilatant.plan.templates.templates import plan_templates
 from oracles.stepwise_replay import stepwise_replay
 
 SHARED = Path(os.environ.get("DILATANT_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "traces"

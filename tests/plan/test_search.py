@@ -22,12 +22,12 @@ from dilatant.plan import (
     TooFewDevicesError,
     UnitSpec,
     Workload,
-    search,
-    validate,
 )
-from dilatant.plan.copies import copies_on_nodes
+from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.search.search import search
+from dilatant.plan.templates.copies import copies_on_nodes
+from dilatant.plan.validate import validate
 from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cluster, cost_model, model, unit, vlm_of
 from oracles.search import best_step, best_with_own_replicas, layer_seconds

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic
-from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload, search
+from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload
+from dilatant.plan.costs.unit_layers import UnitLayers
+from dilatant.plan.layouts.options import OptionTable
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.options import OptionTable
-from dilatant.plan.unit_layers import UnitLayers
+from dilatant.plan.search.search import search
 from dilatant.schedule import FAMILIES
 from dilatant.schedule.plan_scorer import TRIED, plan_scorer
 from model_cases import cluster, cost_model

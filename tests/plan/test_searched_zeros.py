@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_search_monotony import ROUNDING, check, drawn, often
 
 from dilatant.cost.memory import ParameterBytes
-from dilatant.plan import DoesNotFitError, Mode, Workload, search
+from dilatant.plan import DoesNotFitError, Mode, Workload
+from dilatant.plan.search.search import search
 from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cluster, cost_model, model, unit, vlm_of
 from oracles.search import best_step, layer_seconds

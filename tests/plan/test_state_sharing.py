@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from dilatant.cost.memory import ParameterBytes, Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format, make_buckets, share_of
+from dilatant.plan.costs.state_sharing import sharing
 from dilatant.plan.holdings import Holding
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.state_sharing import sharing
 
 LAYERS = 4
 MODEL = ModelSpec((UnitSpec("u", tuple(LayerSpec(str(layer), "u", 1000) for layer in range(LAYERS))),))

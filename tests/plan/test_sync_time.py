@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Cluster, Link
 from dilatant.plan.cluster import cluster_of_groups
+from dilatant.plan.costs.sync_time import sync_seconds
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.sync_time import sync_seconds
 from model_cases import model, unit
 from oracles.ring import all_reduce
 

@@ -11,9 +11,9 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
+from dilatant.plan.costs.stage_costs import StageCosts, stage_costs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import StageCosts, stage_costs
 
 
 def _cost(number: int) -> LayerCost:

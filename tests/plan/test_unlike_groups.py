@@ -13,25 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.cost.dense import DenseRows
-from dilatant.plan import (
-    DoesNotFitError,
-    Link,
-    Mode,
-    Plan,
-    PlanError,
-    Replica,
-    Stage,
-    UnitPlan,
-    Workload,
-    search,
-)
+from dilatant.plan import DoesNotFitError, Link, Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.cluster import Cluster, cluster_of_groups
-from dilatant.plan.enumeration import across, enumerate_candidates
-from dilatant.plan.finals import Finals
-from dilatant.plan.search_result import NoneFasterError
-from dilatant.plan.space import open_space
+from dilatant.plan.layouts.space import open_space
+from dilatant.plan.search.enumeration import across, enumerate_candidates
+from dilatant.plan.search.finals import Finals
+from dilatant.plan.search.search import search
+from dilatant.plan.search.search_result import NoneFasterError
+from dilatant.plan.search.zero_search import search_zeros
 from dilatant.plan.validate import plan_problems
-from dilatant.plan.zero_search import search_zeros
 from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cost_model, model, unit
 from search_cases import RULES, dearer, random_vlm

@@ -19,8 +19,8 @@ from dilatant.plan import (
     UnitPlan,
     UnitSpec,
     plan_problems,
-    validate,
 )
+from dilatant.plan.validate import validate
 
 LINK = Link(1e9)
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from dilatant.config.errors import UserError
-from dilatant.plan import Mode, Workload, search
-from dilatant.plan.space import open_space
-from dilatant.plan.why_not import read_asked, why_not
-from dilatant.report.why_not_text import why_not_text
+from dilatant.plan import Mode, Workload
+from dilatant.plan.layouts.space import open_space
+from dilatant.plan.search.search import search
+from dilatant.plan.search.why_not import read_asked, why_not
+from dilatant.report.text.why_not_text import why_not_text
 from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cluster, cost_model, model, unit
 from search_cases import RULES

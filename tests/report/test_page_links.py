@@ -10,9 +10,9 @@ from example_reports import small_report
 from test_step_page import PLAN, STEP
 
 from dilatant.config.errors import UserError
-from dilatant.report.page_links import link_pages
-from dilatant.report.plan_page import write_plan_page
-from dilatant.report.step_page import write_step_page
+from dilatant.report.pages.page_links import link_pages
+from dilatant.report.pages.plan_page import write_plan_page
+from dilatant.report.pages.step_page import write_step_page
 
 
 def links(page: Path) -> dict[str, str | None]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.report.perfetto import trace_events, write_timeline
+from dilatant.report.pages.perfetto import trace_events, write_timeline
 from dilatant.schedule.measured import DataWait, MeasuredAction
 from dilatant.schedule.schedule import Action, ActionKind
 

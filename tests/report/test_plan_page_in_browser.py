@@ -9,8 +9,8 @@ import pytest
 from browser import Browser, find_chromium
 from example_reports import large_report, small_report
 
-from dilatant.report.plan_page import write_plan_page
-from dilatant.report.wording import percent_text, seconds_text
+from dilatant.report.pages.plan_page import write_plan_page
+from dilatant.report.text.wording import percent_text, seconds_text
 
 PROGRAMS = find_chromium()
 pytestmark = pytest.mark.skipif(

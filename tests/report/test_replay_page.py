@@ -11,12 +11,11 @@ import pytest
 from rich.console import Console
 
 from dilatant.plan import Plan
-from dilatant.plan.node_trace import NodeEvent, NodeTrace
-from dilatant.plan.reactions import from_templates, restart_from_checkpoint
-from dilatant.plan.replay import RecoveryCosts, replay
-from dilatant.plan.templates import plan_templates
-from dilatant.report.gantt_tables import cause_tones
-from dilatant.report.replay_page import (
+from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace
+from dilatant.plan.replay.reactions import from_templates, restart_from_checkpoint
+from dilatant.plan.replay.replay import RecoveryCosts, replay
+from dilatant.plan.templates.templates import plan_templates
+from dilatant.report.pages.replay_page import (
     ReplaySetting,
     _rates,
     print_replays,
@@ -24,6 +23,7 @@ from dilatant.report.replay_page import (
     replays_to_plain,
     summarize_replays,
 )
+from dilatant.report.text.gantt_tables import cause_tones
 
 SETTING = ReplaySetting(
     run="mine",

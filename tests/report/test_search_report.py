@@ -11,16 +11,17 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
-from dilatant.plan import Cluster, Link, PlanScore, Workload, search
+from dilatant.plan import Cluster, Link, PlanScore, Workload
+from dilatant.plan.costs.stable_batch import minimum_stable_batch
+from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
-from dilatant.plan.stable_batch import minimum_stable_batch
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.report.plan_page import render_plan_page
+from dilatant.plan.search.search import search
+from dilatant.report.pages.plan_page import render_plan_page
 from dilatant.report.plan_report import PlanReport
-from dilatant.report.search_reasons import layout_text
 from dilatant.report.search_report import search_report, size_distribution, workload_ratio
+from dilatant.report.text.search_reasons import layout_text
 from dilatant.schedule import Assignment, one_f_one_b
-from dilatant.schedule.predict import predict
+from dilatant.schedule.simulator.predict import predict
 
 RULES = ParameterBytes(2.0, 4.0, 12.0)
 BATCH = 16

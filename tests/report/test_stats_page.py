@@ -12,13 +12,13 @@ import pytest
 from browser import Browser, find_chromium
 from rich.console import Console
 
-from dilatant.data.example import Example, ExampleSpan
-from dilatant.data.sizes import SizesIndex
-from dilatant.data.stats import Source, describe
-from dilatant.report.stats_page import render_stats_page, write_stats_page
+from dilatant.data.index.sizes import SizesIndex
+from dilatant.data.index.stats import Source, describe
+from dilatant.data.text.example import Example, ExampleSpan
+from dilatant.report.pages.stats_page import render_stats_page, write_stats_page
 from dilatant.report.stats_report import StatsReport
-from dilatant.report.stats_table import print_stats, summarize_stats
-from dilatant.schedule.batch_balance import BatchBalance
+from dilatant.report.text.stats_table import print_stats, summarize_stats
+from dilatant.schedule.assignment.batch_balance import BatchBalance
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&"
 PIXEL = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00\xff\xd9"  # enough to be a JPEG by name

@@ -10,9 +10,9 @@ from browser import Browser, find_chromium
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.gantt import GanttChart, GanttRow, Lane
-from dilatant.report.gantt_of_step import measured_chart, predicted_chart
+from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
+from dilatant.report.pages.step_page import render_step_page, write_step_page
 from dilatant.report.step_comparison import Prediction, compare_steps
-from dilatant.report.step_page import render_step_page, write_step_page
 from dilatant.schedule import Action, ActionKind, Assignment, one_f_one_b, simulate
 from dilatant.schedule.measured import MeasuredAction
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dilatant.resilience.handover import hand_over, handed_over
-from dilatant.runtime.salvage import Finished, LayerShare
+from dilatant.resilience.partial_step.handover import hand_over, handed_over
+from dilatant.runtime.partial_step.salvage import Finished, LayerShare
 
 
 def _leave(folder: Path, generation: int, step: int, rank: int, ranks: tuple[int, ...] | None = None) -> None:

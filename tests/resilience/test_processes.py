@@ -15,17 +15,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dilatant.comm.store_protocol import Refused
+from dilatant.comm.store.protocol import Refused
 from dilatant.config.errors import UserError
-from dilatant.resilience import wire
-from dilatant.resilience.agent_run import AgentOptions, run_agent
-from dilatant.resilience.coordinator_process import STATE, read_record
-from dilatant.resilience.job import Job
-from dilatant.resilience.process import NO_MAJORITY_EXIT_CODE, Child, Start
-from dilatant.resilience.protocol.agent import Done, Prepared
-from dilatant.resilience.protocol.values import Record, Settings, Status
-from dilatant.resilience.standby import Standby
-from dilatant.resilience.wire import (
+from dilatant.resilience.processes import wire
+from dilatant.resilience.processes.agent_run import AgentOptions, run_agent
+from dilatant.resilience.processes.coordinator_process import STATE, read_record
+from dilatant.resilience.processes.job import Job
+from dilatant.resilience.processes.process import NO_MAJORITY_EXIT_CODE, Child, Start
+from dilatant.resilience.processes.standby import Standby
+from dilatant.resilience.processes.wire import (
     MAX_FRAME_BYTES,
     VERSION,
     Connections,
@@ -38,11 +36,16 @@ from dilatant.resilience.wire import (
     connect,
     listen,
 )
-from dilatant.resilience.worker_link import WorkerLink
+from dilatant.resilience.protocol.agent import Done, Prepared
+from dilatant.resilience.protocol.values import Record, Settings, Status
+from dilatant.resilience.worker.worker_link import WorkerLink
 from patience import HANG_SECONDS
 
 TOKEN = b"t" * 32
-AGENT, COORDINATOR = "dilatant.resilience.agent_process", "dilatant.resilience.coordinator_process"
+AGENT, COORDINATOR = (
+    "dilatant.resilience.processes.agent_process",
+    "dilatant.resilience.processes.coordinator_process",
+)
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def stopped(folder: Path) -> str:
 
 
 def test_the_small_processes_import_no_torch() -> None:
-    for module in (AGENT, COORDINATOR, "dilatant.resilience.agent_run", "dilatant.cli.agent"):
+    for module in (AGENT, COORDINATOR, "dilatant.resilience.processes.agent_run", "dilatant.cli.agent"):
         code = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert said.stdout.split() == ["False", "False"]

@@ -13,7 +13,7 @@ from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.validate import plan_problems
-from dilatant.resilience.replan import replan
+from dilatant.resilience.worker.replan import replan
 
 LAYERS = {"vision": 3, "language": 6}
 FEEDS = {"vision": ("language",), "language": ()}

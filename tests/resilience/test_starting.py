@@ -12,9 +12,9 @@ import pytest
 
 from dilatant.config import UserError, load_config
 from dilatant.config.environment import Place
-from dilatant.resilience.agent_run import coordinator_port
-from dilatant.resilience.coordinator_process import STATE, read_record
 from dilatant.resilience.launch import fresh_folder
+from dilatant.resilience.processes.agent_run import coordinator_port
+from dilatant.resilience.processes.coordinator_process import STATE, read_record
 from dilatant.resilience.protocol.agent import Agent
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import Order, Settings
@@ -27,7 +27,7 @@ def test_a_machine_that_a_launcher_started_imports_no_torch_to_be_an_agent(tmp_p
     config = EXAMPLES / "quickstart.yaml"
     program = f"""
 import sys
-import dilatant.resilience.agent_run as agents
+import dilatant.resilience.processes.agent_run as agents
 from dilatant.cli.options import read_config
 from dilatant.cli.train import run
 def told(options):

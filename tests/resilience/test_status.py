@@ -12,10 +12,10 @@ import typer
 
 from dilatant.cli.status import status
 from dilatant.config import UserError
-from dilatant.plan.replay import COPYING, RECONFIGURING, UNFINISHED
-from dilatant.report.replay_page import TONES
-from dilatant.resilience.coordinator_process import EVENTS, STATE
+from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
+from dilatant.report.pages.replay_page import TONES
 from dilatant.resilience.history import PAGE, TRACE, generations, write_history
+from dilatant.resilience.processes.coordinator_process import EVENTS, STATE
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Record
 from dilatant.resilience.status import REBUILDS, read_rebuilds, read_status
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dilatant.resilience import launch, process
+from dilatant.resilience import launch
 from dilatant.resilience.launch import COORDINATOR, _Supervisor
-from dilatant.resilience.process import Child, Start
+from dilatant.resilience.processes import process
+from dilatant.resilience.processes.process import Child, Start
+from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import Settings
-from dilatant.resilience.wire import connect
 from patience import HANG_SECONDS
 
 

@@ -12,8 +12,8 @@ import torch
 
 from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
-from dilatant.resilience.transfer import Corrupted, Lost, plan_copies, transfer
-from dilatant.training.checkpoint_boxes import Piece
+from dilatant.resilience.state_transfer import Corrupted, Lost, plan_copies, transfer
+from dilatant.training.checkpoints.boxes import Piece
 from worker_pool import Worker, WorkerPool
 
 SHAPE = (6, 5)

@@ -9,9 +9,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from dilatant.resilience.processes.wire import Hello, Link, LinkClosed, Warm, accept, listen
 from dilatant.resilience.protocol.agent import Computing, Prepared
-from dilatant.resilience.wire import Hello, Link, LinkClosed, Warm, accept, listen
-from dilatant.resilience.worker_link import SOON_BEATS, WorkerLink
+from dilatant.resilience.worker.worker_link import SOON_BEATS, WorkerLink
 
 TOKEN = b"of links under test"
 BEAT = 0.2

@@ -14,8 +14,8 @@ from dilatant.cost.memory import BF16, FP32
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding
-from dilatant.runtime.shared_weights import share_weights
-from dilatant.training.optimizer import build_optimizer
+from dilatant.runtime.state.shared_weights import share_weights
+from dilatant.training.optimizers.optimizer import build_optimizer
 from oracles.live_storages import LiveStorages
 from worker_pool import Worker, WorkerPool
 

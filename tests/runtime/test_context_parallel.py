@@ -17,10 +17,10 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Action, Assignment, Schedule
-from dilatant.schedule.zero_bubble import zero_bubble_h1
-from dilatant.training.needs import Needs
+from dilatant.training.feeding.decode_requirements import Needs
 from engine_case import CASE, Case, build_model, build_samples, frames
 from worker_pool import Worker, WorkerPool
 

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.comm.comm import Comm
-from dilatant.models.graph import ModelGraph
+from dilatant.models.core.graph import ModelGraph
 from dilatant.plan.cluster import Cluster, Link, cluster_of_groups
+from dilatant.plan.costs.stage_costs import KIND_ORDER, StageCosts
+from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import KIND_ORDER, StageCosts
-from dilatant.plan.step_costs import StepCosts, token_costs
-from dilatant.runtime.cost_correction import INTERVAL, CostCorrection, OwnWork
-from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.step_planner import StepPlanner
-from dilatant.schedule.step_assignment import Microbatching, assign_step
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.runtime.step.cost_correction import INTERVAL, CostCorrection, OwnWork
+from dilatant.runtime.step.step_planner import StepPlanner
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.trainability import Trainability, trainability_of
 from engine_case import CASE, PLAN, build_model, build_samples
 from worker_pool import Worker, WorkerPool

@@ -11,7 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from dilatant.runtime.weight_gradients import WeightGradients, accumulate, replace_linears, restore_linears
+from dilatant.runtime.state.weight_gradients import (
+    WeightGradients,
+    accumulate,
+    replace_linears,
+    restore_linears,
+)
 
 
 class Block(nn.Module):

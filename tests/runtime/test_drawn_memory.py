@@ -21,19 +21,19 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import parse_config
+from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.layer_costs import _probe, costs_in_use
-from dilatant.profiling.layer_shards import tensor_shard
-from dilatant.runtime.holders import trainable_layers
+from dilatant.planning.measuring.layer_costs import _probe, costs_in_use
+from dilatant.planning.problem.describe_model import describe_model
+from dilatant.planning.problem.layer_shards import tensor_shard
 from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule import FAMILIES, trainability_of
-from dilatant.schedule.distribute import assign
-from dilatant.schedule.predict import predict
+from dilatant.schedule.assignment.distribute import assign
 from dilatant.schedule.schedule import Assignment, Schedule
-from dilatant.training.optimizer import build_optimizer
+from dilatant.schedule.simulator.predict import predict
+from dilatant.training.optimizers.optimizer import build_optimizer
 from oracles.live_storages import LiveStorages
 from worker_pool import Worker, WorkerPool
 

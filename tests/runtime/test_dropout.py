@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
-from dilatant.models.dropout import KeyedDropout
-from dilatant.models.random_draws import DoesNotFit, KeyedDraws, Spread
-from dilatant.models.structure import Structure
+from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws, Spread
+from dilatant.models.core.structure import Structure
+from dilatant.models.dropout.keyed_dropout import KeyedDropout
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from engine_case import CASE, TEXT, build_model, build_samples

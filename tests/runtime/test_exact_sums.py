@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dilatant.runtime.exact_sums import (
+from dilatant.runtime.state.exact_sums import (
     ExactGradients,
     rounded_loss,
     square_sums,

@@ -16,19 +16,19 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.models import Encoder, MultimodalModel
-from dilatant.models.language_stage import LanguageStage
+from dilatant.models.language.language_stage import LanguageStage
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed, Executor, _Piece
-from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.partial_step.unfinished_step import Ledger
 from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.step_result import StepResult
-from dilatant.runtime.unfinished_step import Ledger
-from dilatant.schedule.families import gpipe, one_f_one_b
-from dilatant.schedule.graph import ScheduleError
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.runtime.step.agreement import Diverged
+from dilatant.runtime.step.step_result import StepResult
+from dilatant.schedule.families.families import gpipe, one_f_one_b
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.simulator.graph import ScheduleError
 from dilatant.schedule.trainability import trainability_of
-from dilatant.schedule.zero_bubble import zero_bubble_h1
 from engine_case import BATCHES, CASE, PLAN, build_model, build_samples
 from oracles.engine_step import expected as oracle
 from worker_pool import Worker, WorkerPool

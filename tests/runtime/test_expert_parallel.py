@@ -17,13 +17,13 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.config.errors import UserError
-from dilatant.models.experts import group_experts
+from dilatant.models.parallel.experts import group_experts
 from dilatant.plan.plan import Stage
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families import one_f_one_b
-from dilatant.schedule.zero_bubble import zero_bubble_h1
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from engine_case import CASE, Case, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.runtime.loss_sums import sum_losses, sum_sources
-from dilatant.runtime.outcome import Outcome
-from dilatant.runtime.salvage import LossShare
+from dilatant.runtime.forward_outcome import Outcome
+from dilatant.runtime.partial_step.salvage import LossShare
+from dilatant.runtime.step.loss_sums import sum_losses, sum_sources
 
 SOURCES = (0, 2, 1, 0, 2)
 """Of the samples of a step."""

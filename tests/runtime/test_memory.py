@@ -16,22 +16,22 @@ from dilatant.config import OptimizerConfig
 from dilatant.cost.memory import BF16, EXACT_SUMS, FP32, ParameterBytes
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample
-from dilatant.models.materialize import materialize
+from dilatant.models.core.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
+from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.layer_costs import costs_in_use
-from dilatant.profiling.layer_probes import layer_probe
-from dilatant.profiling.layer_shards import tensor_shard
-from dilatant.profiling.planned_hardware import rules_of
+from dilatant.planning.measuring.layer_costs import costs_in_use
+from dilatant.planning.measuring.layer_probes import layer_probe
+from dilatant.planning.problem.describe_model import describe_model
+from dilatant.planning.problem.layer_shards import tensor_shard
+from dilatant.planning.problem.planned_hardware import rules_of
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families import gpipe, one_f_one_b
-from dilatant.schedule.predict import predict
+from dilatant.schedule.families.families import gpipe, one_f_one_b
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Assignment
-from dilatant.schedule.zero_bubble import zero_bubble_h1
-from dilatant.training.optimizer import build_optimizer
+from dilatant.schedule.simulator.predict import predict
+from dilatant.training.optimizers.optimizer import build_optimizer
 from oracles.live_storages import LiveStorages
 from worker_pool import Worker, WorkerPool
 

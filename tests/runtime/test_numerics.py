@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
-from dilatant.models.unit import Unit
+from dilatant.models.core.unit import Unit
 from dilatant.runtime.runtime import Runtime
-from dilatant.training.master_weights import make_masters
-from dilatant.training.needs import Needs
+from dilatant.training.feeding.decode_requirements import Needs
+from dilatant.training.optimizers.master_weights import make_masters
 from drawn_steps import cases
 from engine_case import Case, build_model, build_samples
 from oracles.engine_step import build_optimizer, expected

@@ -13,9 +13,9 @@ from dilatant.comm.errors import CommAborted
 from dilatant.comm.launch import Worker, launch_local
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed
-from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families import one_f_one_b
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 from engine_case import Case, build_model, build_samples

@@ -22,10 +22,10 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.layer_costs import measure_layers
-from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.planned_hardware import plan_target
+from dilatant.planning.measuring.layer_costs import measure_layers
+from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.problem.describe_model import describe_model
+from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.runtime.runtime import Runtime
 from engine_case import CASE, TEXT, VOCABULARY, build_model, build_samples
 from oracles.dense_mask import Token, embedded, matrix

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_numerics import COMMON
 
-from dilatant.models.random_draws import draws_of
-from dilatant.models.stage import StepData
+from dilatant.models.core.random_draws import draws_of
+from dilatant.models.core.stage import StepData
 from dilatant.runtime.build import derive_boundaries
-from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.routes import crossings, derive_routes, divide_rows
-from dilatant.runtime.row_owners import RowOwners
-from dilatant.schedule.graph import build
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.runtime.step.row_owners import RowOwners
+from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.trainability import trainability_of
 from drawn_steps import cases
 from engine_case import Case, build_model, build_samples

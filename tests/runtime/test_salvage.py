@@ -17,12 +17,19 @@ from hypothesis import strategies as st
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.resilience.handover import hand_over, handed_over
-from dilatant.resilience.replan import replan
-from dilatant.resilience.salvage import salvage_step
+from dilatant.resilience.partial_step.handover import hand_over, handed_over
+from dilatant.resilience.partial_step.salvage_exchange import salvage_step
+from dilatant.resilience.worker.replan import replan
+from dilatant.runtime.partial_step.salvage import (
+    Finished,
+    LayerShare,
+    LossShare,
+    Salvage,
+    decide,
+    patterns_of,
+)
 from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.salvage import Finished, LayerShare, LossShare, Salvage, decide, patterns_of
-from dilatant.schedule.step_assignment import Microbatching
+from dilatant.schedule.assignment.step_assignment import Microbatching
 from drawn_steps import cases
 from engine_case import Case, build_model, build_samples
 from oracles.engine_step import expected

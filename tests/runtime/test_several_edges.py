@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.data.sample import EncodedSample
-from dilatant.models.stage import Boundary, StageOutput, StepData
+from dilatant.models.core.stage import Boundary, StageOutput, StepData
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.agreement import Agreement
 from dilatant.runtime.executor import Executor
 from dilatant.runtime.local_stage import LocalStage
-from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import derive_routes, stages_before
-from dilatant.runtime.row_owners import RowOwners
-from dilatant.runtime.shared_weights import share_weights
+from dilatant.runtime.state.shared_weights import share_weights
+from dilatant.runtime.state.weight_gradients import WeightGradients
+from dilatant.runtime.step.agreement import Agreement
+from dilatant.runtime.step.recorder import Recorder
+from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.runtime.transport import Transport
-from dilatant.runtime.weight_gradients import WeightGradients
-from dilatant.schedule.families import eager
-from dilatant.schedule.graph import build
+from dilatant.schedule.families.families import eager
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.simulator.graph import build
 from worker_pool import Worker, WorkerPool
 
 ROWS = {"a": 3, "b": 2, "c": 1}

@@ -11,7 +11,7 @@ from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding, Holdings
-from dilatant.runtime.shared_weights import SharedWeights, share_weights
+from dilatant.runtime.state.shared_weights import SharedWeights, share_weights
 from patience import wait_until
 from worker_pool import Worker, WorkerPool
 

@@ -17,7 +17,7 @@ from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import HeldWeight, Holdings, holdings
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.shared_weights import share_weights
+from dilatant.runtime.state.shared_weights import share_weights
 from made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from worker_pool import Worker, WorkerPool
 

@@ -15,12 +15,12 @@ from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed
-from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families import one_f_one_b
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.trainability import trainability_of
-from dilatant.schedule.zero_bubble import zero_bubble_h1
 from engine_case import (
     CASE,
     ENCODERS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilatant.plan.plan import Stage
-from dilatant.runtime.row_owners import Parcel
+from dilatant.runtime.step.row_owners import Parcel
 from dilatant.runtime.transport import Transport, TransportError
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action

@@ -10,12 +10,12 @@ import torch
 from cut_wholes import LOSS_TOLERANCE, TOLERANCE, losses_of, opened
 from dilatant.comm.comm import Comm
 from dilatant.config.model import LoraConfig
-from dilatant.models.families import FAMILIES
-from dilatant.models.lora import MAGNITUDE, is_adapter
-from dilatant.models.tensor_plan import degree_problems, tensor_plan
+from dilatant.models.adapters.lora import MAGNITUDE, is_adapter
+from dilatant.models.families.families import FAMILIES
+from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.holders import part
 from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.state.holders import part
 from tiny_wholes import WHOLES, reference
 from whole_samples import samples_of
 from worker_pool import Worker, WorkerPool

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from dilatant.config.errors import UserError
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import PipelineShape, assign, assign_microbatches, eager, validate
-from dilatant.schedule import entrain_kernels as kernels
-from dilatant.schedule.assign import POLICIES
-from dilatant.schedule.disttrain import inter_reorder, intra_reorder
-from dilatant.schedule.entrain import effective_microbatches, entrain_microbatches
-from dilatant.schedule.families import interleaved
-from dilatant.schedule.joint_search import order_search, step_model
-from dilatant.schedule.pipeline_shape import default_shape, shape_seconds, step_bound
+from dilatant.schedule import PipelineShape, assign, assign_microbatches, eager
+from dilatant.schedule.assignment import entrain_kernels as kernels
+from dilatant.schedule.assignment.assign import POLICIES
+from dilatant.schedule.assignment.disttrain import inter_reorder, intra_reorder
+from dilatant.schedule.assignment.entrain import effective_microbatches, entrain_microbatches
+from dilatant.schedule.assignment.joint_search import order_search, step_model
+from dilatant.schedule.assignment.pipeline_shape import default_shape, shape_seconds, step_bound
+from dilatant.schedule.families.families import interleaved
+from dilatant.schedule.validate import validate
 from oracles import microbatches as oracle
 
 SMALL = st.integers(0, 2**32 - 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dilatant.schedule.assign import assign_microbatches
-from dilatant.schedule.batch_balance import batch_balance
+from dilatant.schedule.assignment.assign import assign_microbatches
+from dilatant.schedule.assignment.batch_balance import batch_balance
 
 
 def test_waits_are_those_of_the_groups_that_the_policy_makes():

@@ -9,7 +9,7 @@ import pytest
 
 from dilatant.config.errors import UserError
 from dilatant.schedule import assign_microbatches
-from dilatant.schedule.pipeline_shape import PipelineShape, default_shape
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape, default_shape
 
 SHAPES = (
     default_shape(2),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from step_cases import random_step
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import StageCosts
+from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.schedule import (
     Assignment,
     build,
@@ -22,7 +22,7 @@ from dilatant.schedule import (
     trainability_of,
     zero_bubble_h1,
 )
-from dilatant.schedule.memory_sweep import StepBytes
+from dilatant.schedule.simulator.memory_sweep import StepBytes
 
 
 def replay(graph, size, timeline, arrival):

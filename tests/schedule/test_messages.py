@@ -11,7 +11,7 @@ from step_cases import random_step
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule import Assignment, build, eager, messages, zero_bubble_h1
-from dilatant.schedule.predict import message_sums
+from dilatant.schedule.simulator.predict import message_sums
 from oracles.event_simulator import needs, samples_of
 
 

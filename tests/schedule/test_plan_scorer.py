@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.cost.memory import ParameterBytes
-from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload, search
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.plan.step_costs import StepCosts
-from dilatant.schedule import validate
+from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload
+from dilatant.plan.costs.stage_costs import stage_costs
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.search.search import search
+from dilatant.schedule.assignment.step_assignment import Microbatching, sample_seconds
 from dilatant.schedule.plan_scorer import TRIED, best_steps, plan_scorer, step_costs
-from dilatant.schedule.step_assignment import Microbatching, sample_seconds
+from dilatant.schedule.validate import validate
 from model_cases import cluster, cost_model, model, unit
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)

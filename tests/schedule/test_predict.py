@@ -35,8 +35,8 @@ from dilatant.schedule import (
     predict,
     trainability_of,
 )
-from dilatant.schedule.contention import travel
-from dilatant.schedule.predict import (
+from dilatant.schedule.simulator.contention import travel
+from dilatant.schedule.simulator.predict import (
     action_seconds,
     message_bytes,
     message_sums,

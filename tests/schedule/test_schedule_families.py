@@ -24,10 +24,10 @@ from dilatant.schedule import (
     simulate,
     split_backward,
     trainability_of,
-    validate,
     zero_bubble_h1,
     zero_bubble_h2,
 )
+from dilatant.schedule.validate import validate
 
 HALVES = {ActionKind.F: 1.0, ActionKind.I: 1.0, ActionKind.W: 1.0, ActionKind.B: 2.0}
 GENERAL = [name for name in FAMILIES if name != "interleaved"]

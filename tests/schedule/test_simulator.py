@@ -23,9 +23,9 @@ from dilatant.schedule import (
     simulate,
     step_seconds,
 )
-from dilatant.schedule.contention import travel
-from dilatant.schedule.graph import ScheduleError
-from dilatant.schedule.simulate import edge_lag
+from dilatant.schedule.simulator.contention import travel
+from dilatant.schedule.simulator.graph import ScheduleError
+from dilatant.schedule.simulator.simulate import edge_lag
 from oracles import event_simulator as oracle
 
 FAMILIES = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager": eager}

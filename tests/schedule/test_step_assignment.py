@@ -11,14 +11,15 @@ import pytest
 from dilatant.cost.dense import DenseRows
 from dilatant.plan import Plan, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.buckets import BUCKET_BYTES
-from dilatant.plan.step_costs import StepCosts, token_costs
-from dilatant.plan.sync_time import SyncSeconds
-from dilatant.schedule import FAMILIES, build, distribute, trainability_of
-from dilatant.schedule.assign import POLICIES, Microbatches, assign_microbatches
-from dilatant.schedule.pipeline_shape import PipelineShape, shape_seconds
+from dilatant.plan.costs.step_costs import StepCosts, token_costs
+from dilatant.plan.costs.sync_time import SyncSeconds
+from dilatant.schedule import FAMILIES, build, trainability_of
+from dilatant.schedule.assignment import distribute
+from dilatant.schedule.assignment.assign import POLICIES, Microbatches, assign_microbatches
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape, shape_seconds
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.plan_scorer import step_costs
-from dilatant.schedule.step_assignment import Microbatching, assign_step
-from dilatant.schedule.step_time import time_step
+from dilatant.schedule.simulator.step_time import time_step
 from model_cases import cluster, cost_model, model, unit
 
 FROZEN = model(unit("vision", 4, ("language",), trainable=False), unit("language", 4))

@@ -23,9 +23,9 @@ from dilatant.schedule import (
     one_f_one_b,
     schedule_problems,
     trainability_of,
-    validate,
 )
 from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.validate import validate
 from oracles import event_simulator as oracle
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741

@@ -12,9 +12,9 @@ import pytest
 
 from dilatant.config.errors import UserError
 from dilatant.config.train import EvaluationConfig
-from dilatant.training.answer_metrics import anls, edits, exact_match, find_metric, wer
-from dilatant.training.best import Best
-from dilatant.training.judged import load_judge
+from dilatant.training.evaluation.answer_metrics import anls, edits, exact_match, find_metric, wer
+from dilatant.training.evaluation.best_checkpoint import Best
+from dilatant.training.evaluation.scored_answers import load_judge
 
 
 def slow_edits(one: str, other: str) -> int:

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.comm.store import connect
-from dilatant.comm.store_server import StoreServer
-from dilatant.comm.token import fresh_token
+from dilatant.comm.store.server import StoreServer
+from dilatant.comm.store.store import connect
+from dilatant.comm.store.token import fresh_token
 from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
 from dilatant.config.environment import Place
-from dilatant.training import auto_plan
-from dilatant.training.auto_plan import Devices, devices_at_hand, is_planned_here, share_plan
-from dilatant.training.layout import TrainingPlan
+from dilatant.planning import auto_plan
+from dilatant.planning.auto_plan import Devices, devices_at_hand, is_planned_here, share_plan
+from dilatant.planning.layout import TrainingPlan
 from engine_case import PLAN
 from patience import HANG_SECONDS
 

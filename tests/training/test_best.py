@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dilatant.config.train import EvaluationConfig
-from dilatant.training.best import Best
+from dilatant.training.evaluation.best_checkpoint import Best
 
 
 def after(values: list[float], **settings: object) -> Best:

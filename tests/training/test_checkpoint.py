@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from dilatant.config import UserError
-from dilatant.training.checkpoint import (
+from dilatant.training.checkpoints.checkpoint import (
     damage,
     identity,
     list_checkpoints,
@@ -29,8 +29,8 @@ from dilatant.training.checkpoint import (
     newest_valid,
     stored_shapes,
 )
-from dilatant.training.checkpoint_files import stamp_of
-from dilatant.training.checkpoint_writer import CheckpointWriter
+from dilatant.training.checkpoints.files import stamp_of
+from dilatant.training.checkpoints.writer import CheckpointWriter
 from patience import wait_until
 
 
@@ -375,7 +375,7 @@ def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     writer = CheckpointWriter(tmp_path, 1, "a", 0, 2)
-    monkeypatch.setattr("dilatant.training.checkpoint_writer.save_file", full)
+    monkeypatch.setattr("dilatant.training.checkpoints.writer.save_file", full)
     writer.save(1, tensors(1), {})
     writer.publish(patience_seconds=1e6)
     with pytest.raises(UserError, match="the disk is full"):
@@ -401,7 +401,7 @@ def test_what_was_not_published_is_gone_at_the_end_and_after_a_kill(tmp_path: Pa
 def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     code = (
         "import sys, torch\nfrom pathlib import Path\n"
-        "from dilatant.training.checkpoint_writer import CheckpointWriter\n"
+        "from dilatant.training.checkpoints.writer import CheckpointWriter\n"
         "writer = CheckpointWriter(Path(sys.argv[1]), 2, sys.argv[2])\n"
         "for step in range(1, 100_000):\n"
         "    writer.save(step, {'model': {'w': torch.full((100_000,), float(step))}}, {'step': step})\n"

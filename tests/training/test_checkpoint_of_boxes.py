@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from dilatant.config import UserError
 from dilatant.plan.boxes import Box
-from dilatant.training.checkpoint import load
-from dilatant.training.checkpoint_files import stamp_of
-from dilatant.training.checkpoint_writer import CheckpointWriter
+from dilatant.training.checkpoints.checkpoint import load
+from dilatant.training.checkpoints.files import stamp_of
+from dilatant.training.checkpoints.writer import CheckpointWriter
 
 SHAPES = {"a.weight": (6, 5), "a.norm": (7,), "a.fused": (8, 3)}
 WHOLE = {

@@ -14,13 +14,13 @@ from dilatant.config import Config, parse_config
 from dilatant.config.environment import cache_folder
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.model import save_costs
-from dilatant.profiling.cost_cache import keep_costs, kept_costs
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.planned_hardware import plan_target
-from dilatant.runtime.holders import trainable_layers
+from dilatant.planning.measuring.cost_cache import keep_costs, kept_costs
+from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.problem.describe_model import describe_model
+from dilatant.planning.problem.planned_hardware import plan_target
+from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.costs import costs_of_run
+from dilatant.training.run_costs import costs_of_run
 from drawn_steps import cases
 from engine_case import CASE, PLAN, Case, build_model
 

@@ -10,8 +10,8 @@ import pytest
 from test_planned_steps import LANGUAGE, VISION, config, model_section, write_samples
 
 from dilatant.plan.plan import ParallelSpec
+from dilatant.planning.layout import TrainingPlan
 from dilatant.training.cuts import Cutter
-from dilatant.training.layout import TrainingPlan
 from dilatant.training.prepare import prepare
 
 

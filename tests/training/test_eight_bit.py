@@ -10,7 +10,7 @@ from torch import nn
 
 from dilatant.config import OptimizerConfig, UserError
 from dilatant.cost.memory import EIGHT_BIT_MOMENTS
-from dilatant.training.optimizer import (
+from dilatant.training.optimizers.optimizer import (
     allocate_moments,
     build_optimizer,
     check_optimizer,
@@ -100,10 +100,10 @@ def test_a_run_goes_on_from_read_moments_as_if_it_had_not_stopped() -> None:
 
 
 def test_what_it_needs_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dilatant.training.eight_bit.find_spec", lambda name: None)
+    monkeypatch.setattr("dilatant.training.optimizers.eight_bit.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs bitsandbytes.*pip install 'dilatant\[8bit\]'"):
         check_optimizer(OptimizerConfig(name="adamw_8bit"))
-    monkeypatch.setattr("dilatant.training.eight_bit.find_spec", lambda name: True)
+    monkeypatch.setattr("dilatant.training.optimizers.eight_bit.find_spec", lambda name: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="this run has no GPU: leave it out"):
         check_optimizer(OptimizerConfig(name="adamw_8bit"))

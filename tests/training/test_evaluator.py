@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dilatant.config.train import EvaluationConfig
-from dilatant.training import evaluator as room
-from dilatant.training.averages import Averages
-from dilatant.training.evaluator import Evaluator
-from dilatant.training.master_weights import MasterAdamW, make_masters
+from dilatant.training.evaluation import evaluator as room
+from dilatant.training.evaluation.evaluator import Evaluator
+from dilatant.training.optimizers.averages import Averages
+from dilatant.training.optimizers.master_weights import MasterAdamW, make_masters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,18 +19,18 @@ from cut_wholes import opened
 from dilatant.config import UserError
 from dilatant.config.config import parse_config
 from dilatant.config.model import LoraConfig
-from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encoding import Encoding
-from dilatant.data.tokenizer import load_tokenizer
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.text.tokenizer import load_tokenizer
+from dilatant.hf.stored_weights import read_pretrained, tensor_files
+from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.build import build_model
-from dilatant.models.lora import is_adapter
-from dilatant.models.materialize import allocate
+from dilatant.models.core.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
-from dilatant.profiling.assemble import load_model_tokenizer, media_units
-from dilatant.training.checkpoint_writer import CheckpointWriter
-from dilatant.training.export import export_checkpoint
-from dilatant.training.stored_weights import read_pretrained, tensor_files
+from dilatant.planning.assemble import load_model_tokenizer, media_units
+from dilatant.training.checkpoints.writer import CheckpointWriter
+from dilatant.training.export_checkpoint import export_checkpoint
 from engine_case import CASE
 from engine_case import build_model as build_case
 from tiny_wholes import save_as_the_hub_does

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from dilatant.config.errors import UserError
-from dilatant.data.encoding import QUESTION
-from dilatant.data.loader import GlobalBatch
-from dilatant.data.pool import Request
+from dilatant.data.index.sizes import SizesIndex
+from dilatant.data.order.sampler import Sampler
 from dilatant.data.sample import EncodedSample, content_digest
-from dilatant.data.sampler import Sampler
-from dilatant.data.sizes import SizesIndex
-from dilatant.training.feed import Draw, Feed, IndexedData, draws
-from dilatant.training.inputs import HELD_OUT, Inputs, _Streamed
+from dilatant.data.text.encoding import QUESTION
+from dilatant.data.workers.loader import GlobalBatch
+from dilatant.data.workers.pool import Request
+from dilatant.training.feeding.feed import Draw, Feed, IndexedData, draws
+from dilatant.training.feeding.inputs import HELD_OUT, Inputs, _Streamed
 from patience import HANG_SECONDS, wait_until
 
 LENGTHS = np.random.default_rng(0).integers(3, 9, 23)
@@ -341,7 +341,9 @@ def test_who_reads_a_stream_decodes_all_of_it_where_bad_samples_are_left_out(
     monkeypatch: pytest.MonkeyPatch, on_error: str, parts: frozenset[str] | None
 ) -> None:
     opened: list[Any] = []
-    monkeypatch.setattr("dilatant.training.inputs.Loader", lambda *_, **settings: opened.append(settings))
+    monkeypatch.setattr(
+        "dilatant.training.feeding.inputs.Loader", lambda *_, **settings: opened.append(settings)
+    )
     inputs = Inputs.__new__(Inputs)
     inputs._config = SimpleNamespace(data=SimpleNamespace(workers=0, on_error=on_error))  # type: ignore[assignment]
     inputs._samples = SimpleNamespace(train=None, encoding=None)  # type: ignore[assignment]

@@ -10,12 +10,12 @@ import pytest
 
 from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
-from dilatant.plan.step_costs import token_costs
-from dilatant.runtime.cost_correction import CostCorrection
-from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.step_planner import StepPlanner
+from dilatant.plan.costs.step_costs import token_costs
+from dilatant.planning.layout import TrainingPlan, plan_from_config
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.runtime.step.cost_correction import CostCorrection
+from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.layout import TrainingPlan, plan_from_config
 from engine_case import CASE, PLAN, build_model, build_samples
 
 STEP = {"num_microbatches": 3, "schedule": "zb-h1", "assignment": "searched", "predicted_seconds": 0.5}

@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from dilatant import ParallelSpec, UserError, load_config, make_loader, parallelize
-from dilatant.data.loader import Loader
-from dilatant.data.pixels import as_array
-from dilatant.profiling.assemble import assemble_model, assemble_samples
+from dilatant.data.media.pixels import as_array
+from dilatant.data.workers.loader import Loader
+from dilatant.planning.assemble import assemble_model, assemble_samples
 
 
 @pytest.fixture

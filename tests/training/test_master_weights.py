@@ -10,7 +10,7 @@ from torch import nn
 
 from dilatant.config import OptimizerConfig, UserError
 from dilatant.runtime.precision import pick_precision
-from dilatant.training.optimizer import build_optimizer, optimizer_tensors
+from dilatant.training.optimizers.optimizer import build_optimizer, optimizer_tensors
 
 
 def _net() -> nn.Module:

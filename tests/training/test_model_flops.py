@@ -13,11 +13,11 @@ from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import FP32
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, MultimodalModel
-from dilatant.models.freeze import thaw
-from dilatant.models.lora import inject_parts, is_adapter
+from dilatant.models.adapters.lora import inject_parts, is_adapter
+from dilatant.models.core.freeze import thaw
 from dilatant.models.sources import load_language_model
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.layer_shapes import layer_shapes
+from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.problem.describe_model import describe_model
 from dilatant.training.model_flops import model_flops
 
 WIDTH, INNER, HEADS, BLOCKS, WORDS = 16, 40, 4, 3, 50

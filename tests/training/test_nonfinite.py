@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from dilatant.config import UserError, load_config
-from dilatant.models.language_stage import LanguageStage
-from dilatant.models.stage import StageOutput
+from dilatant.models.core.stage import StageOutput
+from dilatant.models.language.language_stage import LanguageStage
 from dilatant.report.metrics import StepMetrics
 from dilatant.training.run import train
 

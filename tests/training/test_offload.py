@@ -10,9 +10,9 @@ from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig, UserError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
-from dilatant.training.master_weights import MasterAdamW, make_masters
-from dilatant.training.offload import OffloadedAdamW
-from dilatant.training.optimizer import build_optimizer, check_optimizer
+from dilatant.training.optimizers.master_weights import MasterAdamW, make_masters
+from dilatant.training.optimizers.offload import OffloadedAdamW
+from dilatant.training.optimizers.optimizer import build_optimizer, check_optimizer
 from engine_case import CASE, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dilatant.config import OptimizerConfig
-from dilatant.training.optimizer import (
+from dilatant.training.optimizers.optimizer import (
     allocate_moments,
     build_optimizer,
     optimizer_tensors,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.training.checkpoint_writer import CheckpointWriter
+from dilatant.training.checkpoints.writer import CheckpointWriter
 
 Event = tuple[str, str, str]
 """What was done, to which path, and the new one of a rename; paths are relative to the run folder."""

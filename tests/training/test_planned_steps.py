@@ -16,23 +16,23 @@ from dilatant.config import Config, parse_config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.model import save_costs
-from dilatant.data.loader import Loader
-from dilatant.profiling.assemble import assemble_samples, load_model_tokenizer
-from dilatant.profiling.describe_model import BLOCK, describe_model, skeleton
-from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.plan_variants import score_unfrozen
-from dilatant.profiling.planning import (
+from dilatant.data.workers.loader import Loader
+from dilatant.planning.assemble import assemble_samples, load_model_tokenizer
+from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.plan_variants import score_unfrozen
+from dilatant.planning.planned_run import plan_report, training_plan
+from dilatant.planning.planning import (
     PlanningProblem,
     plan_run,
     planning_problem,
     simulated_steps,
     time_plan,
 )
-from dilatant.runtime.cost_correction import CostCorrection
-from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.step_planner import StepPlanner
+from dilatant.planning.problem.describe_model import BLOCK, describe_model, skeleton
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.runtime.step.cost_correction import CostCorrection
+from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.planned_run import plan_report, training_plan
 from dilatant.training.prepare import Prepared, prepare
 
 BATCH = 16

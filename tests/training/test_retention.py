@@ -10,8 +10,8 @@ import torch
 from test_checkpoint import at, flip, load, newest_valid, steps_in, tensors, write_steps
 
 from dilatant.config import UserError
-from dilatant.training.checkpoint import damage
-from dilatant.training.checkpoint_writer import CheckpointWriter
+from dilatant.training.checkpoints.checkpoint import damage
+from dilatant.training.checkpoints.writer import CheckpointWriter
 
 FROZEN = ["language.layers.0.weight"]
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from dilatant.config import UserError
 from dilatant.config.config import parse_config
 from dilatant.config.model import ModelConfig
+from dilatant.hf.stored_weights import read_pretrained
 from dilatant.models.build import build_model
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
-from dilatant.training.stored_weights import read_pretrained
 from engine_case import CASE
 from engine_case import build_model as build_case
 

@@ -10,10 +10,10 @@ import pytest
 
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
-from dilatant.data.loader import GlobalBatch
+from dilatant.data.order.sampler import SamplerState
 from dilatant.data.sample import EncodedSample
-from dilatant.data.sampler import SamplerState
-from dilatant.training.shared_batches import SharedBatches, source_of
+from dilatant.data.workers.loader import GlobalBatch
+from dilatant.training.feeding.shared_batches import SharedBatches, source_of
 from worker_pool import Worker, WorkerPool
 
 

@@ -11,8 +11,8 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.config import parse_config
 from dilatant.config.errors import UserError
-from dilatant.training.checkpoint_writer import CheckpointWriter
-from dilatant.training.starting_point import agreed_checkpoint, with_template_date
+from dilatant.training.checkpoints.starting_point import agreed_checkpoint, with_template_date
+from dilatant.training.checkpoints.writer import CheckpointWriter
 from worker_pool import Worker, WorkerPool
 
 PATH = Path("checkpoints") / "step-00000002"

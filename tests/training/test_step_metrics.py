@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dilatant.runtime.step_shares import StepShares
+from dilatant.runtime.step.time_shares import StepShares
 from dilatant.training.step_metrics import NOTED_WAIT, StepMeter
 
 TARGETS = ((0, 4), (1, 6), (0, 2), (2, 0))

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from dilatant.comm.comm import Comm
 from dilatant.config import ModelConfig
+from dilatant.hf import stored_weights
+from dilatant.hf.stored_weights import read_pretrained
 from dilatant.models.build import build_model as build_model_from
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.holders import boxes_held_on, holdings_of
 from dilatant.runtime.runtime import Runtime
-from dilatant.training import stored_weights
-from dilatant.training.stored_weights import read_pretrained
+from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from engine_case import CASE, PLAN, build_model
 from worker_pool import Worker, WorkerPool
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dilatant.config import UserError
-from dilatant.data.sampler import SamplerState
+from dilatant.data.order.sampler import SamplerState
 from dilatant.plan.boxes import Box
 from dilatant.training import trainer as room
-from dilatant.training.best import Best
-from dilatant.training.steps import count_steps, seed_step
+from dilatant.training.evaluation.best_checkpoint import Best
+from dilatant.training.feeding.steps import count_steps, seed_step
 from dilatant.training.trainer import Trainer
 
 

@@ -19,12 +19,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from dilatant.attention.attention_plan import AttentionPlan
-from dilatant.attention.backends import choose_kernel, installed, request_of
-from dilatant.attention.kernels import load_kernel
-from dilatant.attention.mask import PADDING, AttentionMask
-from dilatant.attention.placement import Placement, PlacementError
-from dilatant.attention.scores import AttentionError, Kernel, Scores
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.backends import choose_kernel, installed, request_of
+from dilatant.attention.kernels.packed_attention import load_kernel
+from dilatant.attention.kernels.scores import AttentionError, Kernel, Scores
+from dilatant.attention.masks.mask import PADDING, AttentionMask
+from dilatant.attention.masks.placement import Placement, PlacementError
 
 MOST_GATHERS = 4
 """Keys and values come in at most so many gathers: with four, three quarters of the communication can hide."""

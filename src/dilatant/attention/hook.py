@@ -22,12 +22,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
-from dilatant.attention.kept import attend_kept
-from dilatant.attention.kernels import attention
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.packed_attention import attention
+from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.linear_rows import linear_layers, run_over_rows
-from dilatant.attention.scores import AttentionError
+from dilatant.attention.recompute_cache import attend_kept
 
 NAME = "dilatant"
 PLAN_KEYWORD = "attention_plan"

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.attention.context_parallel import ContextParallelRow, Pending
-from dilatant.attention.mask import PADDING, SAMPLE, AttentionMask
-from dilatant.attention.scores import AttentionError
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.scores import AttentionError
+from dilatant.attention.masks.mask import PADDING, SAMPLE, AttentionMask
 
 _ATTRIBUTES = (
     *("conv1d", "conv_dim", "conv_kernel_size", "A_log"),

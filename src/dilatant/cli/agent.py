@@ -50,7 +50,7 @@ def agent(
         raise UserError(f"--notice-url {notice_url!r} is no http address")
     print(printable(f"waiting for the run that {coordinator} leads"), file=sys.stderr, flush=True)
 
-    from dilatant.resilience.agent_run import AgentOptions, run_agent
+    from dilatant.resilience.processes.agent_run import AgentOptions, run_agent
 
     options = AgentOptions(host.strip("[]"), int(port), name, wait_seconds, notice_file, notice_url, standby)
     raise typer.Exit(run_agent(options))

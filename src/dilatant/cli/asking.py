@@ -14,7 +14,7 @@ from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
     from dilatant.data.sample import Media, MediaKind
-    from dilatant.training.export import Exported
+    from dilatant.hf.export import Exported
 
 _COLDEST = 0.001
 """Below it, logits divided by the temperature leave the range of float16, and later that of float32."""

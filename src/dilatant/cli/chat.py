@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from dilatant.data.sample import Media, Turn
-    from dilatant.training.export import Exported
+    from dilatant.hf.export import Exported
 
 HELP = """/image PATH   show an image with the next question     /system TEXT  say what the model is told first
 /audio PATH   play a sound with the next question      /reset        forget the conversation
@@ -53,8 +53,8 @@ def chat(
 
     import torch
 
+    from dilatant.hf.export import load_exported
     from dilatant.runtime.precision import pick_device
-    from dilatant.training.export import load_exported
 
     exported = load_exported(folder)
     asking.require_encoders(exported, given)
@@ -134,10 +134,10 @@ class _Conversation:
     def _answer(self, question: str) -> None:
         from transformers import TextStreamer
 
-        from dilatant.data.encode import encode_prompt
         from dilatant.data.errors import SampleError
         from dilatant.data.sample import Sample, Turn
-        from dilatant.training.generation import generate_answers
+        from dilatant.data.text.encode import encode_prompt
+        from dilatant.training.evaluation.generation import generate_answers
 
         asked = Turn("user", (*self._media, question))
         first = () if self._system is None else (Turn("system", (self._system,)),)

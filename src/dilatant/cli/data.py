@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from dilatant.data.lint import Problem
+    from dilatant.data.index.lint import Problem
 
 app = typer.Typer(help="What the data is like, and which samples would fail.", no_args_is_help=True)
 
@@ -42,14 +42,14 @@ def stats(
     """Tokens of every training sample in every unit: distributions, ratios, what balancing is worth, what training
     would refuse. Decodes no media, but for the few samples that the page shows."""
     resolved = read_config(config, overrides, trust or None, loads=True)
-    from dilatant.data.notices import unused_by_source, unused_lines
-    from dilatant.data.sizes import blend_sizes
-    from dilatant.profiling.assemble import assemble_samples
-    from dilatant.profiling.describe_data import describe_data
-    from dilatant.report.page_links import link_pages
+    from dilatant.data.index.sizes import blend_sizes
+    from dilatant.data.unused_columns import unused_by_source, unused_lines
+    from dilatant.planning.assemble import assemble_samples
+    from dilatant.planning.problem.describe_data import describe_data
+    from dilatant.report.pages.page_links import link_pages
+    from dilatant.report.pages.stats_page import write_stats_page
     from dilatant.report.say import open_console, say
-    from dilatant.report.stats_page import write_stats_page
-    from dilatant.report.stats_table import print_stats
+    from dilatant.report.text.stats_table import print_stats
 
     console = open_console(stderr=as_json)
     samples = assemble_samples(resolved)
@@ -100,12 +100,12 @@ def lint(
     resolved = read_config(config, overrides, trust or None, loads=True)
     from rich.text import Text
 
-    from dilatant.data.lint import lint as find_problems
-    from dilatant.data.notices import unused_by_source, unused_lines
-    from dilatant.data.sizes import blend_sizes
-    from dilatant.profiling.assemble import assemble_samples
+    from dilatant.data.index.lint import lint as find_problems
+    from dilatant.data.index.sizes import blend_sizes
+    from dilatant.data.unused_columns import unused_by_source, unused_lines
+    from dilatant.planning.assemble import assemble_samples
     from dilatant.report.say import open_console, say
-    from dilatant.report.wording import counted
+    from dilatant.report.text.wording import counted
 
     console = open_console(stderr=as_json)
     samples = assemble_samples(resolved)

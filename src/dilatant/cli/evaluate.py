@@ -36,12 +36,12 @@ def evaluate(
     say_loading()
 
     from dilatant.config import DataSource
-    from dilatant.data.blend import Blend, open_blend
-    from dilatant.models.sampling import Drawing
+    from dilatant.data.order.blend import Blend, open_blend
+    from dilatant.hf.export import load_exported
+    from dilatant.models.generators.sampling import Drawing
     from dilatant.report.say import open_console, show_progress
     from dilatant.runtime.precision import pick_device
-    from dilatant.training.export import load_exported
-    from dilatant.training.judged import judge_answers, load_judge
+    from dilatant.training.evaluation.scored_answers import judge_answers, load_judge
 
     scores = []
     function = load_judge(judge)

@@ -10,7 +10,7 @@ import typer
 
 from dilatant.cli.options import AsJson, RunPath, Trust, read_run, say_loading
 from dilatant.config.errors import UserError
-from dilatant.config.own_files import require_plain
+from dilatant.config.files.own_files import require_plain
 
 
 def export(
@@ -23,8 +23,8 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the newest valid checkpoint of a run in the Hugging Face layout; the best one, where the run keeps one."""
+    from dilatant.hf.export_folder import check_target
     from dilatant.report.say import open_console, say, warn
-    from dilatant.training.export_folder import check_target
 
     console = open_console(stderr=as_json)
     require_plain(folder, is_run=True)
@@ -33,9 +33,9 @@ def export(
     check_target(target, folder)
     say_loading()
 
-    from dilatant.profiling.assemble import assemble_model, assemble_samples
-    from dilatant.training.checkpoint import best_of, newest_valid
-    from dilatant.training.export import export_checkpoint
+    from dilatant.planning.assemble import assemble_model, assemble_samples
+    from dilatant.training.checkpoints.checkpoint import best_of, newest_valid
+    from dilatant.training.export_checkpoint import export_checkpoint
 
     checkpoint, warnings = newest_valid(folder / "checkpoints")
     for warning in warnings:

@@ -19,7 +19,7 @@ from dilatant.config.printable import printable
 if TYPE_CHECKING:
     import torch
 
-    from dilatant.training.export import Exported
+    from dilatant.hf.export import Exported
 
 
 def generate(
@@ -81,15 +81,15 @@ def generate(
     import numpy as np
     import torch
 
-    from dilatant.data.encode import encode_prompt
     from dilatant.data.errors import SampleError
     from dilatant.data.sample import Sample, Turn
+    from dilatant.data.text.encode import encode_prompt
+    from dilatant.hf.export import load_exported
+    from dilatant.models.generators.sampling import Drawing
     from dilatant.models.multimodal import MultimodalModel
-    from dilatant.models.sampling import Drawing
     from dilatant.runtime.precision import pick_device
-    from dilatant.training.drawing import answer_with_pictures
-    from dilatant.training.export import load_exported
-    from dilatant.training.generation import generate_answers
+    from dilatant.training.evaluation.generation import generate_answers
+    from dilatant.training.evaluation.image_answers import answer_with_pictures
 
     exported = load_exported(folder)
     if out is not None and not exported.encoding.targets:
@@ -165,11 +165,11 @@ def _answer_all(
     from dataclasses import replace
 
     from dilatant.config.data import DataSource
-    from dilatant.data.encode import encode_prompt
-    from dilatant.data.reader import open_source
-    from dilatant.data.records import parse_prompt
+    from dilatant.data.readers.reader import open_source
+    from dilatant.data.readers.records import parse_prompt
     from dilatant.data.sample import Turn
-    from dilatant.training.generation import generate_answers
+    from dilatant.data.text.encode import encode_prompt
+    from dilatant.training.evaluation.generation import generate_answers
 
     if exported.encoding.targets:
         raise UserError(

@@ -84,7 +84,7 @@ def _replaceable(path: Path, is_same: Same) -> bool:
 
 def is_page(text: str) -> bool:
     """Whether a text is a page that Dilatant wrote."""
-    from dilatant.report import page_links
+    from dilatant.report.pages import page_links
 
     return page_links.is_page(text)
 
@@ -135,9 +135,9 @@ def read_config(
     prepare: changes the tree of the file before. loads: see `say_loading`. run: the folder of the run, else told by
     what lies beside the file."""
     from dilatant.config import load_config
-    from dilatant.config.paths import follow_run
+    from dilatant.config.files.paths import follow_run
+    from dilatant.config.files.trust import names_code, run_folder_of
     from dilatant.config.printable import printable
-    from dilatant.config.trust import names_code, run_folder_of
 
     folder = run or run_folder_of(path)
 
@@ -181,7 +181,7 @@ def read_run(
 def read_config_text(text: str) -> Config:
     """The config of a YAML text, with paths relative to the working directory. Raises UserError."""
     from dilatant.config.config import parse_config
-    from dilatant.config.yaml_text import read_yaml
+    from dilatant.config.files.yaml_text import read_yaml
 
     config = parse_config(read_yaml(text), base=Path.cwd())
     if config.train.device == "cpu":

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dilatant.config import Config
-    from dilatant.profiling.planning import PlanningProblem
+    from dilatant.planning.planning import PlanningProblem
 
 Page = Annotated[
     Path | None,
@@ -84,20 +84,20 @@ def plan(
         )
     resolved = with_costs(read_config(config, overrides, trust or None, loads=True), costs)
 
-    from dilatant.plan.why_not import read_asked
-    from dilatant.profiling.planning import plan_like, plan_run
-    from dilatant.report.page_links import link_pages
-    from dilatant.report.plan_page import write_plan_page
-    from dilatant.report.plan_table import print_plan
-    from dilatant.report.say import open_console, show_progress
-    from dilatant.report.terminal import print_indented, print_line
-    from dilatant.training.planned_run import (
+    from dilatant.plan.search.why_not import read_asked
+    from dilatant.planning.planned_run import (
         check_plan_folder,
         held_report,
         plan_report,
         training_plan,
         write_plan_folder,
     )
+    from dilatant.planning.planning import plan_like, plan_run
+    from dilatant.report.pages.page_links import link_pages
+    from dilatant.report.pages.plan_page import write_plan_page
+    from dilatant.report.say import open_console, show_progress
+    from dilatant.report.terminal import print_indented, print_line
+    from dilatant.report.text.plan_table import print_plan
 
     console = open_console(stderr=as_json)
     check_plan_folder(resolved)  # before the work, too
@@ -148,11 +148,11 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
     """What it costs that nodes may be lost; also written as fault_tolerance.json."""
     import json
 
-    from dilatant.config.durable import write_durably
-    from dilatant.profiling.planning import seconds_by_fault_tolerance
+    from dilatant.config.files.durable import write_durably
+    from dilatant.planning.planning import seconds_by_fault_tolerance
     from dilatant.report.say import open_console, show_progress
     from dilatant.report.terminal import print_line
-    from dilatant.report.wording import seconds_text
+    from dilatant.report.text.wording import seconds_text
 
     with show_progress(open_console(stderr=True), "searching plans that nodes may be lost of"):
         found = seconds_by_fault_tolerance(problem)
@@ -180,8 +180,8 @@ def with_costs(config: Config, costs: Path | None) -> Config:
 def open_problem(config: Config, like: str | None = None) -> PlanningProblem:
     """What is to be planned, with a progress line on standard error while samples and layers are measured. like: see
     `planning_problem`."""
-    from dilatant.profiling.assemble import assemble_samples
-    from dilatant.profiling.planning import planning_problem
+    from dilatant.planning.assemble import assemble_samples
+    from dilatant.planning.planning import planning_problem
     from dilatant.report.say import open_console, show_progress
 
     with show_progress(open_console(stderr=True), "opening the data") as show:

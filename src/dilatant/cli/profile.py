@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dilatant.cost.layer import LayerCost
     from dilatant.cost.model import CostModel, Degree
     from dilatant.cost.quadratic import Quadratic
-    from dilatant.profiling.link_probe import MeasuredLinks
-    from dilatant.profiling.planned_hardware import Target
+    from dilatant.planning.problem.link_probe import MeasuredLinks
+    from dilatant.planning.problem.planned_hardware import Target
 
 
 def profile(
@@ -90,12 +90,17 @@ def profile(
     from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs, save_group_costs
-    from dilatant.profiling.assemble import load_model_tokenizer
-    from dilatant.profiling.cost_cache import keep_costs
-    from dilatant.profiling.describe_model import describe_model, skeleton
-    from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens
-    from dilatant.profiling.planned_degrees import planned_degrees
-    from dilatant.profiling.planned_hardware import entry_name, plan_target, target_of_group, with_links
+    from dilatant.planning.assemble import load_model_tokenizer
+    from dilatant.planning.measuring.cost_cache import keep_costs
+    from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers, measured_tokens
+    from dilatant.planning.problem.describe_model import describe_model, skeleton
+    from dilatant.planning.problem.planned_degrees import planned_degrees
+    from dilatant.planning.problem.planned_hardware import (
+        entry_name,
+        plan_target,
+        target_of_group,
+        with_links,
+    )
     from dilatant.report.say import open_console, show_progress
     from dilatant.report.terminal import print_line
 
@@ -169,7 +174,7 @@ def _measure_links(target: Target) -> MeasuredLinks:
 
     from dilatant.comm.launch import launch
     from dilatant.config.environment import place_from
-    from dilatant.profiling.link_probe import measure_links
+    from dilatant.planning.problem.link_probe import measure_links
     from dilatant.report.say import open_console, show_progress
 
     if not target.is_local:
@@ -187,7 +192,7 @@ def _measure_links(target: Target) -> MeasuredLinks:
 
 def _show_links(found: MeasuredLinks, console: Console) -> None:
     from dilatant.report.terminal import print_line
-    from dilatant.report.wording import percent_text, seconds_text
+    from dilatant.report.text.wording import percent_text, seconds_text
 
     for where, measured in (("inside a node", found.inside), ("between nodes", found.between)):
         if measured is None:
@@ -219,7 +224,7 @@ def _at(kind: str, counts: tuple[int, ...]) -> int:
 
 def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     from dilatant.report.terminal import plain_table, print_line, print_table
-    from dilatant.report.wording import bytes_text, count_text, seconds_text
+    from dilatant.report.text.wording import bytes_text, count_text, seconds_text
 
     print_line(console, (costs.hardware, "bold"), f", {costs.dtype}, {costs.origin}")
     if costs.origin != "measured":

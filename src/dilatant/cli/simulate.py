@@ -13,17 +13,17 @@ import typer
 from dilatant.cli.options import AsJson, Overrides, Trust, read_config, say_loading
 from dilatant.cli.plan import Page, open_problem, show_places
 from dilatant.config.errors import UserError
-from dilatant.config.own_files import read_text
+from dilatant.config.files.own_files import read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from dilatant.config import Config
     from dilatant.cost.memory import Zero
-    from dilatant.plan.node_trace import NodeTrace
+    from dilatant.plan.costs.score import PlanScore
     from dilatant.plan.plan import Plan
-    from dilatant.plan.score import PlanScore
-    from dilatant.profiling.planning import PlannedRun, PlanningProblem
+    from dilatant.plan.replay.node_trace import NodeTrace
+    from dilatant.planning.planning import PlannedRun, PlanningProblem
     from dilatant.report.plan_report import PlanReport
     from dilatant.report.step_comparison import Prediction
     from dilatant.schedule.measured import MeasuredStep
@@ -64,7 +64,7 @@ def simulate(
     """
     given = _read(source, [*_cluster(cluster), *overrides], trust)
 
-    from dilatant.plan.node_trace import load_node_trace
+    from dilatant.plan.replay.node_trace import load_node_trace
     from dilatant.report.say import open_console, show_progress
 
     console = open_console(stderr=as_json)
@@ -109,7 +109,7 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
     say_loading()
     try:
         from dilatant.plan.plan import Plan
-        from dilatant.training.layout import TrainingPlan
+        from dilatant.planning.layout import TrainingPlan
 
         plan = Plan.from_json(text)
         trained, step = TrainingPlan.from_json(text), json.loads(text).get("step", {})
@@ -172,7 +172,7 @@ def _measured(folder: Path) -> MeasuredStep | None:
 def _costs_beside(folder: Path, config: Config) -> str | None:
     """The costs that the plan was made with, if they are of the hardware that is now asked for."""
     from dilatant.cost.model import load_costs
-    from dilatant.profiling.planned_hardware import is_same_hardware, target_of_run
+    from dilatant.planning.problem.planned_hardware import is_same_hardware, target_of_run
 
     path = next((p for p in (folder / "costs.yaml", folder / "plan" / "costs.yaml") if p.is_file()), None)
     if path is None:
@@ -198,7 +198,7 @@ def _cluster(text: str) -> list[str]:
 
 
 def _timed(problem: PlanningProblem, given: _Given, microbatches: int | None) -> PlannedRun:
-    from dilatant.profiling.planning import plan_run, time_plan
+    from dilatant.planning.planning import plan_run, time_plan
 
     if given.plan is None:
         planned = plan_run(problem)
@@ -209,10 +209,10 @@ def _timed(problem: PlanningProblem, given: _Given, microbatches: int | None) ->
 
 
 def _show(planned: PlannedRun, given: _Given, page: Path | None, as_json: bool, console: Console) -> None:
-    from dilatant.profiling.plan_variants import compare_schedules
-    from dilatant.profiling.planning import simulated_steps
-    from dilatant.report.plan_table import print_plan
-    from dilatant.training.planned_run import held_report, plan_report
+    from dilatant.planning.plan_variants import compare_schedules
+    from dilatant.planning.planned_run import held_report, plan_report
+    from dilatant.planning.planning import simulated_steps
+    from dilatant.report.text.plan_table import print_plan
 
     winner = planned.result.winner
     report = held_report(plan_report(planned, given.name))
@@ -245,9 +245,9 @@ def _show(planned: PlannedRun, given: _Given, page: Path | None, as_json: bool, 
 
 def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Prediction:
     """Of the very same actions, instead of a typical step."""
-    from dilatant.profiling.planning import predicted_step
+    from dilatant.planning.planning import predicted_step
     from dilatant.report.step_comparison import Prediction
-    from dilatant.report.wording import origin_text
+    from dilatant.report.text.wording import origin_text
 
     try:
         step = predicted_step(planned.problem, plan, measured)
@@ -260,7 +260,7 @@ def _beside(
     report: PlanReport, schedule: str | None, measured: MeasuredStep, prediction: Prediction
 ) -> PlanReport:
     """The report with a measured step, and its prediction."""
-    from dilatant.report.gantt_of_step import measured_chart, predicted_chart
+    from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
 
     return replace(
         report,
@@ -274,9 +274,9 @@ def _write_pages(
     page: Path, report: PlanReport, given: _Given, prediction: Prediction | None
 ) -> dict[Path, str]:
     """The plan's page; of a run that measured a step also that step's, now with its prediction."""
-    from dilatant.report.page_links import link_pages
-    from dilatant.report.plan_page import write_plan_page
-    from dilatant.report.step_page import write_step_page
+    from dilatant.report.pages.page_links import link_pages
+    from dilatant.report.pages.plan_page import write_plan_page
+    from dilatant.report.pages.step_page import write_step_page
 
     written = {write_plan_page(report, page): "the same as a page: open it in a browser"}
     if given.step is not None and page.parent == given.folder:
@@ -292,7 +292,7 @@ def _print_steps(
     steps: list[float], schedules: dict[str, PlanScore], problem: PlanningProblem, console: Console
 ) -> None:
     from dilatant.report.terminal import plain_table, print_line, print_table
-    from dilatant.report.wording import bytes_text, count_text, counted, percent_text, seconds_text
+    from dilatant.report.text.wording import bytes_text, count_text, counted, percent_text, seconds_text
 
     mean = sum(steps) / len(steps)
     print_line(
@@ -322,12 +322,17 @@ def _replay(
     as_json: bool,
     console: Console,
 ) -> None:
-    from dilatant.profiling.failures import replay_failures
-    from dilatant.report.page_links import link_pages
-    from dilatant.report.replay_page import ReplaySetting, print_replays, replays_to_plain, write_replay_page
+    from dilatant.planning.failures import replay_failures
+    from dilatant.report.pages.page_links import link_pages
+    from dilatant.report.pages.replay_page import (
+        ReplaySetting,
+        print_replays,
+        replays_to_plain,
+        write_replay_page,
+    )
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.say import open_console, show_progress
-    from dilatant.report.wording import origin_text
+    from dilatant.report.text.wording import origin_text
 
     with show_progress(open_console(stderr=True), "replaying"):
         found = replay_failures(problem, trace, fault_tolerance)

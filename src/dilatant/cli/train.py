@@ -110,9 +110,9 @@ def _written_out(
     import yaml
 
     from dilatant.config.config import apply_override
-    from dilatant.config.exports import encoders_of_export, is_export_of_parts
+    from dilatant.config.files.exports import encoders_of_export, is_export_of_parts
     from dilatant.config.start import starting_config
-    from dilatant.models.families import FAMILIES
+    from dilatant.models.families.families import FAMILIES
     from dilatant.models.sources import load_pretrained_config
 
     if is_export_of_parts(model):
@@ -135,7 +135,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     began, place = time.monotonic(), place_from()
     say_loading()
     if config.resilience.enabled and place is not None and place.rank:
-        from dilatant.resilience.agent_run import launched_agent, run_agent
+        from dilatant.resilience.processes.agent_run import launched_agent, run_agent
 
         return run_agent(launched_agent(config, place))  # without our own imports: only its ranks need them
     if place is None and (config.parallel.is_laid_out or config.parallel.auto):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
-from dilatant.comm.store import Store
+from dilatant.comm.store.store import Store
 from dilatant.config.environment import gloo_interfaces, prepare_nccl
 
 MAX_TAG = 1 << 20

@@ -19,7 +19,7 @@ from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.group import Group
 from dilatant.comm.liveness import ANSWER_SECONDS, answer_check, check_liveness, read_inbox, send_abort
 from dilatant.comm.rendezvous import Membership, join, known_inboxes, register_inbox, this_machine
-from dilatant.comm.store import Store
+from dilatant.comm.store.store import Store
 
 WORLD = "world"
 """The group of all ranks."""

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from dilatant.comm import store_of_launcher
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.fork_server import (
     NO_GUARD,
@@ -34,9 +33,10 @@ from dilatant.comm.fork_server import (
     warm_up,
 )
 from dilatant.comm.rendezvous import announce_failure
-from dilatant.comm.store import Store, connect
-from dilatant.comm.store_server import StoreServer
-from dilatant.comm.token import fresh_token
+from dilatant.comm.store import launcher_store as store_of_launcher
+from dilatant.comm.store.server import StoreServer
+from dilatant.comm.store.store import Store, connect
+from dilatant.comm.store.token import fresh_token
 from dilatant.config.environment import chooses_threads, place_from, prepare_cuda
 from dilatant.config.errors import UserError
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from uuid import uuid4
 
-from dilatant.comm.store import Store
+from dilatant.comm.store.store import Store
 
 ANSWER_SECONDS = 2.0
 """What a rank has to answer a liveness check. It needs a millisecond; more on a machine under load."""

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.liveness import send_abort
-from dilatant.comm.store import Store
+from dilatant.comm.store.store import Store
 
 WORD_AFTER = timedelta(seconds=30)
 """After which whoever waits for others says so."""

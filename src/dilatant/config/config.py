@@ -17,17 +17,17 @@ from dilatant.config.base import Section
 from dilatant.config.data import DataConfig
 from dilatant.config.environment import expand_path
 from dilatant.config.errors import UserError, list_problems
-from dilatant.config.exports import with_parts
+from dilatant.config.files.exports import with_parts
+from dilatant.config.files.own_files import read_text, require_plain
+from dilatant.config.files.paths import from_working_folder
+from dilatant.config.files.trust import require_word, run_folder_of
+from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.config.model import ModelConfig
 from dilatant.config.others_keys import CALLED_HERE
-from dilatant.config.own_files import read_text, require_plain
 from dilatant.config.parallel import WORDS, ParallelConfig
-from dilatant.config.paths import from_working_folder
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.resilience import ResilienceConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
-from dilatant.config.trust import require_word, run_folder_of
-from dilatant.config.yaml_text import MOST_BYTES, explain, read_yaml
 
 
 class Config(Section):
@@ -134,9 +134,9 @@ def load_config(
     Relative paths in the file and in overrides become absolute, so the saved config of a run means the same anywhere.
     trust_remote_code: whether the user allows code that the file names (`trust_remote_code`, metrics of one's own) to
     run; by default a file is the user's own word unless a run wrote it, which may be somebody else's (see
-    `config/trust.py`). A config that a run wrote has the folder that it lies in as `output_dir`, where nothing may be a
-    link. from_shell: paths in overrides are relative to the working folder, not to the file. prepare: called with the
-    tree of plain values, to change it before it is checked.
+    `config/files/trust.py`). A config that a run wrote has the folder that it lies in as `output_dir`, where nothing
+    may be a link. from_shell: paths in overrides are relative to the working folder, not to the file. prepare: called
+    with the tree of plain values, to change it before it is checked.
     Raises UserError that lists every problem with its key.
     """
     path, overrides = Path(path), tuple(overrides)

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from dilatant.config.durable import write_named
 from dilatant.config.errors import UserError, list_problems
-from dilatant.config.own_files import read_text
-from dilatant.config.yaml_text import MOST_BYTES, explain, read_yaml
+from dilatant.config.files.durable import write_named
+from dilatant.config.files.own_files import read_text
+from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.cost.quadratic import fit
 
 

@@ -9,41 +9,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dilatant.data.audio_unit import AudioUnit
-    from dilatant.data.blend import Blend, StreamBlend, open_blend
-    from dilatant.data.chat import ChatTokenizer, chat_tokenizer
-    from dilatant.data.encode import encode_prompt, encode_sample, measure_sample
-    from dilatant.data.encoding import Encoding
     from dilatant.data.errors import SampleError
-    from dilatant.data.image_unit import ImageUnit
-    from dilatant.data.lint import Problem
-    from dilatant.data.loader import GlobalBatch, Loader
-    from dilatant.data.processors import audio_processor, image_processor
-    from dilatant.data.reader import Reader, open_source
+    from dilatant.data.index.lint import Problem
+    from dilatant.data.index.sizes import SizesIndex, blend_sizes, known_sizes, reader_sizes
+    from dilatant.data.index.stats import DataStats, describe
+    from dilatant.data.media_units.audio_unit import AudioUnit
+    from dilatant.data.media_units.image_unit import ImageUnit
+    from dilatant.data.media_units.processors import audio_processor, image_processor
+    from dilatant.data.order.blend import Blend, StreamBlend, open_blend
+    from dilatant.data.order.sampler import Sampler, SamplerState
+    from dilatant.data.order.stream_sampler import StreamSampler
+    from dilatant.data.readers.reader import Reader, open_source
     from dilatant.data.sample import EncodedSample, Media, MediaUnit, Sample, Turn
-    from dilatant.data.sampler import Sampler, SamplerState
-    from dilatant.data.sizes import SizesIndex, blend_sizes, known_sizes, reader_sizes
-    from dilatant.data.stats import DataStats, describe
-    from dilatant.data.stream_sampler import StreamSampler
-    from dilatant.data.tokenizer import byte_tokenizer, load_tokenizer
+    from dilatant.data.text.chat import ChatTokenizer, chat_tokenizer
+    from dilatant.data.text.encode import encode_prompt, encode_sample, measure_sample
+    from dilatant.data.text.encoding import Encoding
+    from dilatant.data.text.tokenizer import byte_tokenizer, load_tokenizer
+    from dilatant.data.workers.loader import GlobalBatch, Loader
 
 _NAMES = {
-    "audio_unit": "AudioUnit",
-    "blend": "Blend StreamBlend open_blend",
-    "chat": "ChatTokenizer chat_tokenizer",
-    "encode": "Encoding encode_prompt encode_sample measure_sample",
+    "media_units.audio_unit": "AudioUnit",
+    "order.blend": "Blend StreamBlend open_blend",
+    "text.chat": "ChatTokenizer chat_tokenizer",
+    "text.encode": "Encoding encode_prompt encode_sample measure_sample",
     "errors": "SampleError",
-    "image_unit": "ImageUnit",
-    "lint": "Problem",
-    "loader": "GlobalBatch Loader",
-    "processors": "audio_processor image_processor",
-    "reader": "Reader open_source",
+    "media_units.image_unit": "ImageUnit",
+    "index.lint": "Problem",
+    "workers.loader": "GlobalBatch Loader",
+    "media_units.processors": "audio_processor image_processor",
+    "readers.reader": "Reader open_source",
     "sample": "EncodedSample Media MediaUnit Sample Turn",
-    "sampler": "Sampler SamplerState",
-    "sizes": "SizesIndex blend_sizes known_sizes reader_sizes",
-    "stats": "DataStats describe",
-    "stream_sampler": "StreamSampler",
-    "tokenizer": "byte_tokenizer load_tokenizer",
+    "order.sampler": "Sampler SamplerState",
+    "index.sizes": "SizesIndex blend_sizes known_sizes reader_sizes",
+    "index.stats": "DataStats describe",
+    "order.stream_sampler": "StreamSampler",
+    "text.tokenizer": "byte_tokenizer load_tokenizer",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

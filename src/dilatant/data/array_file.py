@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.own_files import open_regular
+from dilatant.config.files.own_files import open_regular
 
 MAGIC = b"DILARR01"
 HEAD = struct.Struct("<8sQ32s")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dilatant.config.environment import cache_folder
 from dilatant.config.errors import UserError
-from dilatant.config.own_files import is_kept_safely
+from dilatant.config.files.own_files import is_kept_safely
 from dilatant.data.array_file import Arrays, read_arrays, write_arrays
 
 

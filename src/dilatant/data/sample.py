@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.pixels import EncoderInput
+from dilatant.data.media.pixels import EncoderInput
 
 MediaKind = Literal["image", "audio", "video"]
 Role = Literal["system", "user", "assistant", "tool"]

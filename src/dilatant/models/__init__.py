@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dilatant.models.build import build_model
-    from dilatant.models.encoder_spec import Encoder
-    from dilatant.models.generator import Generator
-    from dilatant.models.geometry import EncoderGeometry, encoder_geometry
-    from dilatant.models.language_stage import MultimodalOutput
+    from dilatant.models.core.geometry import EncoderGeometry, encoder_geometry
+    from dilatant.models.encoders.encoder_spec import Encoder
+    from dilatant.models.generators.generator import Generator
+    from dilatant.models.language.language_stage import MultimodalOutput
     from dilatant.models.multimodal import MultimodalModel
 
 _HOME = {
     "build_model": "build",
-    "EncoderGeometry": "geometry",
-    "encoder_geometry": "geometry",
-    "Encoder": "encoder_spec",
-    "Generator": "generator",
+    "EncoderGeometry": "core.geometry",
+    "encoder_geometry": "core.geometry",
+    "Encoder": "encoders.encoder_spec",
+    "Generator": "generators.generator",
     "MultimodalModel": "multimodal",
-    "MultimodalOutput": "language_stage",
+    "MultimodalOutput": "language.language_stage",
 }
 
 __all__ = [

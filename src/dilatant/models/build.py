@@ -20,21 +20,21 @@ from dilatant.config.model import (
     LoraConfig,
     ModelConfig,
 )
-from dilatant.models.diffusion import Objective
-from dilatant.models.dtype import dtype_of_config
-from dilatant.models.encoder_spec import Encoder
-from dilatant.models.four_bit_stages import four_bit_names, require_four_bit
-from dilatant.models.freeze import select, thaw
-from dilatant.models.generator import Generator
-from dilatant.models.geometry import MERGING_TOWERS, encoder_geometry
-from dilatant.models.lora import inject_parts, is_adapter
-from dilatant.models.materialize import seeded
+from dilatant.models.adapters.lora import inject_parts, is_adapter
+from dilatant.models.core.dtype import dtype_of_config
+from dilatant.models.core.four_bit_stages import four_bit_names, require_four_bit
+from dilatant.models.core.freeze import select, thaw
+from dilatant.models.core.geometry import MERGING_TOWERS, encoder_geometry
+from dilatant.models.core.materialize import seeded
+from dilatant.models.encoders.encoder_spec import Encoder
+from dilatant.models.encoders.stored_projectors import kind_of_projector, misfit, stored_projector
+from dilatant.models.families.pretrained import Whole
+from dilatant.models.generators.denoiser_source import source_of_entry
+from dilatant.models.generators.denoisers import PictureNet, build_diffusion, look_at
+from dilatant.models.generators.diffusion import Objective
+from dilatant.models.generators.generator import Generator
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.net_source import source_of_entry
-from dilatant.models.picture_nets import PictureNet, build_diffusion, look_at
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
-from dilatant.models.stored_projectors import kind_of_projector, misfit, stored_projector
-from dilatant.models.whole import Whole
 
 
 def build_model(

@@ -17,33 +17,33 @@ from transformers import DynamicCache
 
 from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.attention.hook import PLAN_KEYWORD
-from dilatant.attention.mask import visible
+from dilatant.attention.masks.mask import visible
 from dilatant.config.errors import UserError, list_problems
-from dilatant.config.exports import is_export_of_parts
+from dilatant.config.files.exports import is_export_of_parts
 from dilatant.config.model import LANGUAGE
 from dilatant.config.signatures import require_call
-from dilatant.data.tokenizer import load_tokenizer
-from dilatant.models.dtype import dtype_of_config
-from dilatant.models.encoder import EncoderUnit
-from dilatant.models.encoder_spec import Encoder, build_encoder
-from dilatant.models.families import FAMILIES
-from dilatant.models.freeze import freeze
-from dilatant.models.generator import Generator, GeneratorUnit
-from dilatant.models.graph import ModelGraph
-from dilatant.models.language import LanguageUnit
-from dilatant.models.language_stage import BeforeLanguageModel, MultimodalOutput
-from dilatant.models.materialize import allocate, materialize
-from dilatant.models.media_attention import MediaMasks, in_words, read_media_attention
-from dilatant.models.merge import prepend_placeholders
-from dilatant.models.proof import prove
+from dilatant.data.text.tokenizer import load_tokenizer
+from dilatant.models.core.dtype import dtype_of_config
+from dilatant.models.core.freeze import freeze
+from dilatant.models.core.graph import ModelGraph
+from dilatant.models.core.materialize import allocate, materialize
+from dilatant.models.core.unit import Unit
+from dilatant.models.core.weights import Weight
+from dilatant.models.encoders.encoder import EncoderUnit
+from dilatant.models.encoders.encoder_spec import Encoder, build_encoder
+from dilatant.models.families.families import FAMILIES
+from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained_answers import WholeAnswers
+from dilatant.models.families.pretrained_weights import composite_of, load_whole
+from dilatant.models.families.training_proof import prove
+from dilatant.models.generators.generator import Generator, GeneratorUnit
+from dilatant.models.language.language import LanguageUnit
+from dilatant.models.language.language_stage import BeforeLanguageModel, MultimodalOutput
+from dilatant.models.language.media_attention import MediaMasks, in_words, read_media_attention
+from dilatant.models.language.merge import prepend_placeholders
 from dilatant.models.saving import load_model, save_model
 from dilatant.models.saving_generators import read_connectors
 from dilatant.models.sources import load_language_model, load_pretrained_config
-from dilatant.models.unit import Unit
-from dilatant.models.weights import Weight
-from dilatant.models.whole import Whole
-from dilatant.models.whole_answers import WholeAnswers
-from dilatant.models.whole_weights import composite_of, load_whole
 
 _KEYWORDS = (
     *("input_ids", "encoder_inputs", "position_ids", "attention_mask", "labels", "loss_denominator"),

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.hook import (
     PLAN_KEYWORD,
     dropout_of,
@@ -20,9 +19,10 @@ from dilatant.attention.hook import (
     use_dilatant_attention,
     why_not,
 )
+from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.linear_rows import linear_layers
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import (
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import (
     TEXT,
     RowLayout,
     document_causal,
@@ -32,11 +32,11 @@ from dilatant.attention.packing import (
 )
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
-from dilatant.models.language import LanguageUnit
-from dilatant.models.media_attention import MediaMasks, in_words
+from dilatant.models.families.training_proof import prove
+from dilatant.models.language.language import LanguageUnit
+from dilatant.models.language.media_attention import MediaMasks, in_words
+from dilatant.models.language.proven_traits import Proof
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.proof import prove
-from dilatant.models.proven import Proof
 
 IN_WINDOWS = "in_windows"
 """The mask of families whose media are bidirectional in layers with a window, and causal in others."""

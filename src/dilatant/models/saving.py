@@ -27,14 +27,14 @@ from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from dilatant.config.errors import UserError, list_problems
-from dilatant.config.exports import MANIFEST, is_export_of_parts, read_object
+from dilatant.config.files.exports import MANIFEST, is_export_of_parts, read_object
 from dilatant.config.model import MediaMask
-from dilatant.models.encoder import EncoderUnit
-from dilatant.models.encoder_spec import Encoder
-from dilatant.models.generator import Generator, GeneratorUnit
-from dilatant.models.language import LanguageUnit
-from dilatant.models.lora import save_plain
-from dilatant.models.media_attention import MediaMasks, OwnMask
+from dilatant.models.adapters.lora import save_plain
+from dilatant.models.encoders.encoder import EncoderUnit
+from dilatant.models.encoders.encoder_spec import Encoder
+from dilatant.models.generators.generator import Generator, GeneratorUnit
+from dilatant.models.language.language import LanguageUnit
+from dilatant.models.language.media_attention import MediaMasks, OwnMask
 from dilatant.models.saving_generators import load_generators, save_generators
 from dilatant.models.sources import load_encoder, load_language_model
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dilatant.config.errors import UserError
-from dilatant.models.diffusion import Diffusion
-from dilatant.models.generator import Generator, GeneratorUnit
-from dilatant.models.language import LanguageUnit
-from dilatant.models.net_source import read_source, scheduler_settings, write_json
-from dilatant.models.picture_nets import build_diffusion, look_at
+from dilatant.models.generators.denoiser_source import read_source, scheduler_settings, write_json
+from dilatant.models.generators.denoisers import build_diffusion, look_at
+from dilatant.models.generators.diffusion import Diffusion
+from dilatant.models.generators.generator import Generator, GeneratorUnit
+from dilatant.models.language.language import LanguageUnit
 
 _TARGET = "target"
 

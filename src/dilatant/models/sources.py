@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from dilatant.config.errors import UserError, list_problems
-from dilatant.models.families import FAMILIES
-from dilatant.models.geometry import MERGING_TOWERS
-from dilatant.models.structure import DEPTH_KEYS
+from dilatant.models.core.geometry import MERGING_TOWERS
+from dilatant.models.core.structure import DEPTH_KEYS
+from dilatant.models.families.families import FAMILIES
 
 HUB_TIMEOUT_SECONDS = 10.0
 MOST_BLOCKS = 1_000

@@ -4,26 +4,31 @@ Importing this room compiles nothing and loads no torch; planners load numba whe
 """
 
 from dilatant.plan.cluster import Cluster, Link, cluster_of
-from dilatant.plan.compose import Composition, compose_pipelines, share_microbatches
-from dilatant.plan.depth import eager_depths, half_eager_depths, path_depths
+from dilatant.plan.costs.depth import eager_depths, half_eager_depths, path_depths
+from dilatant.plan.costs.partition import partition_layers, partition_layers_in_memory
+from dilatant.plan.costs.sample_work import sample_work
+from dilatant.plan.costs.score import PlanScore, PlanScorer
+from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
+from dilatant.plan.costs.stage_costs import LayerTable, StageCosts, layer_table, stage_costs
+from dilatant.plan.costs.sync_time import sync_seconds
+from dilatant.plan.costs.workload import Workload
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
-from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.modes import EncoderPosition, Mode
-from dilatant.plan.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
-from dilatant.plan.partition import partition_layers, partition_layers_in_memory
+from dilatant.plan.orchestration.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
 from dilatant.plan.plan import ParallelSpec, PlacedStage, Plan, Replica, Stage, UnitPlan
-from dilatant.plan.reinstantiate import LayerCopy, NodePipeline, Origin, Reinstantiation, reinstantiate
-from dilatant.plan.sample_work import sample_work
-from dilatant.plan.score import PlanScore, PlanScorer
-from dilatant.plan.search import search
-from dilatant.plan.search_result import SearchResult
-from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
-from dilatant.plan.stage_costs import LayerTable, StageCosts, layer_table, stage_costs
-from dilatant.plan.sync_time import sync_seconds
-from dilatant.plan.templates import LayerMemory, Template, plan_templates, seconds_by_layer_type
-from dilatant.plan.validate import InvalidPlanError, plan_problems, validate
-from dilatant.plan.workload import Workload
+from dilatant.plan.search.finals import RankedPlan
+from dilatant.plan.search.search_result import SearchResult
+from dilatant.plan.templates.compose import Composition, compose_pipelines, share_microbatches
+from dilatant.plan.templates.reinstantiate import (
+    LayerCopy,
+    NodePipeline,
+    Origin,
+    Reinstantiation,
+    reinstantiate,
+)
+from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates, seconds_by_layer_type
+from dilatant.plan.validate import InvalidPlanError, plan_problems
 
 __all__ = [
     "BatchError",
@@ -77,10 +82,8 @@ __all__ = [
     "plan_templates",
     "reinstantiate",
     "sample_work",
-    "search",
     "seconds_by_layer_type",
     "share_microbatches",
     "stage_costs",
     "sync_seconds",
-    "validate",
 ]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dilatant.config.errors import list_problems
-from dilatant.plan.partition import partition_layers
+from dilatant.plan.costs.partition import partition_layers
+from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
-from dilatant.plan.unit_layers import UnitLayers
 
 Specs = Mapping[str, ParallelSpec]
 """Unit → how it is laid out."""

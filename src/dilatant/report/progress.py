@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dilatant.report.metrics import StepMetrics
-from dilatant.report.wording import seconds_text
+from dilatant.report.text.wording import seconds_text
 
 _SMOOTHING = 0.1
 """What the newest step weighs; the first steps weigh alike."""

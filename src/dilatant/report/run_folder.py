@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dilatant.config import UserError
-from dilatant.config.durable import LEFTOVERS, write_durably
-from dilatant.config.own_files import open_in_place, open_regular, require_plain
-from dilatant.config.trust import note_word
+from dilatant.config.files.durable import LEFTOVERS, write_durably
+from dilatant.config.files.own_files import open_in_place, open_regular, require_plain
+from dilatant.config.files.trust import note_word
 
 if TYPE_CHECKING:
     from dilatant.config import Config
@@ -103,7 +103,7 @@ class RunFolder:
         return next((name for name in _WRITTEN if os.path.lexists(self.path / name)), None)
 
     def write_config(self, config: Config) -> None:
-        """Save the resolved config, whose code the user has allowed to run (see `config/trust.py`)."""
+        """Save the resolved config, whose code the user has allowed to run (see `config/files/trust.py`)."""
         self.write_text(self.config.name, config.to_yaml())
         note_word(self.path, config.model_dump(mode="json"))
 

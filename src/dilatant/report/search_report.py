@@ -13,16 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.finals import RankedPlan
+from dilatant.plan.costs.stable_batch import StableBatch
+from dilatant.plan.costs.state_sharing import sharing
+from dilatant.plan.costs.workload import Workload
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import PlacedStage
 from dilatant.plan.roles import roles_of
-from dilatant.plan.search_result import SearchResult
-from dilatant.plan.stable_batch import StableBatch
-from dilatant.plan.state_sharing import sharing
-from dilatant.plan.workload import Workload
-from dilatant.report.gantt_of_step import predicted_chart
+from dilatant.plan.search.finals import RankedPlan
+from dilatant.plan.search.search_result import SearchResult
+from dilatant.report.pages.gantt_of_step import predicted_chart
 from dilatant.report.plan_report import (
     ComparedPlan,
     DeviceGroup,
@@ -33,8 +33,8 @@ from dilatant.report.plan_report import (
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.search_reasons import layout_text, recomputation_text, search_reasons
-from dilatant.report.wording import counted, microbatches_text
+from dilatant.report.text.search_reasons import layout_text, recomputation_text, search_reasons
+from dilatant.report.text.wording import counted, microbatches_text
 from dilatant.schedule import Timeline
 
 _BINS = 24

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dilatant.data.example import Example
-from dilatant.data.stats import DataStats
-from dilatant.schedule.batch_balance import BatchBalance
+from dilatant.data.index.stats import DataStats
+from dilatant.data.text.example import Example
+from dilatant.schedule.assignment.batch_balance import BatchBalance
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
-from dilatant.report.gantt_tables import HUES, bar_part
-from dilatant.report.wording import lost_to, seconds_text
+from dilatant.report.text.gantt_tables import HUES, bar_part
+from dilatant.report.text.wording import lost_to, seconds_text
 from dilatant.schedule import Timeline
 
 OTHER_WORK = "other work"

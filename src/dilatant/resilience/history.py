@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.errors import UserError
-from dilatant.plan.replay import COPYING, RECONFIGURING, UNFINISHED
-from dilatant.report.generations_page import Generation, write_generations_page
-from dilatant.report.generations_trace import write_generations_trace
-from dilatant.report.page_links import link_pages
-from dilatant.resilience.coordinator_process import COMMIT
+from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
+from dilatant.report.pages.generations_page import Generation, write_generations_page
+from dilatant.report.pages.generations_trace import write_generations_trace
+from dilatant.report.pages.page_links import link_pages
+from dilatant.resilience.processes.coordinator_process import COMMIT
 from dilatant.resilience.protocol.values import Task
 from dilatant.resilience.status import read_rebuilds, read_status
 

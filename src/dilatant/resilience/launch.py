@@ -16,24 +16,24 @@ from typing import Any
 import msgspec
 
 from dilatant.comm.launch import WorkerFailed, launch_local
-from dilatant.comm.token import fresh_token
+from dilatant.comm.store.token import fresh_token
 from dilatant.config import Config, UserError
-from dilatant.config.durable import write_durably
-from dilatant.plan.copies import copies_on_nodes
+from dilatant.config.files.durable import write_durably
 from dilatant.plan.plan import Plan
+from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
-from dilatant.report.wording import counted
-from dilatant.resilience.coordinator_process import STATE, read_record
+from dilatant.report.text.wording import counted
 from dilatant.resilience.history import PAGE, TRACE, write_history
-from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Child, Start
+from dilatant.resilience.processes.coordinator_process import STATE, read_record
+from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
-from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
+from dilatant.resilience.worker.rank import FOLDER, Seat, train_rank_resiliently
+from dilatant.training.checkpoints.starting_point import Start as StartingPoint
 from dilatant.training.rank import RunResult, Show, console_for
-from dilatant.training.starting_point import Start as StartingPoint
 
-COORDINATOR = "dilatant.resilience.coordinator_process"
-AGENT = "dilatant.resilience.agent_process"
+COORDINATOR = "dilatant.resilience.processes.coordinator_process"
+AGENT = "dilatant.resilience.processes.agent_process"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
 RESTART_SECONDS = 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from dilatant.config.durable import write_durably
+from dilatant.config.files.durable import write_durably
 from dilatant.training.rank import RunResult
 
 FILE = "result.json"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.errors import UserError
-from dilatant.config.own_files import MOST_TEXT, open_regular
+from dilatant.config.files.own_files import MOST_TEXT, open_regular
 from dilatant.report.run_folder import last_step
-from dilatant.resilience.coordinator_process import COMMIT, EVENTS, read_record
-from dilatant.resilience.process import TOO_FEW_EXIT_CODE
+from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS, read_record
+from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Task
 
 REBUILDS = "rebuilds.jsonl"

@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
-from dilatant.models.dtype import hold_in
-from dilatant.models.four_bit_stages import quantize, require_shape
-from dilatant.models.freeze import check
-from dilatant.models.language import LanguageUnit
-from dilatant.models.materialize import materialize
+from dilatant.models.core.dtype import hold_in
+from dilatant.models.core.four_bit_stages import quantize, require_shape
+from dilatant.models.core.freeze import check
+from dilatant.models.core.materialize import materialize
+from dilatant.models.core.stage import Boundary, Context, Stage, stage_tensors
+from dilatant.models.core.unit import Unit
+from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import Boundary, Context, Stage, stage_tensors
-from dilatant.models.unit import Unit
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holdings
 from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.runtime.owned_weights import OwnedWeights
-from dilatant.runtime.shared_unit import SharedUnit
-from dilatant.runtime.shared_weights import SharedWeights, share_weights
+from dilatant.runtime.state.owned_weights import OwnedWeights
+from dilatant.runtime.state.shared_unit import SharedUnit
+from dilatant.runtime.state.shared_weights import SharedWeights, share_weights
 
 
 def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
-from dilatant.models.stage import Boundary, StageOutput, StepData
-from dilatant.runtime.agreement import Agreement, Diverged
-from dilatant.runtime.gradient_sync import GradientSync
+from dilatant.models.core.stage import Boundary, StageOutput, StepData
+from dilatant.runtime.forward_outcome import Outcome
 from dilatant.runtime.local_stage import LocalStage
-from dilatant.runtime.outcome import Outcome
-from dilatant.runtime.recorder import Recorder
+from dilatant.runtime.partial_step.unfinished_step import Ledger, set_aside
 from dilatant.runtime.routes import Routes
-from dilatant.runtime.row_owners import RowOwners
+from dilatant.runtime.state.gradient_sync import GradientSync
+from dilatant.runtime.state.weight_gradients import Deferred, accumulate
+from dilatant.runtime.step.agreement import Agreement, Diverged
+from dilatant.runtime.step.recorder import Recorder
+from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.runtime.transport import Transport
-from dilatant.runtime.unfinished_step import Ledger, set_aside
-from dilatant.runtime.weight_gradients import Deferred, accumulate
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from dilatant.attention.hook import why_not
 from dilatant.config.errors import list_problems
-from dilatant.models.language import LanguageUnit
-from dilatant.models.tensor_plan import degree_problems, dropout_problems, expert_problems
-from dilatant.models.unit import Unit
+from dilatant.models.core.unit import Unit
+from dilatant.models.language.language import LanguageUnit
+from dilatant.models.parallel.tensor_plan import degree_problems, dropout_problems, expert_problems
 from dilatant.plan.plan import Plan
-from dilatant.runtime.holders import tensor_plans
+from dilatant.runtime.state.holders import tensor_plans
 
 
 def require_trainable(plan: Plan, units: Mapping[str, Unit]) -> None:

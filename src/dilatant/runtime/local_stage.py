@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dilatant.models.dropout import KeyedDropout
+from dilatant.models.core.stage import Boundary, Stage
+from dilatant.models.dropout.keyed_dropout import KeyedDropout
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import Boundary, Stage
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.routes import stages_before
-from dilatant.runtime.weight_gradients import Replaced, WeightGradients, replace_linears, restore_linears
+from dilatant.runtime.state.weight_gradients import (
+    Replaced,
+    WeightGradients,
+    replace_linears,
+    restore_linears,
+)
 
 
 @dataclass(slots=True)

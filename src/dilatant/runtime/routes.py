@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from dilatant.plan.plan import PlacedStage, Plan, Stage
 from dilatant.schedule.dependencies import Message, shared_samples
-from dilatant.schedule.graph import ScheduleError, ScheduleGraph, message_order
 from dilatant.schedule.schedule import Action, ActionKind
+from dilatant.schedule.simulator.graph import ScheduleError, ScheduleGraph, message_order
 
 Link = tuple[int, int, int, int]
 """A directed edge between two ranks: stages, then ranks, of its two ends."""

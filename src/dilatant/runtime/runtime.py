@@ -16,35 +16,35 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.comm.nodes import nodes_of
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
-from dilatant.models.dropout import refuse_random_depth
+from dilatant.models.core.random_draws import draws_of
+from dilatant.models.core.stage import Predictions, Stage, StepData, stage_tensors
+from dilatant.models.dropout.keyed_dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.random_draws import draws_of
-from dilatant.models.stage import Predictions, Stage, StepData, stage_tensors
 from dilatant.plan.buckets import BUCKET_BYTES
+from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
-from dilatant.plan.step_costs import StepCosts, token_costs
-from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
-from dilatant.runtime.cost_correction import CostCorrection
-from dilatant.runtime.exact_sums import ExactGradients
 from dilatant.runtime.executor import Covered, Executor, nothing_covered
-from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
+from dilatant.runtime.forward_outcome import Outcome
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.local_stage import local_stages
-from dilatant.runtime.outcome import Outcome
-from dilatant.runtime.owned_weights import OwnedWeights
-from dilatant.runtime.recorder import Recorder
-from dilatant.runtime.row_owners import RowOwners
-from dilatant.runtime.salvage import Finished, LayerWeights, Salvage, Salvaged
-from dilatant.runtime.step_end import StepEnd
-from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
-from dilatant.runtime.step_result import Predicted, StepResult
+from dilatant.runtime.partial_step.salvage import Finished, LayerWeights, Salvage, Salvaged
+from dilatant.runtime.partial_step.unfinished_step import UnfinishedStep, speaking_layers, trained_by_layer
+from dilatant.runtime.state.exact_sums import ExactGradients
+from dilatant.runtime.state.holders import boxes_held_on, holdings_of, part, trainable_layers
+from dilatant.runtime.state.owned_weights import OwnedWeights
+from dilatant.runtime.step.agreement import Agreement, Diverged, digest
+from dilatant.runtime.step.cost_correction import CostCorrection
+from dilatant.runtime.step.recorder import Recorder
+from dilatant.runtime.step.row_owners import RowOwners
+from dilatant.runtime.step.step_end import StepEnd
+from dilatant.runtime.step.step_planner import PreparedStep, Sized, StepPlanner
+from dilatant.runtime.step.step_result import Predicted, StepResult
 from dilatant.runtime.transport import Transport
-from dilatant.runtime.unfinished_step import UnfinishedStep, speaking_layers, trained_by_layer
+from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
-from dilatant.schedule.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
 
 

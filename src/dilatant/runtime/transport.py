@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilatant.attention.attention_plan import upload
+from dilatant.attention.kernels.attention_plan import upload
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group, Pending
 from dilatant.plan.plan import Stage
 from dilatant.runtime.routes import Link, Routes
-from dilatant.runtime.row_owners import Parcel, RowOwners, Rows
-from dilatant.runtime.shared_groups import tensor_group_of
+from dilatant.runtime.state.shared_groups import tensor_group_of
+from dilatant.runtime.step.row_owners import Parcel, RowOwners, Rows
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action
 

@@ -1,18 +1,25 @@
 """What happens in a step: assignments, schedules, and the engine that times them."""
 
-from dilatant.schedule.assign import Microbatches, assign_microbatches
+from dilatant.schedule.assignment.assign import Microbatches, assign_microbatches
+from dilatant.schedule.assignment.distribute import assign
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape
 from dilatant.schedule.dependencies import Message, messages
-from dilatant.schedule.distribute import assign
-from dilatant.schedule.families import depths_within, eager, gpipe, half_eager, interleaved, one_f_one_b
-from dilatant.schedule.graph import ScheduleError, ScheduleGraph, build
-from dilatant.schedule.pipeline_shape import PipelineShape
-from dilatant.schedule.predict import predict
+from dilatant.schedule.families.families import (
+    depths_within,
+    eager,
+    gpipe,
+    half_eager,
+    interleaved,
+    one_f_one_b,
+)
+from dilatant.schedule.families.zero_bubble import split_backward, zero_bubble_h1, zero_bubble_h2
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Microbatch, Schedule
-from dilatant.schedule.simulate import run, simulate, step_seconds
+from dilatant.schedule.simulator.graph import ScheduleError, ScheduleGraph, build
+from dilatant.schedule.simulator.predict import predict
+from dilatant.schedule.simulator.simulate import run, simulate, step_seconds
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import Trainability, all_trainable, trainability_of
-from dilatant.schedule.validate import schedule_problems, validate
-from dilatant.schedule.zero_bubble import split_backward, zero_bubble_h1, zero_bubble_h2
+from dilatant.schedule.validate import schedule_problems
 
 FAMILIES = {
     "gpipe": gpipe,
@@ -57,7 +64,6 @@ __all__ = [
     "split_backward",
     "step_seconds",
     "trainability_of",
-    "validate",
     "zero_bubble_h1",
     "zero_bubble_h2",
 ]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from dilatant.plan.plan import Plan
-from dilatant.schedule.graph import ScheduleGraph, build, message_order
 from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.simulator.graph import ScheduleGraph, build, message_order
 
 Edge = tuple[int, int]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule.distribute import assign
-from dilatant.schedule.simulate import simulate
-from dilatant.schedule.zero_bubble import zero_bubble_h1
+from dilatant.schedule.assignment.distribute import assign
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.simulator.simulate import simulate
 
 
 def _plan_a_step() -> None:

@@ -13,26 +13,26 @@ from numpy.typing import NDArray
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.microbatch_counts import MANY
+from dilatant.plan.costs.score import PlanScore, PlanScorer
+from dilatant.plan.costs.stage_costs import stage_costs
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.costs.sync_time import SyncSeconds, sync_seconds
+from dilatant.plan.costs.workload import Workload
+from dilatant.plan.layouts.microbatch_counts import MANY
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.roles import roles_of
-from dilatant.plan.score import PlanScore, PlanScorer
-from dilatant.plan.stage_costs import stage_costs
-from dilatant.plan.step_costs import StepCosts
-from dilatant.plan.sync_time import SyncSeconds, sync_seconds
-from dilatant.plan.workload import Workload
-from dilatant.schedule.assign import Policy
-from dilatant.schedule.families import eager, half_eager, interleaved, one_f_one_b
-from dilatant.schedule.graph import build
-from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.assignment.assign import Policy
+from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.assignment.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
+from dilatant.schedule.families.families import eager, half_eager, interleaved, one_f_one_b
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from dilatant.schedule.schedule import Assignment
-from dilatant.schedule.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
-from dilatant.schedule.step_bounds import least_seconds
-from dilatant.schedule.step_time import TimedStep, time_step
+from dilatant.schedule.simulator.graph import build
+from dilatant.schedule.simulator.step_bounds import least_seconds
+from dilatant.schedule.simulator.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
-from dilatant.schedule.zero_bubble import zero_bubble_h1, zero_bubble_h2
 
 WHOLE: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
 SPLIT: Mapping[str, Family] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}

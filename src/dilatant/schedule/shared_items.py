@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.schedule.graph import ScheduleGraph
 from dilatant.schedule.packed import Pieces
+from dilatant.schedule.simulator.graph import ScheduleGraph
 
 
 def unevenness(

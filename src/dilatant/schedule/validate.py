@@ -8,7 +8,6 @@ import numpy as np
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.plan.plan import Plan
-from dilatant.schedule.graph import ScheduleError, try_build
 from dilatant.schedule.packed import (
     BACKWARD,
     FORWARD,
@@ -20,6 +19,7 @@ from dilatant.schedule.packed import (
 )
 from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
 from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.simulator.graph import ScheduleError, try_build
 from dilatant.schedule.trainability import Trainability
 
 

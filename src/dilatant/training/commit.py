@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dilatant.comm.comm import Comm
-from dilatant.training.decoding import KeptPool
+from dilatant.training.feeding.decoding import KeptPool
 
 
 class Gate(Protocol):

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dilatant.config import Config
-from dilatant.config.own_files import read_text
+from dilatant.config.files.own_files import read_text
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.costs.unit_layers import UnitLayers
+from dilatant.plan.costs.workload import Workload
 from dilatant.plan.manual import Specs, cut_as_before, cut_by_seconds
 from dilatant.plan.plan import Plan
-from dilatant.plan.unit_layers import UnitLayers
-from dilatant.plan.workload import Workload
-from dilatant.profiling.dense_rows import dense_rows
-from dilatant.training.costs import costs_here
-from dilatant.training.layout import MICROBATCHES
+from dilatant.planning.layout import MICROBATCHES
+from dilatant.planning.problem.dense_rows import dense_rows
+from dilatant.training.run_costs import costs_here
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import torch
 from dilatant.config import Config
 from dilatant.cost.layer import trainable_before
 from dilatant.data.sample import EncodedSample
-from dilatant.profiling.describe_model import HEAD, ModelDescription
-from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.planned_hardware import plan_target
+from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.problem.describe_model import HEAD, ModelDescription
+from dilatant.planning.problem.planned_hardware import plan_target
 
 FORWARD, BACKWARD = 2.0, 4.0
 """Of a product or of attention, a multiply-add counting twice; the backward of attention is two such products each."""

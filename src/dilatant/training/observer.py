@@ -13,7 +13,7 @@ from dilatant.report.progress import ProgressLine
 from dilatant.report.run_folder import RunFolder, last_step
 from dilatant.report.say import open_console, warn
 from dilatant.report.trackers import Tracker, open_trackers
-from dilatant.training.evaluation import Evaluation
+from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.trainer import Trainer
 
 

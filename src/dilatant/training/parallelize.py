@@ -28,25 +28,25 @@ from dilatant.config import (
 from dilatant.config.environment import place_from
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.parallel.tensor_parallel import with_weights
 from dilatant.models.row_attention import choose_attention, own_attention
-from dilatant.models.tensor_parallel import with_weights
+from dilatant.plan.costs.workload import Workload
 from dilatant.plan.manual import Specs, plan_from_specs
 from dilatant.plan.plan import ParallelSpec
-from dilatant.plan.workload import Workload
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.planned_samples import PlannedSamples
-from dilatant.profiling.planning import model_problem, plan_run
+from dilatant.planning.auto_plan import Devices, devices_at_hand
+from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.planned_run import training_plan
+from dilatant.planning.planning import model_problem, plan_run
+from dilatant.planning.planning_process import check_all_used, for_devices_here
+from dilatant.planning.problem.describe_model import describe_model
+from dilatant.planning.problem.planned_samples import PlannedSamples
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule import FAMILIES
-from dilatant.schedule.assign import POLICIES, Policy
-from dilatant.schedule.pipeline_shape import Family
-from dilatant.schedule.step_assignment import Microbatching
-from dilatant.training.auto_plan import Devices, devices_at_hand
+from dilatant.schedule.assignment.assign import POLICIES, Policy
+from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.training.cuts import Cutter
-from dilatant.training.layout import TrainingPlan
-from dilatant.training.planned_run import training_plan
-from dilatant.training.planning_process import check_all_used, for_devices_here
 
 MOST_BATCHES = 4
 """Global batches that a layout is planned by."""

@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 
 from dilatant.config import Config, UserError
 from dilatant.config.model import LANGUAGE
-from dilatant.data.ray_cluster import check_cluster, cluster_address
-from dilatant.data.sizes import Progress
-from dilatant.models.dropout import refuse_random_depth
+from dilatant.data.index.sizes import Progress
+from dilatant.data.workers.ray_cluster import check_cluster, cluster_address
+from dilatant.models.dropout.keyed_dropout import refuse_random_depth
+from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.router_loss import has_router_loss, router_weight
-from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
-from dilatant.report.wording import counted
-from dilatant.training.costs import costs_of_run
+from dilatant.planning.assemble import Samples, assemble_model, assemble_samples, with_sizes
+from dilatant.planning.layout import TrainingPlan, plan_from_config
+from dilatant.report.text.wording import counted
+from dilatant.training.checkpoints.starting_point import with_template_date
 from dilatant.training.cuts import Cutter, plan_before
-from dilatant.training.layout import TrainingPlan, plan_from_config
-from dilatant.training.starting_point import with_template_date
-from dilatant.training.steps import count_steps
+from dilatant.training.feeding.steps import count_steps
+from dilatant.training.run_costs import costs_of_run
 
 LOOKED_AT = 4096
 """Samples that tell where stages are cut, and what share of tokens carries loss: opening a run must not take longer for

@@ -14,24 +14,24 @@ from rich.console import Console
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
-from dilatant.data.notices import unused_lines
-from dilatant.profiling.assemble import Samples
-from dilatant.profiling.describe_data import describe_data
-from dilatant.report.gantt_of_step import measured_chart
-from dilatant.report.gantt_summary import by_lane
-from dilatant.report.page_links import link_pages
-from dilatant.report.perfetto import write_timeline
+from dilatant.data.unused_columns import unused_lines
+from dilatant.planning.assemble import Samples
+from dilatant.planning.device_groups import unlike_devices
+from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.problem.describe_data import describe_data
+from dilatant.report.pages.gantt_of_step import measured_chart
+from dilatant.report.pages.page_links import link_pages
+from dilatant.report.pages.perfetto import write_timeline
+from dilatant.report.pages.stats_page import write_stats_page
+from dilatant.report.pages.step_page import write_step_page
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import open_console, say, warn
-from dilatant.report.stats_page import write_stats_page
 from dilatant.report.step_comparison import Prediction
-from dilatant.report.step_page import write_step_page
-from dilatant.training.device_groups import unlike_devices
-from dilatant.training.evaluation import Evaluation
-from dilatant.training.layout import TrainingPlan
+from dilatant.report.text.gantt_summary import by_lane
+from dilatant.training.checkpoints.starting_point import Start, agreed_checkpoint
+from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import Prepared, prepare
-from dilatant.training.starting_point import Start, agreed_checkpoint
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer, TrainResult
 

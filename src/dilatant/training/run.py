@@ -18,21 +18,21 @@ from dilatant.comm import fork_server
 from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import Place, hide_gpus, place_from
-from dilatant.data.blend import Blend
-from dilatant.models.freeze import audit
+from dilatant.data.order.blend import Blend
+from dilatant.hf.export_folder import check_target
+from dilatant.models.core.freeze import audit
+from dilatant.planning.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
+from dilatant.planning.layout import TrainingPlan, prove_schedule, zero_text
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import show_progress, warn
-from dilatant.report.wording import counted
-from dilatant.training.answer_metrics import find_metric
-from dilatant.training.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
-from dilatant.training.checkpoint import newest_valid
-from dilatant.training.export import export_checkpoint
-from dilatant.training.export_folder import check_target
-from dilatant.training.layout import TrainingPlan, prove_schedule, zero_text
-from dilatant.training.optimizer import check_optimizer
+from dilatant.report.text.wording import counted
+from dilatant.training.checkpoints.checkpoint import newest_valid
+from dilatant.training.checkpoints.starting_point import Start, find_start, with_template_date
+from dilatant.training.evaluation.answer_metrics import find_metric
+from dilatant.training.export_checkpoint import export_checkpoint
+from dilatant.training.optimizers.optimizer import check_optimizer
 from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
-from dilatant.training.starting_point import Start, find_start, with_template_date
 from dilatant.training.stop_signal import StopSignal
 
 
@@ -138,7 +138,9 @@ class _Planning:
     start: Start
 
     def choose(self, console: Console, sign: Callable[[], None] = lambda: None) -> TrainingPlan | None:
-        return choose_plan(self.config, self.devices, self.folder, self.start, console, sign)
+        return choose_plan(
+            self.config, self.devices, self.folder, self.start.checkpoint is not None, console, sign
+        )
 
 
 def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[RunResult, Prepared]:

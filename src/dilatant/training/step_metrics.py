@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dilatant.data.loader import GlobalBatch
+from dilatant.data.workers.loader import GlobalBatch
 from dilatant.report.metrics import StepMetrics
-from dilatant.runtime.step_result import StepResult
+from dilatant.runtime.step.step_result import StepResult
 from dilatant.training.model_flops import ModelFlops
 
 NOTED_WAIT = 0.02

@@ -14,50 +14,50 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
-from dilatant.data.blend import Blend
-from dilatant.data.data_identity import DataIdentity
-from dilatant.data.loader import GlobalBatch
-from dilatant.data.sampler import SamplerState
-from dilatant.models.freeze import select
+from dilatant.data.index.data_identity import DataIdentity
+from dilatant.data.order.blend import Blend
+from dilatant.data.order.sampler import SamplerState
+from dilatant.data.workers.loader import GlobalBatch
+from dilatant.hf.stored_weights import first_weights
+from dilatant.models.core.freeze import select
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import parse_key
-from dilatant.profiling.assemble import Samples
-from dilatant.profiling.describe_model import describe_model
+from dilatant.planning.assemble import Samples
+from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.problem.describe_model import describe_model
 from dilatant.report.metrics import StepMetrics
-from dilatant.runtime.holders import boxes_held_on, holdings_of
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.step_result import StepResult
+from dilatant.runtime.state.holders import boxes_held_on, holdings_of
+from dilatant.runtime.step.step_result import StepResult
 from dilatant.schedule.measured import DataWait
-from dilatant.training.averages import AVERAGE, Averages
-from dilatant.training.best import Best
-from dilatant.training.checkpoint import load, stored_shapes
-from dilatant.training.checkpoint_boxes import Tensors
-from dilatant.training.checkpoint_writer import CheckpointWriter
+from dilatant.training.checkpoints.boxes import Tensors
+from dilatant.training.checkpoints.checkpoint import load, stored_shapes
+from dilatant.training.checkpoints.run_state import held_state, state_tensors
+from dilatant.training.checkpoints.saving import Saving
+from dilatant.training.checkpoints.writer import CheckpointWriter
 from dilatant.training.commit import ALONE, Membership, gradient_hashes
-from dilatant.training.evaluation import Evaluation
-from dilatant.training.evaluator import Evaluator
-from dilatant.training.feed import agree_on_bad, merge_found
-from dilatant.training.inputs import Inputs, Steps
-from dilatant.training.latents import with_latents
-from dilatant.training.layout import TrainingPlan
-from dilatant.training.learning_rate import rate_factor
-from dilatant.training.master_weights import MOMENTS, WithMasters
+from dilatant.training.evaluation.best_checkpoint import Best
+from dilatant.training.evaluation.evaluation import Evaluation
+from dilatant.training.evaluation.evaluator import Evaluator
+from dilatant.training.feeding.feed import agree_on_bad, merge_found
+from dilatant.training.feeding.inputs import Inputs, Steps
+from dilatant.training.feeding.latents import with_latents
+from dilatant.training.feeding.steps import count_steps, seed_step
 from dilatant.training.model_flops import model_flops, peak_flops
-from dilatant.training.nonfinite import explain_nonfinite, is_finite
-from dilatant.training.optimizer import (
+from dilatant.training.optimizers.averages import AVERAGE, Averages
+from dilatant.training.optimizers.learning_rate import rate_factor
+from dilatant.training.optimizers.master_weights import MOMENTS, WithMasters
+from dilatant.training.optimizers.nonfinite import explain_nonfinite, is_finite
+from dilatant.training.optimizers.optimizer import (
     allocate_moments,
     build_optimizer,
     optimizer_tensors,
     peak_rates,
     set_rate_factor,
 )
-from dilatant.training.run_state import held_state, state_tensors
-from dilatant.training.saving import Saving
 from dilatant.training.step_log import StepLog
 from dilatant.training.step_metrics import StepMeter
-from dilatant.training.steps import count_steps, seed_step
-from dilatant.training.stored_weights import first_weights
 
 SLOWER = 5
 """A step that takes so many times as long as the longest one before is taken to hang."""

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dilatant.resilience.coordinator_process import read_record
-from dilatant.resilience.process import Start
+from dilatant.resilience.processes.coordinator_process import read_record
+from dilatant.resilience.processes.process import Start
 from dilatant.resilience.protocol.values import Record, Settings
 from faults.light.mesh import write
 from faults.light.proxy import Proxy

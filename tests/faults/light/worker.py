@@ -13,7 +13,7 @@ from typing import Any
 
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
-from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
+from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
 from faults.light.arithmetic import LAYERS, State, digest, gradient, initial, samples_of, update
 from faults.light.mesh import Meeting, Mesh, PeerLost
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from dilatant.resilience import agent_process, coordinator_process
-from dilatant.resilience.process import Start, end_with_parent
+from dilatant.resilience.processes import agent_process, coordinator_process
+from dilatant.resilience.processes.process import Start, end_with_parent
 from dilatant.resilience.protocol.values import Effect, Order, Record
 from faults.light.mesh import write
 from faults.light.worker import LightWorker, WorkerOptions

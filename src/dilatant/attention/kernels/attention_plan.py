@@ -1,0 +1,168 @@
+"""What every layer of a microbatch shares: one mask's block tables and work lists, made once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+
+from dilatant.attention.masks.blocks import BlockTable, block_table
+from dilatant.attention.masks.mask import TOGETHER, AttentionMask
+from dilatant.attention.masks.work import WorkList, work_list
+
+
+class MaskTensors(NamedTuple):
+    """A mask on a device: 64-bit words (int64 `[tokens]`) and positions (int32 `[tokens]`) of queries and of keys."""
+
+    query_fields: torch.Tensor
+    query_positions: torch.Tensor
+    key_fields: torch.Tensor
+    key_positions: torch.Tensor
+
+
+class DeviceWork(NamedTuple):
+    """A `WorkList` on a device: int32 `[units, 5]`, `[intervals, 2]` and `[splits, 3]`."""
+
+    units: torch.Tensor
+    intervals: torch.Tensor
+    splits: torch.Tensor
+    num_slots: int
+
+
+class AttentionPlan:
+    """Everything attention derives from a mask, made on first use: build one per microbatch, give it to all layers.
+
+    `keys` is the mask of the keys where they are not the queries' own row (a context-parallel rank holds some of the
+    queries and all keys); its window is not used. Tables are kept per window width, block size and device, and go
+    away with the plan. in_windows: of layers with a window, where they have a mask of their own.
+    """
+
+    def __init__(
+        self,
+        mask: AttentionMask,
+        keys: AttentionMask | None = None,
+        in_windows: AttentionPlan | None = None,
+    ) -> None:
+        self.mask = mask
+        self.in_windows = in_windows
+        self.keys = mask if keys is None else keys
+        self._parent: AttentionPlan | None = None
+        self._windows: dict[int | None, AttentionPlan] = {mask.window: self}
+        self._tables: dict[tuple[int, int, bool], BlockTable] = {}
+        self._work: dict[tuple, DeviceWork] = {}
+        self._tensors: dict[torch.device, MaskTensors] = {}
+        self._remembered: dict[Any, Any] = {}
+        self.has_together = bool((mask.runs.field & TOGETHER).any())
+
+    def __repr__(self) -> str:
+        keys = "" if self.keys is self.mask else f" x {self.keys.num_tokens} keys"
+        window = "" if self.mask.window is None else f", window {self.mask.window}"
+        return f"AttentionPlan({self.mask.num_tokens} tokens{keys}{window})"
+
+    def windowed(self, window: int | None) -> AttentionPlan:
+        """The plan of the same row under another window width, kept beside this one: layers of two kinds share it."""
+        if self.in_windows is not None and window is not None:
+            return self.in_windows.windowed(window)
+        plan = self._windows.get(window)
+        if plan is None:
+            plan = AttentionPlan(self.mask.with_window(window), self.keys)
+            plan._parent = self if self._parent is None else self._parent
+            plan._windows = self._windows
+            self._windows[window] = plan
+        return plan
+
+    def table(self, row_block: int, column_block: int, transposed: bool = False) -> BlockTable:
+        """The block table of queries by keys, or of keys by queries if `transposed`."""
+        key = (row_block, column_block, transposed)
+        if key not in self._tables:
+            if transposed:
+                self._tables[key] = self.table(column_block, row_block).transposed()
+            else:
+                keys = None if self.keys is self.mask else self.keys
+                self._tables[key] = block_table(self.mask, row_block, column_block, keys=keys)
+        return self._tables[key]
+
+    def work(
+        self,
+        device: torch.device,
+        row_block: int,
+        column_block: int,
+        copies: int,
+        processors: int,
+        *,
+        transposed: bool = False,
+        copy_cost: int = 1,
+        smallest_piece_tokens: int | None = None,
+    ) -> DeviceWork:
+        """The work list of a launch (see `work_list`), on `device`."""
+        key = (
+            device,
+            row_block,
+            column_block,
+            copies,
+            processors,
+            transposed,
+            copy_cost,
+            smallest_piece_tokens,
+        )
+        if key not in self._work:
+            options = (
+                {} if smallest_piece_tokens is None else {"smallest_piece_tokens": smallest_piece_tokens}
+            )
+            table = self.table(row_block, column_block, transposed)
+            self._work[key] = _upload(
+                work_list(table, copies, processors, copy_cost=copy_cost, **options), device
+            )
+        return self._work[key]
+
+    def tensors(self, device: torch.device) -> MaskTensors:
+        """The mask's words and positions on `device`; the same for every window width."""
+        if self._parent is not None:
+            return self._parent.tensors(device)
+        if device not in self._tensors:
+            query = _words(self.mask, device)
+            key = query if self.keys is self.mask else _words(self.keys, device)
+            self._tensors[device] = MaskTensors(*query, *key)
+        return self._tensors[device]
+
+    def remember(self, key: Any, make: Callable[[AttentionPlan], Any]) -> Any:
+        """`make(plan)`, made once and kept under `key`: for what a single backend derives from the mask."""
+        if key not in self._remembered:
+            self._remembered[key] = make(self)
+        return self._remembered[key]
+
+
+def as_plan(mask: AttentionMask | AttentionPlan) -> AttentionPlan:
+    """The plan itself, or a new one for a bare mask."""
+    if isinstance(mask, AttentionPlan):
+        return mask
+    if isinstance(mask, AttentionMask):
+        return AttentionPlan(mask)
+    raise TypeError(f"mask must be an AttentionMask or an AttentionPlan, got {type(mask).__name__}")
+
+
+def _words(mask: AttentionMask, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return upload(mask.fields, device), upload(mask.positions, device)
+
+
+def _upload(work: WorkList, device: torch.device) -> DeviceWork:
+    return DeviceWork(
+        upload(work.units, device),
+        upload(work.intervals, device),
+        upload(work.splits, device),
+        work.num_slots,
+    )
+
+
+def upload(array: NDArray, device: torch.device) -> torch.Tensor:
+    """A copy on `device`; the host does not wait for it to arrive."""
+    return to_device(torch.tensor(array), device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`; the host does not wait for it to arrive."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -1,0 +1,263 @@
+"""Which implementation runs an attention call, and why.
+
+| backend   | devices           | what it is                                                       |
+|-----------|-------------------|------------------------------------------------------------------|
+| sdpa      | any               | PyTorch's scaled_dot_product_attention: plain rows alone         |
+| triton    | NVIDIA GPUs       | our kernels: every mask, deterministic gradients                 |
+| blockwise | any               | the same tables in plain PyTorch: CPUs, float64, a reference     |
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.scores import AttentionError
+from dilatant.attention.kernels.sdpa import why_not_plain
+from dilatant.attention.kernels.triton_tuning import MAX_HEAD_DIM
+from dilatant.config.environment import interprets_triton
+
+PREFERENCE = ("sdpa", "triton", "blockwise")
+"""Order of the automatic choice: PyTorch's own kernels where a row is plain, which most are; ours for every other."""
+
+KERNELS = ("triton", "blockwise")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one attention call asks for.
+
+    `not_plain` says why the mask is not one full or causal block per sample, or is None if it is.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    query_tokens: int
+    key_tokens: int
+    softcap: bool = False
+    sinks: bool = False
+    logsumexp: bool = False
+    not_plain: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What the machine offers: `capability` of the GPU (None without one), whether Triton can be imported, and whether
+    its interpreter is on, which runs kernels on the CPU."""
+
+    triton: bool = False
+    capability: tuple[int, int] | None = None
+    interpreter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend taken, the reason, and why each of the others was not."""
+
+    name: str
+    reason: str
+    others: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"attention backend: {self.name} ({self.reason})"]
+        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.others.items()])
+
+
+def obstacle(name: str, request: Request, installed: Installed) -> str | None:
+    """Why backend `name` cannot run the request; None if it can."""
+    return _OBSTACLES[name](request, installed)
+
+
+def choose_backend(request: Request, installed: Installed, wanted: str = "auto") -> Choice:
+    """The backend for a request on a machine; a pure function, which `dilatant doctor` shows.
+
+    Raises:
+        AttentionError: if `wanted` is unknown or cannot run the request, saying why and what can.
+    """
+    if wanted != "auto" and wanted not in _OBSTACLES:
+        raise AttentionError(f"unknown attention backend {wanted!r}; known are auto, {', '.join(PREFERENCE)}")
+    obstacles = {name: obstacle(name, request, installed) for name in PREFERENCE}
+    able = [name for name in PREFERENCE if obstacles[name] is None]
+    if wanted != "auto" and obstacles[wanted] is not None:
+        raise AttentionError(
+            f"attention backend {wanted!r} cannot run this: {obstacles[wanted]}. "
+            f"Use {' or '.join(repr(name) for name in able) or 'another device'}"
+        )
+    if not able:
+        raise AttentionError(
+            "no attention backend can run this: "
+            + "; ".join(f"{name}: {why}" for name, why in obstacles.items())
+        )
+    chosen = able[0] if wanted == "auto" else wanted
+    others = {name: obstacles[name] or f"{chosen} is preferred" for name in PREFERENCE if name != chosen}
+    if wanted != "auto":
+        return Choice(chosen, "asked for", {name: why for name, why in others.items() if obstacles[name]})
+    return Choice(chosen, _REASONS[chosen], others)
+
+
+def choose_kernel(request: Request, installed: Installed, wanted: str = "auto") -> str:
+    """The backend among those that are kernels of ours, whose forward and backward can be called apart.
+
+    Raises:
+        AttentionError: if `wanted` is none of them or cannot run the request.
+    """
+    if wanted not in ("auto", *KERNELS):
+        raise AttentionError(
+            f"attention backend {wanted!r} has no separate backward; use one of {', '.join(KERNELS)}"
+        )
+    for name in KERNELS:
+        if wanted == "auto" and obstacle(name, request, installed) is None:
+            return name
+    return choose_backend(request, installed, wanted).name
+
+
+def request_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    logsumexp: bool = False,
+    key_tokens: int | None = None,
+) -> Request:
+    """The request that some tensors make; `key_tokens` says how many keys there must be if not all of the plan's.
+
+    Raises:
+        AttentionError: listing everything about their shapes, types and devices that does not fit together.
+    """
+    problems = []
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 3:
+            problems.append(f"{name} must be [tokens, heads, head_dim], got {list(tensor.shape)}")
+    if not problems:
+        if query.shape[0] != plan.mask.num_tokens:
+            problems.append(f"query has {query.shape[0]} tokens, the mask {plan.mask.num_tokens}")
+        key_tokens = plan.keys.num_tokens if key_tokens is None else key_tokens
+        if key.shape[0] != key_tokens:
+            problems.append(f"key has {key.shape[0]} tokens, the mask {key_tokens}")
+        if key.shape[:2] != value.shape[:2]:
+            problems.append(f"key is {list(key.shape)} but value {list(value.shape)}")
+        if query.shape[2] != key.shape[2]:
+            problems.append(f"query has head_dim {query.shape[2]}, key {key.shape[2]}")
+        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+            problems.append(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} KV heads")
+        if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+            problems.append(f"sinks must be [{query.shape[1]}], one a query head, got {list(sinks.shape)}")
+    if not query.dtype == key.dtype == value.dtype:
+        problems.append(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: they must agree")
+    if not query.device == key.device == value.device:
+        problems.append(f"query is on {query.device}, key on {key.device}, value on {value.device}")
+    if problems:
+        raise AttentionError("attention: " + "; ".join(problems))
+    return Request(
+        device=query.device.type,
+        dtype=query.dtype,
+        head_dim=query.shape[2],
+        value_dim=value.shape[2],
+        query_tokens=query.shape[0],
+        key_tokens=key.shape[0],
+        softcap=softcap is not None,
+        sinks=sinks is not None,
+        logsumexp=logsumexp,
+        not_plain=why_not_plain(plan),
+    )
+
+
+def installed(device: torch.device) -> Installed:
+    """What this machine offers for tensors on `device`."""
+    return Installed(
+        triton=_has_triton(),
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        interpreter=interprets_triton(),
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def explain_backend(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    plan: AttentionPlan,
+    *,
+    softcap: bool = False,
+    sinks: bool = False,
+    wanted: str = "auto",
+) -> Choice:
+    """The backend that a layer of this kind would get on this machine for this mask, and why."""
+    request = Request(
+        device=torch.device(device).type,
+        dtype=dtype,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        query_tokens=plan.mask.num_tokens,
+        key_tokens=plan.keys.num_tokens,
+        softcap=softcap,
+        sinks=sinks,
+        not_plain=why_not_plain(plan),
+    )
+    return choose_backend(request, installed(torch.device(device)), wanted)
+
+
+def _triton(request: Request, installed: Installed) -> str | None:
+    if not installed.triton:
+        return "Triton is not installed (pip install 'dilatant[gpu]')"
+    if request.device == "cpu" and not installed.interpreter:
+        return "the tensors are on a CPU"
+    if request.device not in ("cpu", "cuda"):
+        return f"there are no kernels for {request.device} devices"
+    if installed.capability is not None and installed.capability < (8, 0):
+        return (
+            f"the GPU's compute capability is {installed.capability[0]}.{installed.capability[1]}, below 8.0"
+        )
+    if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernels take bfloat16, float16 and float32, not {request.dtype}"
+    if request.device == "cpu" and request.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 matrices wrongly"
+    if request.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {request.head_dim} is above {MAX_HEAD_DIM}"
+    if request.value_dim != request.head_dim:
+        return f"values have {request.value_dim} channels, keys {request.head_dim}"
+    return None
+
+
+def _blockwise(request: Request, installed: Installed) -> str | None:
+    if request.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        return f"it takes floating-point tensors, not {request.dtype}"
+    return None
+
+
+def _sdpa(request: Request, installed: Installed) -> str | None:
+    if request.not_plain is not None:
+        return f"SDPA knows only whole and causal samples, and {request.not_plain}"
+    if request.softcap:
+        return "SDPA cannot cap scores"
+    if request.sinks:
+        return "SDPA has no attention sinks"
+    if request.logsumexp:
+        return "SDPA does not return the logsumexp"
+    return None
+
+
+_OBSTACLES: dict[str, Callable[[Request, Installed], str | None]] = {
+    "sdpa": _sdpa,
+    "triton": _triton,
+    "blockwise": _blockwise,
+}
+_REASONS = {
+    "sdpa": "samples are plainly full or causal, which PyTorch's own kernels do at the cost of their squares",
+    "triton": "our kernels take every mask and give the same gradients every time",
+    "blockwise": "our block tables in plain PyTorch, the only one that takes every mask here",
+}

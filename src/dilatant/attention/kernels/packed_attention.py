@@ -1,0 +1,111 @@
+"""Attention over one packed row, differentiable on every backend."""
+
+from __future__ import annotations
+
+import torch
+
+from dilatant.attention.kernels.attention_plan import AttentionPlan, as_plan
+from dilatant.attention.kernels.backends import choose_backend, installed, request_of
+from dilatant.attention.kernels.scores import Kernel, Scores
+from dilatant.attention.masks.mask import AttentionMask
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask | AttentionPlan,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attention of one packed row: `[tokens, query_heads, value_dim]` in the query's dtype.
+
+    `query` is `[tokens, query_heads, head_dim]`, `key` `[key_tokens, kv_heads, head_dim]` and `value` `[key_tokens,
+    kv_heads, value_dim]`; every `query_heads / kv_heads` consecutive query heads share a KV head. `mask` says who
+    attends to whom; give an `AttentionPlan` where several calls share one, so that its tables are made once. A query
+    that sees nothing (padding) gives zeros and takes zero gradients; what padding holds must be finite.
+
+    `scale` defaults to `head_dim ** -0.5`. `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2).
+    `sinks` `[query_heads]` are logits that take part in each head's softmax and give no value (gpt-oss). `backend` is
+    "auto" or a name in `dilatant.attention.kernels.backends`.
+
+    Raises:
+        AttentionError: if the tensors do not fit together, or the backend cannot do what is asked, saying why.
+    """
+    return _attend(query, key, value, mask, scale, softcap, sinks, backend, False)[0]
+
+
+def attention_with_logsumexp(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask | AttentionPlan,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention`, and the natural logarithm of each softmax's sum: `[tokens, query_heads]`, float32 (float64 for
+    float64), without gradient, -inf where nothing is seen."""
+    output, logsumexp = _attend(query, key, value, mask, scale, softcap, sinks, backend, True)
+    assert logsumexp is not None, "a backend without logsumexp was not refused"
+    return output, logsumexp.t()
+
+
+@torch.compiler.disable
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask | AttentionPlan,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    backend: str,
+    want_logsumexp: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    plan = as_plan(mask)
+    request = request_of(query, key, value, plan, softcap=softcap, sinks=sinks, logsumexp=want_logsumexp)
+    name = choose_backend(request, installed(query.device), backend).name
+    scores = Scores(query.shape[2] ** -0.5 if scale is None else scale, softcap)
+    if name == "sdpa":
+        from dilatant.attention.kernels import sdpa
+
+        return sdpa.attend(query, key, value, sinks, plan, scores)
+    return KernelFunction.apply(query, key, value, sinks, plan, scores, load_kernel(name))
+
+
+def load_kernel(name: str) -> Kernel:
+    """Forward and backward of "triton" or "blockwise"."""
+    if name == "triton":
+        from dilatant.attention.kernels import triton_kernel
+
+        return triton_kernel.kernel()
+    from dilatant.attention.kernels import blockwise
+
+    return Kernel(blockwise.forward, blockwise.backward)
+
+
+class KernelFunction(torch.autograd.Function):
+    """A kernel's forward and backward as a node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, plan: AttentionPlan, scores: Scores, kernel: Kernel):
+        output, logsumexp = kernel.forward(query, key, value, sinks, plan, scores)
+        ctx.save_for_backward(query, key, value, sinks, output, logsumexp)
+        ctx.plan, ctx.scores, ctx.kernel = plan, scores, kernel
+        ctx.mark_non_differentiable(logsumexp)
+        return output, logsumexp
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output, _):
+        query, key, value, sinks, output, logsumexp = ctx.saved_tensors
+        gradients = ctx.kernel.backward(
+            grad_output, query, key, value, sinks, output, logsumexp, ctx.plan, ctx.scores
+        )
+        return *gradients, None, None, None

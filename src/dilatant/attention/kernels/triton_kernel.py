@@ -1,0 +1,371 @@
+"""Launches of the Triton attention kernels: from tensors and a plan to results, without waiting for the device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dilatant.attention.kernels.attention_plan import AttentionPlan, DeviceWork
+from dilatant.attention.kernels.blockwise import sink_gradient
+from dilatant.attention.kernels.scores import Gradients, Kernel, Scores
+from dilatant.attention.kernels.triton_backward import (
+    add_parts_kernel,
+    delta_kernel,
+    grad_key_value_kernel,
+    grad_query_kernel,
+)
+from dilatant.attention.kernels.triton_forward import forward_kernel, join_forward_kernel
+from dilatant.attention.kernels.triton_tuning import PRECISION, Tile, Tuning, padded_head_dim, tuning_for
+
+JOIN_TOKENS = 16
+
+
+class _Inputs(NamedTuple):
+    """What both gradient kernels read."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_output: torch.Tensor
+    logsumexp: torch.Tensor
+    delta: torch.Tensor
+
+
+def kernel(tuning: Tuning | None = None) -> Kernel:
+    """The Triton kernels as a forward and a backward; `tuning` None takes the one for the tensors at hand."""
+    return Kernel(functools.partial(forward, tuning=tuning), functools.partial(backward, tuning=tuning))
+
+
+def score_factors(scores: Scores) -> tuple[float, float]:
+    """`inner` and `outer`: the score in base 2 is `outer * q.k`, or `outer * tanh(inner * q.k)` with a soft cap."""
+    if scores.softcap is None:
+        return 0.0, scores.scale * math.log2(math.e)
+    return scores.scale / scores.softcap, scores.softcap * math.log2(math.e)
+
+
+def _on_their_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch` with the tensors' GPU as the current one, which is where Triton launches."""
+
+    @functools.wraps(launch)
+    def run(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(tensor):
+            return launch(tensor, *rest, **options)
+
+    return run
+
+
+@_on_their_device
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    plan: AttentionPlan,
+    scores: Scores,
+    tuning: Tuning | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[tokens, query_heads, head_dim]` and natural logsumexp `[query_heads, tokens]`, float32."""
+    tuning = tuning or _tuning(query)
+    tile = tuning.forward
+    tokens, heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    output = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
+    logsumexp = torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
+    if not tokens or not key.shape[0]:
+        return output.zero_(), logsumexp.fill_(-math.inf)
+    query, key, value = (_loadable(x, tuning) for x in (query, key, value))
+    work = _work(plan, query, tuning, heads)
+    shape = (work.num_slots, heads, tuning.block)
+    partial_output = _partial((*shape, head_dim), query)
+    partial_logsumexp = _partial(shape, query)
+    words = plan.tensors(query.device)
+    inner, outer = score_factors(scores)
+    forward_kernel[(work.units.shape[0] * (tuning.block // tile.queries) * heads,)](
+        _source(query, tile.queries, tuning),
+        _source(key, tile.keys, tuning),
+        _source(value, tile.keys, tuning),
+        output,
+        logsumexp,
+        partial_output,
+        partial_logsumexp,
+        sinks,
+        work.units,
+        work.intervals,
+        *words,
+        work.units.shape[0],
+        tokens,
+        key.shape[0],
+        plan.mask.window or 0,
+        inner,
+        outer,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        QUERY_HEADS=heads,
+        GROUP=heads // kv_heads,
+        SECTION=_section(key) * (heads // kv_heads),
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        SINKS=sinks is not None,
+        **_constants(tile, tuning, plan, scores, head_dim),
+    )
+    if work.num_slots:
+        join_forward_kernel[(work.splits.shape[0], heads, tuning.block // JOIN_TOKENS)](
+            output,
+            logsumexp,
+            partial_output,
+            partial_logsumexp,
+            sinks,
+            work.splits,
+            tokens,
+            QUERY_HEADS=heads,
+            HEAD_DIM=head_dim,
+            BLOCK_DIM=padded_head_dim(head_dim),
+            ROW_BLOCK=tuning.block,
+            BLOCK_M=JOIN_TOKENS,
+            SINKS=sinks is not None,
+        )
+    return output, logsumexp
+
+
+@_on_their_device
+def backward(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    plan: AttentionPlan,
+    scores: Scores,
+    tuning: Tuning | None = None,
+) -> Gradients:
+    """Gradients in the dtypes of the inputs; the same inputs give the same bits."""
+    tuning = tuning or _tuning(query)
+    tokens, heads, head_dim = query.shape
+    grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    grad_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    if not tokens or not key.shape[0]:
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
+        return Gradients(grad_query.zero_(), grad_key.zero_(), grad_value.zero_(), grad_sinks)
+    output, grad_output = (x if x.stride(2) == 1 else x.contiguous() for x in (output, grad_output))
+    delta = torch.empty_like(logsumexp)
+    delta_kernel[(triton.cdiv(tokens, JOIN_TOKENS), heads)](
+        output,
+        grad_output,
+        delta,
+        tokens,
+        *output.stride()[:2],
+        *grad_output.stride()[:2],
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=padded_head_dim(head_dim),
+        BLOCK_M=JOIN_TOKENS,
+    )
+    query, key, value, grad_output = (_loadable(x, tuning) for x in (query, key, value, grad_output))
+    inputs = _Inputs(query, key, value, grad_output, logsumexp, delta)
+    _grad_query(inputs, grad_query, plan, scores, tuning)
+    _grad_key_value(inputs, grad_key, grad_value, plan, scores, tuning)
+    grad_sinks = None if sinks is None else sink_gradient(sinks, logsumexp, delta)
+    return Gradients(grad_query, grad_key, grad_value, grad_sinks)
+
+
+def _grad_query(
+    inputs: _Inputs,
+    grad_query: torch.Tensor,
+    plan: AttentionPlan,
+    scores: Scores,
+    tuning: Tuning,
+) -> None:
+    query, key, value, grad_output, logsumexp, delta = inputs
+    tile = tuning.grad_query
+    tokens, heads, head_dim = grad_query.shape
+    work = _work(plan, query, tuning, heads)
+    partial = _partial((work.num_slots, heads, tuning.block, head_dim), query)
+    grad_query_kernel[(work.units.shape[0] * (tuning.block // tile.queries) * heads,)](
+        _source(query, tile.queries, tuning),
+        _source(key, tile.keys, tuning),
+        _source(value, tile.keys, tuning),
+        _source(grad_output, tile.queries, tuning),
+        logsumexp,
+        delta,
+        grad_query,
+        partial,
+        work.units,
+        work.intervals,
+        *plan.tensors(query.device),
+        work.units.shape[0],
+        tokens,
+        key.shape[0],
+        plan.mask.window or 0,
+        scores.scale,
+        *score_factors(scores),
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *grad_output.stride()[:2],
+        QUERY_HEADS=heads,
+        GROUP=heads // key.shape[1],
+        SECTION=_section(key) * (heads // key.shape[1]),
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        **_constants(tile, tuning, plan, scores, head_dim),
+    )
+    _add_parts(grad_query, partial, work, tuning)
+
+
+def _grad_key_value(
+    inputs: _Inputs,
+    grad_key: torch.Tensor,
+    grad_value: torch.Tensor,
+    plan: AttentionPlan,
+    scores: Scores,
+    tuning: Tuning,
+) -> None:
+    query, key, value, grad_output, logsumexp, delta = inputs
+    tile = tuning.grad_key_value
+    _, kv_heads, head_dim = grad_key.shape
+    group = query.shape[1] // kv_heads
+    work = _work(plan, query, tuning, kv_heads, transposed=True, copy_cost=group)
+    shape = (work.num_slots, kv_heads, tuning.block, head_dim)
+    partial_key, partial_value = _partial(shape, query), _partial(shape, query)
+    grad_key_value_kernel[(work.units.shape[0] * (tuning.block // tile.keys) * kv_heads,)](
+        _source(query, tile.queries, tuning),
+        _source(key, tile.keys, tuning),
+        _source(value, tile.keys, tuning),
+        _source(grad_output, tile.queries, tuning),
+        logsumexp,
+        delta,
+        grad_key,
+        grad_value,
+        partial_key,
+        partial_value,
+        work.units,
+        work.intervals,
+        *plan.tensors(query.device),
+        work.units.shape[0],
+        query.shape[0],
+        key.shape[0],
+        plan.mask.window or 0,
+        scores.scale,
+        *score_factors(scores),
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *grad_output.stride()[:2],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        SECTION=_section(query, group),
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        **_constants(tile, tuning, plan, scores, head_dim),
+    )
+    _add_parts(grad_key, partial_key, work, tuning)
+    _add_parts(grad_value, partial_value, work, tuning)
+
+
+def _add_parts(grad: torch.Tensor, partial: torch.Tensor, work: DeviceWork, tuning: Tuning) -> None:
+    if not work.num_slots:
+        return
+    _, heads, head_dim = grad.shape
+    add_parts_kernel[(work.splits.shape[0], heads, tuning.block // JOIN_TOKENS)](
+        grad,
+        partial,
+        work.splits,
+        grad.shape[0],
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=padded_head_dim(head_dim),
+        ROW_BLOCK=tuning.block,
+        BLOCK=JOIN_TOKENS,
+    )
+
+
+def _tuning(query: torch.Tensor) -> Tuning:
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
+    return tuning_for(query.shape[2], query.element_size(), capability)
+
+
+def _constants(tile: Tile, tuning: Tuning, plan: AttentionPlan, scores: Scores, head_dim: int) -> dict:
+    """Compile-time settings that the kernels have in common."""
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": padded_head_dim(head_dim),
+        "ROW_BLOCK": tuning.block,
+        "TOGETHER": plan.has_together,
+        "WINDOWED": plan.mask.window is not None,
+        "SOFTCAP": scores.softcap is not None,
+        "TMA": tuning.tma,
+        "PRECISION": PRECISION,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _work(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tuning: Tuning,
+    copies: int,
+    transposed: bool = False,
+    copy_cost: int = 1,
+) -> DeviceWork:
+    return plan.work(
+        query.device,
+        tuning.block,
+        tuning.block,
+        copies,
+        tuning.processors or _processors(query.device),
+        transposed=transposed,
+        copy_cost=copy_cost,
+        smallest_piece_tokens=tuning.smallest_piece_tokens,
+    )
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _section(streamed: torch.Tensor, heads_per_group: int = 1) -> int:
+    """Groups of heads whose streamed pair of tensors (keys and values, or queries and gradients) fills half the L2
+    cache: a divisor of the number of groups."""
+    groups = streamed.shape[1] // heads_per_group
+    if streamed.device.type != "cuda":
+        return groups
+    cache = torch.cuda.get_device_properties(streamed.device).L2_cache_size
+    per_group = 2 * streamed.shape[0] * heads_per_group * streamed.shape[2] * streamed.element_size()
+    fitting = max(1, min(groups, cache // 2 // max(per_group, 1)))
+    return max(size for size in range(1, fitting + 1) if groups % size == 0)
+
+
+def _partial(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _loadable(tensor: torch.Tensor, tuning: Tuning) -> torch.Tensor:
+    """The tensor itself if the kernels can load it as it lies, else a copy. Descriptors take heads side by side, and
+    no head dimension but a power of two: padded in memory rather than on the way in, where it would cost registers."""
+    if not tuning.tma:
+        return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+    head_dim = tensor.shape[2]
+    if head_dim != padded_head_dim(head_dim):
+        return torch.nn.functional.pad(tensor, (0, padded_head_dim(head_dim) - head_dim)).contiguous()
+    flat = tensor.stride(2) == 1 and tensor.stride(1) == head_dim
+    aligned = tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+    flat = flat and tensor.stride(0) >= tensor.shape[1] * head_dim
+    return tensor if flat and aligned else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _source(tensor: torch.Tensor, rows: int, tuning: Tuning) -> torch.Tensor | TensorDescriptor:
+    if not tuning.tma:
+        return tensor
+    tokens, heads, head_dim = tensor.shape
+    return TensorDescriptor(tensor, [tokens, heads * head_dim], [tensor.stride(0), 1], [rows, head_dim])

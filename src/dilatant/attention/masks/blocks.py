@@ -1,0 +1,259 @@
+"""Which blocks of keys each block of queries must visit: tables for the kernels, workloads for the planner.
+
+Made from runs, so neither tokens x tokens nor blocks x blocks is ever held. Tables are exact unless a row needs more
+intervals than allowed or the mask is as ragged as noise; they are sound always: an empty block hides no visible pair,
+a full block holds no hidden one. `BlockTable.exact` tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dilatant.attention.masks.mask import SAMPLE, SAMPLE_SHIFT, AttentionMask, MaskError, Runs
+
+
+class BlockKind(IntEnum):
+    """What a kernel does with a block of scores: skip, mask, or compute as it is."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+class Intervals(NamedTuple):
+    """Intervals of one kind in compressed rows: row r owns `offsets[r] : offsets[r + 1]`. All int32."""
+
+    offsets: NDArray[np.int32]
+    start: NDArray[np.int32]
+    length: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTable:
+    """Per row block, sorted disjoint intervals of column blocks with their kind; what no interval holds is empty.
+
+    Rows are query blocks and columns key blocks, or the other way round in a transposed table. Interval i covers
+    column blocks `start[i] : start[i] + length[i]`; row r owns intervals `offsets[r] : offsets[r + 1]`. The last
+    block of a side may be short; "full" speaks of the tokens that exist.
+
+    `full_blocks` and `partial_blocks` count the column blocks of each row. `exact` says that no empty block is
+    listed and no full block is listed as partial.
+    """
+
+    offsets: NDArray[np.int32]
+    start: NDArray[np.int32]
+    length: NDArray[np.int32]
+    kind: NDArray[np.int8]
+    row_block: int
+    column_block: int
+    row_tokens: int
+    column_tokens: int
+    exact: bool
+
+    @property
+    def num_rows(self) -> int:
+        return self.offsets.size - 1
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.column_tokens // self.column_block)
+
+    @property
+    def full_blocks(self) -> NDArray[np.int64]:
+        """Full column blocks of each row: int64 `[rows]`."""
+        return self._blocks(BlockKind.FULL)
+
+    @property
+    def partial_blocks(self) -> NDArray[np.int64]:
+        """Partial column blocks of each row: int64 `[rows]`."""
+        return self._blocks(BlockKind.PARTIAL)
+
+    def _blocks(self, kind: BlockKind) -> NDArray[np.int64]:
+        total = np.concatenate([[0], np.cumsum(np.where(self.kind == kind, self.length, 0))])
+        return np.diff(total[self.offsets])
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets.nbytes + self.start.nbytes + self.length.nbytes + self.kind.nbytes
+
+    def select(self, kind: BlockKind) -> Intervals:
+        """The intervals of one kind alone, for kernels that loop over full and partial blocks apart."""
+        kept = self.kind == kind
+        before = np.concatenate([[0], np.cumsum(kept)])
+        return Intervals(before[self.offsets].astype(np.int32), self.start[kept], self.length[kept])
+
+    def take(self, rows: ArrayLike) -> BlockTable:
+        """The table of some row blocks in the given order: those a context-parallel rank holds.
+
+        A short last block may be taken only as the last row.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        short = self.row_tokens % self.row_block
+        if short and (rows[:-1] == self.num_rows - 1).any():
+            raise MaskError(f"the short last block ({short} tokens) must stay last on its rank")
+        counts = np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        picked = np.repeat(self.offsets[rows] - offsets[:-1], counts) + np.arange(offsets[-1])
+        lost = self.row_block - short if short and rows.size and rows[-1] == self.num_rows - 1 else 0
+        return replace(
+            self,
+            offsets=offsets.astype(np.int32),
+            start=self.start[picked],
+            length=self.length[picked],
+            kind=self.kind[picked],
+            row_tokens=rows.size * self.row_block - lost,
+        )
+
+    def transposed(self, max_intervals: int = 512) -> BlockTable:
+        """The table of the other direction, for the gradients of keys and values."""
+        from dilatant.attention.masks.sweep import join_nearest
+        from dilatant.attention.masks.transpose import transpose
+
+        _check_room(max_intervals)
+        packed = np.stack([self.start, self.length, self.kind.astype(np.int32)], axis=1)
+        offsets, intervals = transpose(self.offsets.astype(np.int64), packed, self.num_columns)
+        offsets, intervals, exact = join_nearest(offsets, intervals, max_intervals)
+        return BlockTable(
+            **_columns(offsets, intervals),
+            row_block=self.column_block,
+            column_block=self.row_block,
+            row_tokens=self.column_tokens,
+            column_tokens=self.row_tokens,
+            exact=self.exact and exact,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """Cost of attention per query block, in any one unit (seconds, block pairs).
+
+    The defaults are fitted to nothing: they count key blocks, as the papers do. `python benchmarks/attention.py` times
+    every rank's share on the machine at hand and prints the weights that fit it.
+
+    `full` and `partial` are charged for each key block visited, masked ones apart because masking costs (reference
+    planning.md C11); `linear` for the query block itself: its projections and MLP, so that ranks are balanced over
+    the layer rather than over its attention (C3).
+    """
+
+    full: float = 1
+    partial: float = 1
+    linear: float = 0
+
+
+def block_table(
+    mask: AttentionMask,
+    block: int = 128,
+    key_block: int | None = None,
+    *,
+    keys: AttentionMask | None = None,
+    max_intervals: int = 512,
+) -> BlockTable:
+    """The table of query blocks of `block` tokens against key blocks of `key_block` tokens (default the same).
+
+    `keys` is the mask of the keys where they are not the queries' own row: a context-parallel rank holds some of the
+    queries and all keys. In a row of more than `max_intervals` intervals, neighbours are joined as partial where that
+    costs least, which bounds memory to rows x `max_intervals`.
+    """
+    keys = mask if keys is None else keys
+    key_block = block if key_block is None else key_block
+    _check_blocks(block, key_block)
+    _check_room(max_intervals)
+    exact, offsets, intervals, _ = _sweep(mask, keys, block, key_block, True, max_intervals)
+    return BlockTable(
+        **_columns(offsets, intervals),
+        row_block=block,
+        column_block=key_block,
+        row_tokens=mask.num_tokens,
+        column_tokens=keys.num_tokens,
+        exact=exact,
+    )
+
+
+def block_workloads(
+    mask: AttentionMask,
+    block: int = 128,
+    key_block: int | None = None,
+    *,
+    keys: AttentionMask | None = None,
+    cost: BlockCost = BlockCost(),
+) -> NDArray:
+    """Work of each block of query tokens: `[blocks]`, int64 if the costs are integers, else float64.
+
+    By default the number of key blocks that hold at least one visible pair (thesis algorithm 1). A short last block
+    is charged like a whole one, as a kernel computes it; only its linear part is in proportion.
+    """
+    keys = mask if keys is None else keys
+    key_block = block if key_block is None else key_block
+    _check_blocks(block, key_block)
+    _, _, _, counts = _sweep(mask, keys, block, key_block, False, 0)
+    work = counts[:, 0] * cost.full + counts[:, 1] * cost.partial
+    if cost.linear:
+        work = work + cost.linear
+        short = mask.num_tokens % block
+        if short:
+            work = work.astype(np.float64)
+            work[-1] -= cost.linear * (1 - short / block)
+    return work
+
+
+def block_samples(mask: AttentionMask, block: int = 128) -> NDArray[np.int64]:
+    """The sample that each block's first token belongs to: int64 `[blocks]`; the documents of `place_blocks`."""
+    _check_blocks(block, block)
+    first = np.arange(0, mask.num_tokens, block)
+    run = np.searchsorted(mask.runs.start, first, side="right") - 1
+    return (mask.runs.field[run] & SAMPLE) >> SAMPLE_SHIFT
+
+
+def _check_blocks(block: int, key_block: int) -> None:
+    if block < 1 or key_block < 1:
+        raise MaskError(f"blocks must hold at least one token, got {block} query and {key_block} key tokens")
+
+
+def _check_room(max_intervals: int) -> None:
+    if max_intervals < 3:
+        raise MaskError(f"max_intervals must be at least 3 (partial, full, partial), got {max_intervals}")
+
+
+def _packed(runs: Runs) -> NDArray[np.int64]:
+    return np.stack([runs.start, runs.length, runs.field, runs.position])
+
+
+def _size(block: int) -> tuple[int, int]:
+    return block, block.bit_length() - 1 if block & (block - 1) == 0 else -1
+
+
+def _sweep(
+    mask: AttentionMask, keys: AttentionMask, block: int, key_block: int, store: bool, most: int
+) -> tuple[bool, NDArray, NDArray, NDArray]:
+    from dilatant.attention.masks import summary, sweep
+
+    query_runs = _packed(mask.runs)
+    key_runs = query_runs if keys is mask else _packed(keys.runs)
+    window = -1 if mask.window is None else mask.window
+    tokens = mask.num_tokens, keys.num_tokens
+    # Past this many steps the sweep costs more than judging every pair of blocks by summaries does.
+    budget = max(1 << 22, -(-tokens[0] // block) * -(-tokens[1] // key_block))
+    finished, exact, offsets, intervals, counts = sweep.sweep(
+        query_runs, key_runs, window, _size(block), _size(key_block), *tokens, store, most, budget
+    )
+    if not finished:
+        offsets, intervals, counts = summary.classify(
+            query_runs, key_runs, window, block, key_block, *tokens, store
+        )
+        if store:
+            offsets, intervals, _ = sweep.join_nearest(offsets, intervals, most)
+    return exact, offsets, intervals, counts
+
+
+def _columns(offsets: NDArray, intervals: NDArray) -> dict:
+    return {
+        "offsets": offsets.astype(np.int32),
+        "start": np.ascontiguousarray(intervals[:, 0], dtype=np.int32),
+        "length": np.ascontiguousarray(intervals[:, 1], dtype=np.int32),
+        "kind": np.ascontiguousarray(intervals[:, 2], dtype=np.int8),
+    }

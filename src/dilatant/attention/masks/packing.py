@@ -1,0 +1,390 @@
+"""Masks of packed rows, from which sample and which image each stretch of the row is.
+
+Every function here returns runs and costs what the row has segments, whatever its length. All words carry WINDOW, but
+for prefixes, so `mask.with_window(width)` gives the mask of a sliding-window layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dilatant.attention.masks.mask import (
+    PADDING,
+    SAMPLE,
+    SAMPLE_SHIFT,
+    AttentionMask,
+    MaskError,
+    Runs,
+    pack_fields,
+)
+
+TEXT = "text"
+PADDING_SEGMENT = "padding"
+MEDIA_KINDS = ("causal", "bidirectional", "embedded", "modality", "isolated")
+"""Whom media may see (see `media_mask`)."""
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of one modality in a sample.
+
+    `instance` numbers the image or clip from 1 and is needed only where one instance comes in several segments;
+    None counts each segment of a modality other than text as an instance of its own. Text has instance 0.
+    """
+
+    modality: str
+    length: int
+    instance: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLayout:
+    """A packed row as segments in row order; each array is int64 `[segments]`.
+
+    `modality` indexes `modalities`, whose first entry is the text; -1 marks padding. `instance` is 0 for text.
+    Samples are numbered from 0 in row order.
+    """
+
+    modalities: tuple[str, ...]
+    sample: NDArray[np.int64]
+    modality: NDArray[np.int64]
+    instance: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+    @classmethod
+    def of_samples(
+        cls, samples: Iterable[Iterable[Segment | tuple]], modalities: Sequence[str] | None = None
+    ) -> RowLayout:
+        """A row of samples, each a list of `Segment`s (or their tuples) in token order.
+
+        `modalities` fixes the number of each modality, text first; by default they are numbered as they appear.
+
+        Raises:
+            MaskError: on a negative length or an unknown modality.
+        """
+        known = list(modalities) if modalities is not None else [TEXT]
+        rows: list[tuple[int, int, int, int]] = []
+        for number, sample in enumerate(samples):
+            segments = [Segment(*segment) for segment in sample]
+            next_instance = 1 + max((segment.instance or 0 for segment in segments), default=0)
+            for place, (modality, length, instance) in enumerate(segments):
+                where = f"sample {number}, segment {place}"
+                if length < 0:
+                    raise MaskError(f"{where}: length {length} is negative")
+                if modality == PADDING_SEGMENT:
+                    rows.append((number, -1, 0, length))
+                    continue
+                if modality not in known:
+                    if modalities is not None:
+                        raise MaskError(
+                            f"{where}: unknown modality {modality!r}; known are {', '.join(known)}"
+                        )
+                    known.append(modality)
+                if instance is None and modality != known[0]:
+                    instance, next_instance = next_instance, next_instance + 1
+                rows.append((number, known.index(modality), instance or 0, length))
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
+        return cls(tuple(known), *(np.ascontiguousarray(column) for column in columns.T))
+
+    @classmethod
+    def of_tokens(
+        cls, sample: ArrayLike, modality: ArrayLike, instance: ArrayLike, modalities: Sequence[str]
+    ) -> RowLayout:
+        """A row from the sample, modality (index into `modalities`, -1 for padding) and instance of every token.
+
+        Samples must be numbered from 0 in row order; text has instance 0. O(tokens).
+        """
+        columns = np.stack([np.asarray(part, dtype=np.int64) for part in (sample, modality, instance)])
+        opens = np.ones(columns.shape[1], dtype=bool)
+        opens[1:] = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
+        first = np.flatnonzero(opens)
+        samples, kinds, instances = columns[:, first]
+        if (np.diff(samples, prepend=0) < 0).any() or (samples.size and samples[0] != 0):
+            raise MaskError(
+                "samples of a packed row must be numbered from 0 in row order, each in one stretch"
+            )
+        if kinds.size and not -1 <= kinds.min() <= kinds.max() < len(modalities):
+            raise MaskError(f"modalities must be -1 (padding) or an index into {list(modalities)}")
+        return cls(tuple(modalities), samples, kinds, instances, np.diff(first, append=columns.shape[1]))
+
+    @classmethod
+    def of_lengths(cls, lengths: ArrayLike) -> RowLayout:
+        """A row of text samples of the given token counts."""
+        lengths = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
+        zeros = np.zeros_like(lengths)
+        return cls((TEXT,), np.arange(lengths.size), zeros, zeros, lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.length.sum())
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.sample.max()) + 1 if self.sample.size else 0
+
+    @property
+    def is_padding(self) -> NDArray[np.bool_]:
+        return self.modality < 0
+
+    @property
+    def is_text(self) -> NDArray[np.bool_]:
+        return self.modality == 0
+
+    def part(self, chosen: slice | NDArray[np.bool_]) -> RowLayout:
+        """Some of the segments, of samples numbered from 0 on."""
+        columns = (self.sample, self.modality, self.instance, self.length)
+        sample, *others = (column[chosen] for column in columns)
+        return RowLayout(self.modalities, sample - sample[:1], *others)
+
+    def split(self) -> list[RowLayout]:
+        """Each sample as a row of its own."""
+        border = np.searchsorted(self.sample, np.arange(self.num_samples + 1))
+        return [self.part(slice(start, end)) for start, end in pairwise(border)]
+
+    def positions(self) -> NDArray[np.int64]:
+        """Index of each segment's first token within its sample: int64 `[segments]`."""
+        start = np.cumsum(self.length) - self.length
+        opens = np.ones(self.sample.size, dtype=bool)
+        opens[1:] = self.sample[1:] != self.sample[:-1]
+        first = np.flatnonzero(opens)
+        return start - np.repeat(start[first], np.diff(first, append=self.sample.size))
+
+
+def _mask(row: RowLayout, fields: ArrayLike, positions: NDArray[np.int64] | None = None) -> AttentionMask:
+    fields = np.where(row.is_padding, 0, fields)
+    return AttentionMask(Runs.build(row.length, fields, row.positions() if positions is None else positions))
+
+
+def causal(row: RowLayout) -> AttentionMask:
+    """Every token sees all tokens before it, across samples too: the row is one document."""
+    start = np.cumsum(row.length) - row.length
+    return _mask(row, pack_fields(1, 1, causal=True, window=True), start)
+
+
+def document_causal(row: RowLayout) -> AttentionMask:
+    """Every token sees the tokens before it in its sample."""
+    return _mask(row, pack_fields(1, 1, sample=row.sample, causal=True, window=True))
+
+
+def full(row: RowLayout) -> AttentionMask:
+    """Every token sees its whole sample: encoders over packed images."""
+    return _mask(row, pack_fields(1, 1, sample=row.sample, window=True))
+
+
+def sliding_window(row: RowLayout, window: int) -> AttentionMask:
+    """Every token sees itself and the `window - 1` tokens before it in its sample."""
+    return document_causal(row).with_window(window)
+
+
+def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
+    """The first `prefix_lengths[s]` tokens of sample s see each other; the rest sees what is before it. A window holds
+    the rest alone (as in PaliGemma 2).
+
+    Raises:
+        MaskError: unless there is one prefix per sample, none longer than its sample.
+    """
+    prefix = np.asarray(prefix_lengths, dtype=np.int64)
+    if prefix.shape != (row.num_samples,):
+        raise MaskError(f"{prefix.size} prefix lengths for {row.num_samples} samples")
+    tokens = np.bincount(row.sample, weights=row.length, minlength=row.num_samples)
+    for sample in np.flatnonzero((prefix < 0) | (prefix > tokens)):
+        raise MaskError(
+            f"sample {sample}: prefix of {prefix[sample]} tokens in a sample of {int(tokens[sample])}"
+        )
+    position = row.positions()
+    inside = np.clip(prefix[row.sample] - position, 0, row.length)
+    before = pack_fields(1, 1, sample=row.sample)
+    after = pack_fields(2, 3, sample=row.sample, causal=True, window=True)
+    padding = row.is_padding
+    return AttentionMask(
+        Runs.build(
+            np.stack([inside, row.length - inside], axis=1).ravel(),
+            np.stack([np.where(padding, 0, before), np.where(padding, 0, after)], axis=1).ravel(),
+            np.stack([position, position + inside], axis=1).ravel(),
+        )
+    )
+
+
+def media_mask(row: RowLayout, kinds: str | Mapping[str, str]) -> AttentionMask:
+    """Causal text, with media of each modality as `kinds` says (one kind for all, or modality → kind, by default
+    "causal"); a token sees nothing of other samples.
+
+    "causal": everything before it. "bidirectional": the whole of its own item too (Gemma 3). "isolated": its own item,
+    and the text and "causal" media before it. "embedded": its own item alone. "modality": all items of its modality
+    and nothing else. Text sees everything before it. Modalities may be as many as there are: a word says how a token
+    sees, not what it is, and items that see each other share an instance, of which a sample has up to 65,535.
+
+    Raises:
+        MaskError: on an unknown kind or modality, and more instances than a word tells apart.
+    """
+    media = row.modalities[1:]
+    named = dict.fromkeys(media, kinds) if isinstance(kinds, str) else kinds
+    for name, word in named.items():
+        if word not in MEDIA_KINDS or name not in media:
+            raise MaskError(
+                f"{name!r}: {word!r} is no kind of media mask ({', '.join(MEDIA_KINDS)}) of a modality "
+                f"({', '.join(media)})"
+            )
+    kind = np.array(["causal", *(named.get(name, "causal") for name in media)])[np.maximum(row.modality, 0)]
+    plain = kind == "causal"
+    causal = ~np.isin(kind, ("embedded", "modality"))
+    attend = np.where(kind == "isolated", 1, np.where(causal, 3, 2))
+    return _mask(
+        row,
+        pack_fields(
+            np.where(plain, 1, 2),
+            attend,
+            instance=_seen_together(row, plain, kind == "modality"),
+            sample=row.sample,
+            causal=causal,
+            local=~causal,
+            together=causal & ~plain,
+            window=True,
+        ),
+    )
+
+
+def _seen_together(row: RowLayout, plain: NDArray[np.bool_], whole: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Numbers from 1 on, sample by sample, of what sees itself as a whole: an item, or where `whole` says so all items
+    of its modality; 0 where `plain`."""
+    columns = np.stack([row.sample, row.modality, np.where(whole, 0, row.instance)])[:, ~plain]
+    numbers = np.zeros(plain.size, dtype=np.int64)
+    if columns.size:
+        sets, place = np.unique(columns, axis=1, return_inverse=True)
+        numbers[~plain] = 1 + (np.arange(sets.shape[1]) - np.searchsorted(sets[0], sets[0]))[place.ravel()]
+    return numbers
+
+
+def mask_of_samples(row: RowLayout, make: Callable[[RowLayout], AttentionMask]) -> AttentionMask:
+    """The mask of a row from that of each sample: `make` is called with the layout of one sample, without padding.
+
+    Raises:
+        MaskError: naming the sample for which `make` gives another value than a mask of the sample's tokens without a
+            window and without padding.
+    """
+    masks = []
+    for number, alone in enumerate(row.split()):
+        is_token = ~alone.is_padding
+        mask = make(alone.part(is_token))
+        where, tokens = f"the mask of sample number {number} of a row", int(alone.length[is_token].sum())
+        if not isinstance(mask, AttentionMask):
+            raise MaskError(f"{where} is of type {type(mask).__name__}; give an AttentionMask")
+        if mask.num_tokens != tokens:
+            raise MaskError(f"{where} has {mask.num_tokens} tokens, the sample has {tokens}")
+        if mask.window is not None:
+            raise MaskError(f"{where} has a window; the widths are those of the model's layers")
+        if (mask.runs.field == PADDING).any():
+            token = int(mask.runs.start[np.argmax(mask.runs.field == PADDING)])
+            raise MaskError(f"{where}: token {token} has the word of padding, which sees nobody")
+        if not is_token.all():
+            fields, at = np.zeros(alone.num_tokens, np.int64), np.repeat(is_token, alone.length)
+            positions = np.arange(alone.num_tokens)
+            fields[at], positions[at] = mask.fields, mask.positions
+            mask = AttentionMask.from_tokens(fields, positions)
+        masks.append(mask)
+    return pack(masks)
+
+
+def embedded(row: RowLayout, across_instances: bool = False) -> AttentionMask:
+    """Encoder outputs embedded in the text (EE, thesis 3.5.4): text sees everything before it in its sample, an
+    image sees itself and nothing else.
+
+    With `across_instances` an image sees all images of its sample, as in the papers.
+    """
+    return media_mask(row, "modality" if across_instances else "embedded")
+
+
+def prepended(row: RowLayout, across_instances: bool = False) -> AttentionMask:
+    """Encoder outputs before the text (EP, thesis 3.5.4); the rule of `embedded`, on rows so laid out.
+
+    Raises:
+        MaskError: naming the sample in which an encoder output follows text.
+    """
+    text_seen = -1
+    for sample, modality in zip(row.sample.tolist(), row.modality.tolist()):
+        if modality == 0:
+            text_seen = sample
+        elif modality > 0 and text_seen == sample:
+            raise MaskError(
+                f"sample {sample}: {row.modalities[modality]} follows text; in a prepended row encoder outputs come "
+                "first (use the embedded mask otherwise)"
+            )
+    return embedded(row, across_instances)
+
+
+def bidirectional_instances(row: RowLayout, across_instances: bool = False) -> AttentionMask:
+    """Causal text with bidirectional images: every token sees the text before it in its sample, text sees the
+    images before it too, and an image sees the whole of itself.
+
+    With `across_instances` an image also sees the images before it: the mask of Gemma 3.
+    """
+    return media_mask(row, "bidirectional" if across_instances else "isolated")
+
+
+def multimodal_packing(row: RowLayout, kinds: Sequence[str]) -> AttentionMask:
+    """Samples with masks of unlike kinds in one row (MP, thesis 3.5.4): `kinds[s]`, a key of `MASK_KINDS`, for
+    sample s.
+
+    Raises:
+        MaskError: unless there is one known kind per sample.
+    """
+    if len(kinds) != row.num_samples:
+        raise MaskError(f"{len(kinds)} mask kinds for {row.num_samples} samples")
+    return pack([build_mask(alone, kind) for alone, kind in zip(row.split(), kinds, strict=True)])
+
+
+def pack(masks: Sequence[AttentionMask]) -> AttentionMask:
+    """Rows with masks of any kinds laid end to end, their samples kept apart.
+
+    Raises:
+        MaskError: if window widths differ or the row holds more samples than a word can tell apart.
+    """
+    windows = {mask.window for mask in masks}
+    if len(windows) > 1:
+        raise MaskError(
+            f"masks with window widths {sorted(map(str, windows))} in one row; a row has one width"
+        )
+    fields, samples = [], 0
+    for mask in masks:
+        field = mask.runs.field
+        sample = (field & SAMPLE) >> SAMPLE_SHIFT
+        word = field & ~SAMPLE | pack_fields(0, 0, sample=sample + samples)
+        fields.append(np.where(field == 0, 0, word))
+        samples += int(sample.max()) + 1 if sample.size else 0
+    if not fields:
+        return AttentionMask(Runs.build([], [], []))
+    return AttentionMask(
+        Runs.build(
+            np.concatenate([mask.runs.length for mask in masks]),
+            np.concatenate(fields),
+            np.concatenate([mask.runs.position for mask in masks]),
+        ),
+        windows.pop(),
+    )
+
+
+MASK_KINDS: dict[str, Callable[[RowLayout], AttentionMask]] = {
+    "causal": causal,
+    "document_causal": document_causal,
+    "full": full,
+    "embedded": embedded,
+    "prepended": prepended,
+    "bidirectional_instances": bidirectional_instances,
+}
+"""Masks that need nothing but the row, by the names a config uses."""
+
+
+def build_mask(row: RowLayout, kind: str, window: int | None = None) -> AttentionMask:
+    """The mask of `kind` (a key of `MASK_KINDS`) over a packed row, with an optional sliding window.
+
+    Raises:
+        MaskError: on an unknown kind, listing the known ones.
+    """
+    if kind not in MASK_KINDS:
+        raise MaskError(f"unknown mask kind {kind!r}; known are {', '.join(sorted(MASK_KINDS))}")
+    return MASK_KINDS[kind](row).with_window(window)

@@ -1,0 +1,283 @@
+"""Which context-parallel rank computes which block of query tokens, so that all finish together.
+
+Cornstarch, thesis 3.3.2.1, with the sort its algorithm 1 forgets (reference planning.md C1) and equal block counts per
+rank (C3): equal shards keep MLP work, memory and the all-gather of keys and values even too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dilatant.attention.masks.blocks import BlockTable, block_samples, block_workloads
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.config.errors import UserError
+
+POLICIES = ("lpt", "zigzag", "contiguous", "random", "exact", "document_affine")
+
+LARGEST_BLOCK = 128
+BLOCKS_PER_RANK = 4
+"""A short row is cut into smaller blocks until each rank has so many."""
+
+_SEARCH_STEPS = 20_000_000
+_SWAP_STEPS = 20_000
+
+
+class PlacementError(UserError):
+    """Blocks that cannot be placed as asked; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Blocks on ranks. Compared by identity.
+
+    `rank_of_block`: int32 `[blocks]`. `loads`: `[ranks]`, the sum of workloads on each rank, in their unit and dtype.
+    `bound`: no placement has a smaller maximal load than this: the mean load, rounded up if workloads are integers,
+    or the largest block; for a proven `exact` placement, its maximum itself. `proven`: no placement under the same
+    limits is better (float workloads: by more than 2^-40 of their sum, the unit in which they are compared).
+    """
+
+    rank_of_block: NDArray[np.int32]
+    loads: NDArray
+    bound: float
+    proven: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.loads.size
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Blocks on each rank: int64 `[ranks]`."""
+        return np.bincount(self.rank_of_block, minlength=self.num_ranks)
+
+    @property
+    def permutation(self) -> NDArray[np.int64]:
+        """All blocks, those of rank 0 first, each rank's in row order: int64 `[blocks]`."""
+        return np.argsort(self.rank_of_block, kind="stable")
+
+    @property
+    def gap(self) -> float:
+        """How far the maximal load may be above the best possible: max / bound - 1."""
+        return float(self.loads.max() / self.bound - 1) if self.bound else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Maximal over mean load; 1 is perfect."""
+        total = self.loads.sum()
+        return float(self.loads.max() * self.num_ranks / total) if total else 1.0
+
+    def blocks_of_rank(self, rank: int) -> NDArray[np.int64]:
+        """The rank's blocks in row order."""
+        return np.flatnonzero(self.rank_of_block == rank)
+
+    def tokens_of_rank(self, rank: int, num_tokens: int, block: int = 128) -> NDArray[np.int64]:
+        """Row indices of the rank's tokens, in row order, in a row of `num_tokens`; the last block may be short."""
+        if -(-num_tokens // block) != self.rank_of_block.size:
+            raise PlacementError(
+                f"{num_tokens} tokens make {-(-num_tokens // block)} blocks of {block}, "
+                f"but {self.rank_of_block.size} were placed"
+            )
+        tokens = (self.blocks_of_rank(rank)[:, None] * block + np.arange(block)).ravel()
+        return tokens[tokens < num_tokens]
+
+
+def place_blocks(
+    workloads: ArrayLike,
+    num_ranks: int,
+    policy: str = "lpt",
+    *,
+    equal_counts: bool | None = None,
+    documents: ArrayLike | None = None,
+    max_chunk: float = 0.25,
+    seed: int = 0,
+) -> Placement:
+    """Place blocks of query tokens on ranks.
+
+    Policies:
+        lpt: the heaviest block first, to the least loaded rank that has room, then swaps of two blocks between the
+            most loaded rank and another while they help. With tens of blocks a rank, within a thousandth of the
+            bound.
+        zigzag: 2 x ranks contiguous chunks, rank r holds chunks r and 2 x ranks - 1 - r: right for causal masks.
+        contiguous: one chunk per rank.
+        random: drawn from `seed`; a baseline, never the default (reference planning.md C4).
+        exact: the integer program of thesis equation 3.4 by branch and bound, for tens of blocks at most; `proven`
+            is False if it gave up after a fixed number of steps and returned the best found.
+        document_affine: neighbouring blocks of one document, at most `max_chunk` of the mean load, stay together, so
+            that a rank needs the keys of few documents (see `needed_keys`). Within a few hundredths of the bound.
+            Needs `documents`.
+
+    Args:
+        workloads: `[blocks]`, non-negative; see `block_workloads`.
+        equal_counts: block counts per rank differ by one at most. By default so for all policies but `exact`, which
+            solves the program as the papers pose it and so bounds them all. Zigzag, contiguous and random have equal
+            counts always.
+        documents: which document each block belongs to, `[blocks]`; see `block_samples`.
+
+    Raises:
+        PlacementError: on an unknown policy, a workload that is negative or not finite, no rank, or no documents.
+    """
+    work = np.ascontiguousarray(workloads)
+    if work.ndim != 1:
+        raise PlacementError(f"workloads must be a vector, one a block; got shape {work.shape}")
+    work = work.astype(np.int64 if work.dtype.kind in "iub" else np.float64, copy=False)
+    problems = []
+    if policy not in POLICIES:
+        problems.append(f"unknown placement policy {policy!r}; known are {', '.join(POLICIES)}")
+    if num_ranks < 1:
+        problems.append(f"blocks need at least one rank to be placed on, got {num_ranks}")
+    if work.size and not (work.min() >= 0 and work.max() < np.inf):
+        block = int(np.argmin(np.where(np.isfinite(work), work, -1)))
+        problems.append(f"workload {work[block]} of block {block} is not a finite number from 0 up")
+    if policy == "document_affine" and (documents is None or np.shape(documents) != work.shape):
+        problems.append("document_affine needs `documents`, the document of every block (see block_samples)")
+    if problems:
+        raise PlacementError("; ".join(problems))
+
+    if equal_counts is None:
+        equal_counts = policy != "exact"
+    proven = False
+    if policy in ("zigzag", "contiguous", "random"):
+        rank_of = _by_place(work.size, num_ranks, policy, seed)
+    elif policy == "document_affine":
+        rank_of = _by_document(work, np.asarray(documents, np.int64), num_ranks, equal_counts, max_chunk)
+    else:
+        rank_of, proven = _by_load(work, num_ranks, equal_counts, policy == "exact")
+    loads = _loads(work, rank_of, num_ranks)
+    bound = float(loads.max()) if proven and work.size else _bound(work, num_ranks)
+    return Placement(rank_of, loads, bound, proven or bool(loads.max() <= bound))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedRow:
+    """A packed row of `num_tokens` in blocks of `block` tokens on ranks."""
+
+    placement: Placement
+    block: int
+    num_tokens: int
+
+    @property
+    def owners(self) -> NDArray[np.int32]:
+        """The rank of each token: `[tokens]`."""
+        return np.repeat(self.placement.rank_of_block, self.block)[: self.num_tokens]
+
+
+ROW_POLICIES = ("contiguous", "zigzag", "document_affine", "lpt")
+"""How ranks may share a row, the simplest first."""
+
+_CLOSE = 1.01
+"""Maximal loads that differ by less take the same time."""
+
+
+def place_row(mask: AttentionMask, num_ranks: int, policy: str = "auto") -> PlacedRow:
+    """Where the tokens of a row with this mask go; the same on whoever asks.
+
+    A row of fewer tokens than ranks leaves some ranks without any. policy: one of `ROW_POLICIES`, or "auto": the first
+    of these under which attention takes as little time as under the best of them. All that a rank does besides follows
+    from the number of its tokens and of all, in which they are alike.
+    """
+    block = LARGEST_BLOCK
+    while block > 1 and block * BLOCKS_PER_RANK * num_ranks > mask.num_tokens:
+        block //= 2
+    work = block_workloads(mask, block)
+    documents = block_samples(mask, block)
+    policies = ROW_POLICIES if policy == "auto" else (policy,)
+    placed: list[Placement] = []
+    for each in policies:
+        placed.append(place_blocks(work, num_ranks, each, documents=documents))
+        if placed[-1].gap <= _CLOSE - 1:  # none can be better
+            return PlacedRow(placed[-1], block, mask.num_tokens)
+    best = min(placement.loads.max() for placement in placed)
+    chosen = next(placement for placement in placed if placement.loads.max() <= best * _CLOSE)
+    return PlacedRow(chosen, block, mask.num_tokens)
+
+
+def needed_keys(table: BlockTable, placement: Placement) -> NDArray[np.bool_]:
+    """Which key blocks the queries of each rank see at all: `[ranks, key blocks]`.
+
+    What a rank would have to fetch if only needed keys were sent; `table` is the table of the whole row.
+    """
+    rank = np.repeat(placement.rank_of_block, np.diff(table.offsets))
+    opened = np.zeros((placement.num_ranks, table.num_columns + 1), dtype=np.int64)
+    np.add.at(opened, (rank, table.start), 1)
+    np.add.at(opened, (rank, table.start + table.length), -1)
+    return np.cumsum(opened, axis=1)[:, :-1] > 0
+
+
+def _bound(work: NDArray, num_ranks: int) -> float:
+    if work.size == 0:
+        return 0.0
+    total = work.sum()
+    mean = -(-total // num_ranks) if work.dtype == np.int64 else total / num_ranks
+    return float(max(mean, work.max()))
+
+
+def _loads(work: NDArray, rank_of: NDArray[np.int32], num_ranks: int) -> NDArray:
+    loads = np.zeros(num_ranks, dtype=work.dtype)
+    np.add.at(loads, rank_of, work)
+    return loads
+
+
+def _by_place(blocks: int, num_ranks: int, policy: str, seed: int) -> NDArray[np.int32]:
+    counts = np.full(num_ranks, blocks // num_ranks)
+    counts[: blocks % num_ranks] += 1
+    ranks = np.arange(num_ranks, dtype=np.int32)
+    if policy == "zigzag":
+        heads = np.repeat(ranks, (counts + 1) // 2)
+        return np.concatenate([heads, np.repeat(ranks[::-1], counts[::-1] // 2)])
+    rank_of = np.repeat(ranks, counts)
+    return np.random.default_rng(seed).permutation(rank_of) if policy == "random" else rank_of
+
+
+def _by_load(
+    work: NDArray, num_ranks: int, equal_counts: bool, exactly: bool
+) -> tuple[NDArray[np.int32], bool]:
+    """Longest first, then swaps that win back what equal counts cost; or the proven best."""
+    from dilatant.attention.masks import lpt
+
+    units, rank_bits = _integer_units(work, num_ranks)
+    least = int(_bound(units, num_ranks))
+    order = lpt.descending(units)
+    rank_of = lpt.assign_longest_first(units, order, num_ranks, rank_bits, equal_counts)
+    enough = least + (least >> 14)
+    lpt.swap_to_even(units, order, rank_of, num_ranks, enough, _SWAP_STEPS + 8 * work.size)
+    if not exactly or not work.size:
+        return rank_of, False
+    maximum = int(_loads(units, rank_of, num_ranks).max())
+    return lpt.search_exactly(units, order, num_ranks, equal_counts, rank_of, maximum, least, _SEARCH_STEPS)
+
+
+def _by_document(
+    work: NDArray, documents: NDArray[np.int64], num_ranks: int, equal_counts: bool, max_chunk: float
+) -> NDArray[np.int32]:
+    """Chunks of documents, longest first; with equal counts, swaps of single blocks up to 1/64 above the bound, where
+    balance begins to cost more locality than it is worth."""
+    from dilatant.attention.masks import lpt
+
+    units, _ = _integer_units(work, num_ranks)
+    chunk_of, chunk_units = lpt.cut_documents(
+        units, documents, int(max_chunk * float(units.sum()) / num_ranks)
+    )
+    rank_of = lpt.assign_chunks(units, chunk_of, lpt.descending(chunk_units), num_ranks, equal_counts)
+    if equal_counts:
+        least = int(_bound(units, num_ranks))
+        order = lpt.descending(units)
+        lpt.swap_to_even(
+            units, order, rank_of, num_ranks, least + (least >> 6), _SWAP_STEPS + 256 * work.size
+        )
+    return rank_of
+
+
+def _integer_units(work: NDArray, num_ranks: int) -> tuple[NDArray[np.int64], int]:
+    """Workloads as integers, and the bits of a rank number: sum and rank number fit in 62 bits together.
+
+    Floats, and integers too large, are counted in the power of two that makes them fit.
+    """
+    rank_bits = max(1, (num_ranks - 1).bit_length())
+    bits = 62 - rank_bits
+    if work.dtype == np.int64 and work.size * int(work.max(initial=0)) < 1 << bits:
+        return work, rank_bits
+    total = float(work.sum(dtype=np.float64))
+    return np.ldexp(work.astype(np.float64), bits - 1 - int(np.frexp(total)[1])).astype(np.int64), rank_bits

@@ -1,0 +1,221 @@
+"""A rank's view of the rendezvous store: a torch store over one authenticated connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dilatant.comm.store import protocol as protocol
+from dilatant.comm.store.protocol import Refused
+from dilatant.comm.store.server import keep_alive
+from dilatant.comm.store.token import REMEDY
+from dilatant.config.errors import UserError
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+ANSWER_SECONDS = 15.0
+"""What the server has for an answer that waits for nothing, and beyond the timeout of one that does."""
+
+
+WORD_SECONDS = 10.0
+"""After which whoever waits for a store says so."""
+
+
+class StoreGone(RuntimeError):
+    """The store's server does not answer any more, or this connection to it was closed."""
+
+
+class Store(dist.Store):
+    """Keys and values of all ranks, under a prefix. One call at a time: a blocked one holds up this connection.
+
+    Torch's backends rendezvous in it; whoever hands it to one keeps it alive as long as that. `wait`, `get` and
+    `pop` raise TimeoutError, all methods StoreGone. Use `connect`.
+    """
+
+    def __init__(self, server: _Server, prefix: str, connection: _Connection) -> None:
+        super().__init__()
+        self._server = server
+        self._prefix = prefix
+        self._connection = connection
+        self._timeout = DEFAULT_TIMEOUT
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all ranks are on the machine of the store, and nothing has to listen to others."""
+        return self._server.on_one_machine
+
+    @property
+    def local_address(self) -> str:
+        """The address of this machine by which it reaches the store's."""
+        return self._connection.local_address
+
+    def prefixed(self, prefix: str) -> Store:
+        """The same connection, with keys under `prefix` as well."""
+        return Store(self._server, f"{self._prefix}{prefix}/", self._connection)
+
+    def clone(self) -> Store:
+        """The same keys over a connection of its own. Raises StoreGone."""
+        try:
+            return Store(self._server, self._prefix, _Connection(self._server))
+        except (OSError, ValueError) as error:
+            raise StoreGone(f"the store does not answer: {error}") from error
+
+    def close(self) -> None:
+        """End the connection, and what is blocked in it with StoreGone. From any thread; may be called twice."""
+        self._connection.close()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(b"set", self._key(key), _bytes(value))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        pairs = zip(keys, values, strict=True)
+        self._ask(b"set", *(field for key, value in pairs for field in (self._key(key), _bytes(value))))
+
+    def get(self, key: str) -> bytes:
+        return self._await(b"get", [key], self._timeout)[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._await(b"get", keys, self._timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._await(b"wait", keys, timeout or self._timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(b"add", self._key(key), str(amount).encode())[0])
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(b"append", self._key(key), _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask(b"swap", self._key(key), _bytes(expected), _bytes(desired))[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(b"check", *map(self._key, keys))[0] == b"yes"
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(b"delete", self._key(key))[0] == b"1"
+
+    def num_keys(self) -> int:
+        """Of all prefixes."""
+        return int(self._ask(b"count")[0])
+
+    def push(self, key: str, value: str | bytes) -> None:
+        self._ask(b"push", self._key(key), _bytes(value))
+
+    def pop(self, key: str, timeout: timedelta | None = None) -> bytes:
+        """Take the oldest value of a queue, when there is one; without a timeout, wait for ever."""
+        return self._await(b"pop", [key], timeout)[0]
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def _key(self, key: str) -> bytes:
+        return f"{self._prefix}{key}".encode()
+
+    def _ask(self, *fields: bytes) -> list[bytes]:
+        return self._connection.ask(fields, ANSWER_SECONDS)
+
+    def _await(self, operation: bytes, keys: Sequence[str], timeout: timedelta | None) -> list[bytes]:
+        if not keys:
+            return []
+        seconds = None if timeout is None else timeout.total_seconds()
+        milliseconds = -1 if seconds is None else int(seconds * 1000)
+        fields = [operation, str(milliseconds).encode(), *map(self._key, keys)]
+        try:
+            return self._connection.ask(fields, None if seconds is None else seconds + ANSWER_SECONDS)
+        except TimeoutError:
+            names = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
+            # torch and Comm know a timeout by these words
+            raise TimeoutError(f"Timed out after {seconds:g} s of waiting for {names} in the store") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    host: str
+    port: int
+    token: bytes = field(repr=False)
+    on_one_machine: bool
+
+
+class _Connection:
+    """One authenticated connection, for one request at a time."""
+
+    def __init__(self, server: _Server) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._socket, *_ = protocol.dial(server.host, server.port, server.token, ANSWER_SECONDS)
+        keep_alive(self._socket)
+        self.local_address: str = self._socket.getsockname()[0]
+
+    def ask(self, fields: Sequence[bytes], timeout_seconds: float | None) -> list[bytes]:
+        """What the server answers. Raises TimeoutError when it says so, StoreGone when it says nothing."""
+        with self._lock:
+            if self._closed:
+                raise StoreGone("this connection to the store is closed")
+            try:
+                self._socket.settimeout(timeout_seconds)
+                status, *values = protocol.request(self._socket, fields)
+            except (OSError, ValueError) as error:
+                closed = self._closed
+                self.close()  # an answer that came now would be taken for that to the next request
+                if closed:
+                    raise StoreGone("this connection to the store was closed") from None
+                raise StoreGone(f"the store does not answer: {error}") from error
+        if status == b"timeout":
+            raise TimeoutError
+        return values
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes who is blocked in it
+            self._socket.close()
+
+
+def connect(
+    host: str, port: int, token: bytes, on_one_machine: bool, timeout_seconds: float = 300.0
+) -> Store:
+    """The store at an address, which may not listen yet. Raises UserError when the token is not its own, or nothing
+    answers in time."""
+    server = _Server(host, port, token, on_one_machine)
+    began, is_said = time.monotonic(), False
+    deadline = began + timeout_seconds
+    while True:
+        try:
+            return Store(server, "", _Connection(server))
+        except Refused:
+            raise UserError(
+                f"the store of the run at {host}:{port} refused this process, or is not the run's: their tokens "
+                f"differ; {REMEDY}"
+            ) from None
+        except (OSError, ValueError) as error:
+            now = time.monotonic()
+            if now > began + WORD_SECONDS and not is_said:
+                is_said = True
+                where = f"{host}:{port} ({error}), up to {timeout_seconds:g} s"
+                print(f"waits for the store of the run at {where}", file=sys.stderr, flush=True)
+            if now > deadline:
+                raise UserError(
+                    f"no store of the run answers at {host}:{port} within {timeout_seconds:g} s ({error}): rank 0 did "
+                    "not start there, or a firewall is in between"
+                ) from None
+            time.sleep(0.1)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

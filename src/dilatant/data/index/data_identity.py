@@ -1,0 +1,90 @@
+"""What a run's training data are, by content, so that a resumed run can tell whether they are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.index.sizes import SizesIndex
+from dilatant.data.order.blend import Blend, StreamBlend
+from dilatant.data.readers.records import Blocks
+from dilatant.data.sample import digest_of
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """The sources of a run by the content of their samples; none for a stream, whose samples are not known ahead.
+
+    content: int64 [samples], the `content_digest` of every sample, source after source. blocks: how each source is
+    read, on which the order of its samples depends.
+    """
+
+    names: Sequence[str] = ()
+    lengths: Sequence[int] = ()
+    content: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    blocks: Sequence[Blocks | None] = ()
+
+    @staticmethod
+    def of(blend: Blend | StreamBlend, sizes: SizesIndex | None) -> DataIdentity:
+        if not isinstance(blend, Blend) or sizes is None:
+            return DataIdentity()
+        blocks = tuple(reader.blocks for reader in blend.readers)
+        return DataIdentity(blend.source_names, blend.lengths, sizes.content, blocks)
+
+    @cached_property
+    def by_source(self) -> list[dict[str, Any]]:
+        """For each source its name, the number of its samples, a digest of their tokens and labels and one of how they
+        are read together, as JSON."""
+        ends = np.cumsum(self.lengths).tolist()
+        return [
+            {
+                "name": name,
+                "samples": length,
+                "content": _digest(self.content[end - length : end]),
+                "blocks": "" if blocks is None else digest_of(blocks)[:32],
+            }
+            for name, length, end, blocks in zip(self.names, self.lengths, ends, self.blocks)
+        ]
+
+    def require(self, before: Sequence[Mapping[str, Any]]) -> None:
+        """Raise UserError that says what changed, unless the samples are those of which `by_source` was `before`.
+        Names and places of files may be others. Nothing is required where one of both is not known."""
+        if before and self.names and (found := self._changes(before)):
+            raise UserError(
+                f"the training data changed since the checkpoint was written: {'; '.join(found)}. Going on would "
+                "repeat some samples and leave out others: restore the data, or start a new run from the weights"
+            )
+
+    def _changes(self, before: Sequence[Mapping[str, Any]]) -> list[str]:
+        if len(before) != len(self.names):
+            return [f"there were {len(before)} sources, and now there are {len(self.names)}"]
+        found = []
+        first = 0
+        for old, new in zip(before, self.by_source):
+            part = self.content[first : first + new["samples"]]
+            first += new["samples"]
+            source = f"source {new['name']!r}"
+            if old["samples"] == new["samples"] and old["content"] != new["content"]:
+                found.append(
+                    f"{source} has {new['samples']:,} samples as before, but other ones, or they become other tokens"
+                )
+            elif old["samples"] != new["samples"]:
+                text = f"{source} had {old['samples']:,} samples and now has {new['samples']:,}"
+                if old["samples"] < new["samples"]:
+                    is_same = _digest(part[: old["samples"]]) == old["content"]
+                    text += f", of which the first are {'the same' if is_same else 'others'}"
+                found.append(text)
+            elif old["blocks"] != new["blocks"]:
+                found.append(f"{source} has the same samples in other row groups, so in another order")
+        return found
+
+
+def _digest(content: NDArray[np.int64]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(content, "<i8").tobytes()).hexdigest()[:32]

@@ -1,0 +1,86 @@
+"""Find every sample that would fail in training, before any device is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from dilatant.data.errors import SampleError
+from dilatant.data.index.measure import Chosen
+from dilatant.data.index.sizes import SizesIndex, blend_sizes
+from dilatant.data.order.blend import Blend, StreamBlend
+from dilatant.data.parallel_map import Progress, in_pieces, piece_bounds
+from dilatant.data.text.encode import find_problems
+from dilatant.data.text.encoding import Encoding
+
+CHUNK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A sample that would fail. index: its number in the data; sample: where it was read from."""
+
+    index: int
+    sample: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.sample}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def lint(
+    blend: Blend | StreamBlend,
+    encoding: Encoding,
+    *,
+    deep: bool = True,
+    index: SizesIndex | None = None,
+    cache_dir: str | Path | None = None,
+    workers: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Problem, ...]:
+    """Everything wrong with the samples, in order; empty when all of them can be trained on.
+
+    index: the sizes, which say what headers and text tell; default: as of `blend_sizes`. deep: also decode the media,
+    which finds those that are cut off. The longest sample allowed is `encoding.max_length`. cache_dir, workers: as of
+    `blend_sizes`.
+    """
+    total = len(blend)
+    if index is None:
+        index = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=workers, progress=progress)
+    wanted = np.zeros(total, bool)
+    wanted[list(index.refused(encoding.max_length))] = True
+    if deep:
+        wanted |= index.tokens[:, 1:].any(axis=1)
+    numbers = np.flatnonzero(wanted)
+    job = _LintJob(Chosen(blend, numbers), encoding, deep)
+    pieces = piece_bounds(len(numbers), CHUNK)
+    found: list[Problem] = []
+    for piece, problems in in_pieces(job, pieces, len(numbers), job.named, workers):
+        found += [replace(problem, index=int(numbers[problem.index])) for problem in problems]
+        progress(int(numbers[piece[1] - 1]) + 1, total)
+    progress(total, total)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _LintJob:
+    samples: Chosen
+    encoding: Encoding
+    deep: bool
+
+    def __call__(self, piece: tuple[int, int]) -> list[Problem]:
+        problems = []
+        for index in range(*piece):
+            try:
+                errors = find_problems(self.samples[index], self.encoding, self.deep)
+            except SampleError as error:
+                errors = [error]
+            problems += [Problem(index, error.sample, error.problem, error.remedy) for error in errors]
+        return problems
+
+    def named(self, piece: tuple[int, int]) -> str:
+        numbers = self.samples.numbers
+        return f"samples {numbers[piece[0]]} to {numbers[piece[1] - 1]}"

@@ -1,0 +1,178 @@
+"""Measure many samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.parallel_map import Piece, Progress, in_pieces, piece_bounds
+from dilatant.data.readers.records import Blocks
+from dilatant.data.sample import Frames, Media, Sample
+from dilatant.data.text.encode import measure_sample
+from dilatant.data.text.encoding import Encoding
+
+PIECE = 64
+"""Samples that are measured in one go, where every sample is as cheap to read as the next."""
+BLOCK_PIECE = 8192
+"""Most samples of one go where they are read in blocks, which is for nothing but the first of a group."""
+
+
+class Measurable(Protocol):
+    """Samples by number. Picklable."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some samples of many, by their numbers: int64 [chosen]."""
+
+    samples: Measurable
+    numbers: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        return self.samples[int(self.numbers[index])]
+
+
+FileState = tuple[str, int, int]
+"""Path, size and time in ns of a file; -1 and -1 where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of samples from headers and text. tokens: int64 [units, samples]; the others: int64 [samples].
+
+    problems: sample → why it cannot be trained on at any length; tokens are 0 where they are not known. media: sample
+    with a problem → the files that its media are in. unused: columns, and keys inside of them, that no sample is made
+    of, as a dict for its order.
+    """
+
+    tokens: NDArray[np.int64]
+    target_tokens: NDArray[np.int64]
+    content: NDArray[np.int64]
+    problems: dict[int, str]
+    media: dict[int, tuple[FileState, ...]]
+    unused: dict[str, None] = field(default_factory=dict)
+
+    @staticmethod
+    def none(units: int, samples: int) -> Measured:
+        zeros = np.zeros((units + 2, samples), np.int64)
+        return Measured(zeros[:units], zeros[units], zeros[units + 1], {}, {})
+
+
+def measure(
+    samples: Measurable,
+    encoding: Encoding,
+    *,
+    blocks: Blocks | None = None,
+    name: str = "a source",
+    workers: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Measured:
+    """Sizes, digests and problems of all samples, by `measure_sample`.
+
+    blocks: how samples are read together. name: how messages call the source. workers: processes that measure; 0 works
+    here; None takes all cores that this process may use, where there is work for them. Raises UserError for what is
+    wrong with the source as a whole.
+    """
+    total = len(samples)
+    found = Measured.none(len(encoding.unit_names), total)
+    job = _MeasureJob(samples, encoding)
+
+    def named(piece: Piece) -> str:
+        return f"samples {piece[0]} to {piece[1] - 1} of {name}"
+
+    for (start, end), piece in in_pieces(job, _pieces(total, blocks), total, named, workers):
+        found.tokens[:, start:end] = piece.tokens
+        found.target_tokens[start:end] = piece.target_tokens
+        found.content[start:end] = piece.content
+        found.problems.update(piece.problems)
+        found.media.update(piece.media)
+        found.unused.update(piece.unused)
+        progress(end, total)
+    return found
+
+
+def _pieces(total: int, blocks: Blocks | None) -> Iterator[Piece]:
+    """Runs of samples, in order: whole groups of blocks, where they are not too long."""
+    if blocks is None:
+        return piece_bounds(total, PIECE)
+    groups = blocks.groups or range(len(blocks.lengths))
+    ends = np.cumsum(blocks.lengths)[np.append(np.diff(groups) != 0, True)].tolist()
+    return (
+        (start + first, start + last)
+        for start, end in zip([0, *ends], ends)
+        for first, last in piece_bounds(end - start, BLOCK_PIECE)
+    )
+
+
+@dataclass(frozen=True)
+class _MeasureJob:
+    samples: Measurable
+    encoding: Encoding
+
+    def __call__(self, piece: Piece) -> Measured:
+        start, end = piece
+        units = self.encoding.unit_names
+        found = Measured.none(len(units), end - start)
+        for index in range(start, end):
+            sample = None
+            try:
+                sample = self.samples[index]
+                found.unused.update(dict.fromkeys(unused_keys(sample, self.encoding)))
+                sizes = measure_sample(sample, self.encoding)
+            except UserError as error:
+                found.problems[index] = str(error)
+                if sample is not None and (files := media_files(sample)):
+                    found.media[index] = tuple(map(file_state, files))
+                continue
+            at = index - start
+            found.tokens[:, at] = [sizes.tokens[unit] for unit in units]
+            found.target_tokens[at] = sizes.target_tokens
+            found.content[at] = sizes.content
+            if sizes.refusals:
+                found.problems[index] = str(sizes.refusals[0])
+        return found
+
+
+def unused_keys(sample: Sample, encoding: Encoding) -> list[str]:
+    """Columns of a sample's record that are not trained on, and keys that the chat template does not read."""
+    keys = {key: None for turn in sample.turns for key, _ in turn.extras}
+    reads = encoding.chat.template.reads
+    unread = [f"messages[].{key}" for key in keys if not reads(key)]
+    parts = [(turn.role, part) for turn in sample.turns for part in turn.content]
+    seen = {
+        media.kind for media in (*sample.unplaced, *(part for _, part in parts)) if isinstance(media, Media)
+    }
+    words = {unit.marker: None for role, part in parts for unit in encoding.units_in(role)
+             if isinstance(part, str) and unit.kind not in seen and unit.marker in part}  # fmt: skip
+    return [*sample.unused, *unread, *(f"{word} in a text without such media" for word in words)]
+
+
+def media_files(sample: Sample) -> list[Path]:
+    """The files that media of a sample are in, but for slices of larger ones."""
+    found: list[Path] = []
+    waiting = [part for turn in sample.turns for part in turn.content if isinstance(part, Media)]
+    for media in (*sample.unplaced, *waiting):
+        pictures = media.source.pictures if isinstance(media.source, Frames) else (media,)
+        found += [picture.source for picture in pictures if isinstance(picture.source, Path)]
+    return found
+
+
+def file_state(path: Path) -> FileState:
+    try:
+        about = path.stat()
+    except (OSError, ValueError):
+        return str(path), -1, -1
+    return str(path), about.st_size, about.st_mtime_ns

@@ -1,0 +1,239 @@
+"""The sizes index: tokens of every sample in every unit, known before anything is decoded, kept in a cache.
+
+Planning, training, statistics and lint read the same one. It is mapped, not read: opening it costs the same for any
+number of samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE
+from dilatant.data.array_file import Arrays
+from dilatant.data.cache import Cache, open_cache
+from dilatant.data.index.measure import Chosen, Measured, file_state, measure
+from dilatant.data.index.refusals import Refusals
+from dilatant.data.order.blend import Blend, StreamBlend
+from dilatant.data.parallel_map import Progress
+from dilatant.data.readers.reader import Reader
+from dilatant.data.text.encode import too_long
+from dilatant.data.text.encoding import Encoding
+
+FORMAT = 4
+_HAS_AV = find_spec("av") is not None
+"""By which media are read that are refused without, some sounds with another length."""
+WATCHED_MEDIA = 1000
+"""Most media files of refused samples that are looked at when the index is opened."""
+
+
+@dataclass(frozen=True)
+class SizesIndex:
+    """What is known of every sample without decoding it, in the order of the samples.
+
+    units: "language", then the encoders. tokens: int64 [samples, units]; 0 where they are not known. target_tokens:
+    int64 [samples], those that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems:
+    sample → why it cannot be trained on at any length. name: how messages call a sample. unused: for each source, the
+    columns and keys that no sample is made of.
+    """
+
+    units: tuple[str, ...]
+    tokens: NDArray[np.int64]
+    target_tokens: NDArray[np.int64]
+    content: NDArray[np.int64]
+    problems: Mapping[int, str] = field(default_factory=dict)
+    name: Callable[[int], str] = field(default="sample {}".format, compare=False)
+    unused: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def of(self, unit: str) -> NDArray[np.int64]:
+        """Tokens of one unit: int64 [samples]."""
+        return self.tokens[:, self.units.index(unit)]
+
+    def refused(self, max_length: int | None) -> dict[int, str]:
+        """Sample → why `encode_sample` refuses it with this `max_length`, in order; what only decoding tells is not
+        known."""
+        found = dict(self.problems.items())
+        if max_length is not None:
+            tokens = self.of(LANGUAGE)
+            for sample in np.flatnonzero(tokens > max_length).tolist():
+                found[sample] = str(too_long(self.name(sample), int(tokens[sample]), max_length))
+        return dict(sorted(found.items()))
+
+
+def blend_sizes(
+    blend: Blend | StreamBlend,
+    encoding: Encoding,
+    *,
+    cache_dir: str | Path | None = None,
+    workers: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> SizesIndex:
+    """The index of all sources of a blend, in its order: mapped from the cache, or measured and written there.
+
+    A source is measured again when its files, the tokenizer, the template or a processor are others; its refused
+    samples also when their media files are. Other media files that a data file names are not watched. Of several
+    processes one measures and the others wait.
+    cache_dir: where it is kept; default: the user's cache. workers: processes that measure; 0 works here; None takes
+    the cores that this process may use. Raises UserError for a stream, and where `cache_dir` cannot be written.
+    """
+    if not isinstance(blend, Blend):
+        raise UserError(
+            "the sizes of a streamed data set are not known ahead; do not stream it to measure it"
+        )
+    cache = open_cache(cache_dir)
+    total, done = len(blend), 0
+    parts: list[Arrays] = []
+    for reader in blend.readers:
+        parts.append(_source(reader, encoding, cache, workers, partial(_forward, progress, done, total)))
+        done += len(reader)
+        progress(done, total)
+    return _index(_together(blend, encoding, cache, parts), encoding, blend.name, parts)
+
+
+def known_sizes(
+    blend: Blend, encoding: Encoding, *, cache_dir: str | Path | None = None
+) -> SizesIndex | None:
+    """The index of a blend, if all of it is in the cache."""
+    cache = open_cache(cache_dir)
+    parts: list[Arrays] = []
+    for reader in blend.readers:
+        found = cache.known(*_entry(reader, encoding))
+        if found is None or not _media_unchanged(found):
+            return None
+        parts.append(found)
+    return _index(_together(blend, encoding, cache, parts), encoding, blend.name, parts)
+
+
+def reader_sizes(
+    reader: Reader,
+    encoding: Encoding,
+    *,
+    cache_dir: str | Path | None = None,
+    workers: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> SizesIndex:
+    """The index of one source. Parameters, and what is raised: as of `blend_sizes`."""
+    found = _source(reader, encoding, open_cache(cache_dir), workers, progress)
+    return _index(found, encoding, reader.name_of, [found])
+
+
+def _forward(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
+
+
+def _entry(reader: Reader, encoding: Encoding) -> tuple[str, str]:
+    """Name and key in the cache. Another state of the same files has the same name and replaces this one; another use
+    of them has its own."""
+    folder = reader.home and reader.home.resolve()
+    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit, reader.split)
+    return (
+        f"sizes-{_digest(use, encoding.fingerprint)[:16]}",
+        _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader), reader.split, _HAS_AV),
+    )
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _source(
+    reader: Reader, encoding: Encoding, cache: Cache, workers: int | None, progress: Progress
+) -> Arrays:
+    name, key = _entry(reader, encoding)
+
+    def make() -> Arrays:
+        before = cache.known(name, key)
+        if before is not None:  # but the media of refused samples are others
+            return _mended(before, reader, encoding, workers)
+        found = measure(
+            reader, encoding, blocks=reader.blocks, name=reader.name, workers=workers, progress=progress
+        )
+        return _arrays(found)
+
+    return cache.kept(name, key, make, _media_unchanged)
+
+
+def _arrays(measured: Measured) -> Arrays:
+    arrays = {
+        "tokens": measured.tokens,
+        "target_tokens": measured.target_tokens,
+        "content": measured.content,
+    }
+    watched = dict.fromkeys(state for files in measured.media.values() for state in files)
+    return Arrays(
+        {**arrays, **Refusals.of(measured.problems).arrays},
+        {"media": list(watched)[:WATCHED_MEDIA], "unused": list(measured.unused)},
+    )
+
+
+def _media_unchanged(found: Arrays) -> bool:
+    """Whether the media files of refused samples are as they were: one that was missing may be there now."""
+    return all(file_state(Path(path)) == (path, size, time) for path, size, time in found.about["media"])
+
+
+def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | None) -> Arrays:
+    """The same with all refused samples measured again."""
+    refused = before.arrays["samples"]
+    again = measure(Chosen(reader, refused), encoding, name=reader.name, workers=workers)
+    found = Measured(
+        tokens=before.arrays["tokens"].copy(),
+        target_tokens=before.arrays["target_tokens"].copy(),
+        content=before.arrays["content"].copy(),
+        problems={int(refused[at]): problem for at, problem in again.problems.items()},
+        media=again.media,
+        unused=dict.fromkeys((*before.about["unused"], *again.unused)),
+    )
+    found.tokens[:, refused] = again.tokens
+    found.target_tokens[refused] = again.target_tokens
+    found.content[refused] = again.content
+    return _arrays(found)
+
+
+def _refusals(found: Arrays) -> Refusals:
+    return Refusals(found.arrays["samples"], found.arrays["ends"], found.arrays["text"])
+
+
+def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Arrays]) -> Arrays:
+    """The arrays of all sources, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def make() -> Arrays:
+        arrays = {
+            name: np.concatenate([part.arrays[name] for part in parts], axis=-1)
+            for name in ("tokens", "target_tokens", "content")
+        }
+        offsets = (np.cumsum(blend.lengths) - blend.lengths).tolist()
+        return Arrays({**arrays, **Refusals.joined([_refusals(part) for part in parts], offsets).arrays})
+
+    digests = [part.digest for part in parts]
+    if None in digests:  # the cache cannot be written
+        return make()
+    names = [_entry(reader, encoding)[0] for reader in blend.readers]
+    return cache.kept(f"blend-{_digest(names)[:16]}", _digest(digests), make)
+
+
+def _index(
+    found: Arrays, encoding: Encoding, name: Callable[[int], str], parts: Sequence[Arrays]
+) -> SizesIndex:
+    return SizesIndex(
+        units=encoding.unit_names,
+        tokens=found.arrays["tokens"].T,
+        target_tokens=found.arrays["target_tokens"],
+        content=found.arrays["content"],
+        problems=_refusals(found),
+        name=name,
+        unused=tuple(tuple(part.about["unused"]) for part in parts),
+    )

@@ -1,0 +1,1 @@
+"""Images, sounds and clips: read their headers and decode them."""

@@ -1,0 +1,87 @@
+"""The bytes of images, sounds and clips as streams: files, parts of files, or what is in memory."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER, open_regular
+from dilatant.data.errors import MediaError, may_pass
+from dilatant.data.sample import FileSlice, Frames, Media
+
+REPLACE = "replace the file or remove the sample"
+"""What to do about a file that cannot be used."""
+
+
+@contextmanager
+def open_media(media: Media) -> Iterator[BinaryIO]:
+    """The encoded bytes as a stream. Raises MediaError for a missing file, or one that is no regular file."""
+    source = media.source
+    if isinstance(source, bytes):
+        yield io.BytesIO(source)
+        return
+    if isinstance(source, Frames):
+        raise MediaError(f"{media.kind} {media.name!r} is a list of frames, not a file", REPLACE)
+    path = source.path if isinstance(source, FileSlice) else source
+    try:
+        stream = open_regular(path)
+        is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+        stream.seek(0)
+    except FileNotFoundError:
+        raise MediaError(
+            f"{media.kind} {str(path)!r} does not exist",
+            "put it there, or correct the path (relative to the data file)",
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        problem = f"{media.kind} {str(path)!r} cannot be opened: {reason}"
+        raise MediaError(problem, REPLACE, may_pass(error)) from None
+    with stream:
+        if is_pointer:
+            raise MediaError(f"{media.kind} {media.name!r} {FETCH_LFS}")
+        if isinstance(source, FileSlice):
+            yield io.BufferedReader(_Slice(stream, source.offset, source.length))
+        else:
+            yield stream
+
+
+@contextmanager
+def as_media_error(media: Media, problem: str) -> Iterator[None]:
+    """Inside, every error is a MediaError: decoders raise all kinds on bytes that are not what they expect."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except Exception as error:
+        reason = getattr(error, "error_string", error)  # soundfile's text would name our stream object
+        raise MediaError(
+            f"{media.kind} {media.name!r} {problem}: {reason}", REPLACE, may_pass(error)
+        ) from None
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), max(0, self._length - self._position))
+        self._stream.seek(self._offset + self._position)
+        data = self._stream.read(wanted)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

@@ -1,0 +1,69 @@
+"""How Mllama sees images: in tiles, as many for every image, of which some are empty; one token of the text stands for
+all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.media.pixels import EncoderInput
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+
+RATIOS = "aspect_ratio_ids"
+"""The keyword for the shape that the tiles of each image make: int64 [images, 1]."""
+TILES = "aspect_ratio_mask"
+"""The keyword for which tiles of each image are not empty: int64 [images, tiles]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AspectImageUnit:
+    """A `MediaUnit`: an image is `tokens_per_image` encoder tokens, those of empty tiles too."""
+
+    name: str
+    placeholder_id: int
+    tokens_per_image: int
+    processor: HuggingFaceImageProcessor
+    marker: str = "<image>"
+    written: Written | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    kind: MediaKind = "image"
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.name, self.placeholder_id, self.tokens_per_image, self.marker, self.written,
+                 self.processor.fingerprint)  # fmt: skip
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """What the text model knows of an image, told from its size."""
+        from transformers.models.mllama import image_processing_pil_mllama as family
+
+        made: Any = self.processor.made
+        tile, most = made.size["height"], made.max_image_tiles
+        height, width = family.get_optimal_tiled_canvas(size.height, size.width, most, tile)
+        rows, columns = int(height) // tile, int(width) // tile
+        ratio = family.get_all_supported_aspect_ratios(most).index((rows, columns)) + 1
+        return {
+            RATIOS: np.array([[ratio]], np.int64),
+            TILES: (np.arange(most) < rows * columns).astype(np.int64)[None],
+        }
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return self.tokens_per_image
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return 1
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        pixels = decode_image(media, self.processor.channels)
+        made = self.processor(pixels)
+        tiles = np.asarray(made["pixel_values"])
+        return {
+            "pixel_values": tiles.reshape(1, *tiles.shape[-4:]),
+            **self.grid(MediaSize(pixels.shape[1], pixels.shape[0])),
+        }

@@ -1,0 +1,132 @@
+"""How an audio encoder sees sounds: log-mel features of fixed windows, as many windows as the sound needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.pixels import EncoderInput
+from dilatant.data.media.sound_file import decode_audio
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+
+
+class AudioProcessor(Protocol):
+    """Turns windows of sound into encoder inputs."""
+
+    @property
+    def sampling_rate(self) -> int: ...
+
+    @property
+    def window_samples(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
+        """windows: float32 [rows, window_samples], silence after the end. Arrays have rows first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogMelProcessor:
+    """Whisper's features: log10 of a Slaney mel spectrogram, at most 8 below its maximum, scaled to about [-1, 1].
+
+    A window of `window_frames` frames, one every `hop_length` samples.
+    """
+
+    window_frames: int = 3000
+    mel_bins: int = 80
+    sampling_rate: int = 16000
+    hop_length: int = 160
+    fft_length: int = 400
+
+    @property
+    def window_samples(self) -> int:
+        return self.window_frames * self.hop_length
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of(asdict(self))
+
+    def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
+        """`input_features`: float32 [rows, mel_bins, window_frames]."""
+        # One after another: the spectrogram of a window takes 20 MB.
+        return {"input_features": np.stack([self._log_mel(window) for window in windows])}
+
+    def _log_mel(self, window: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The features of one window: float32 [mel_bins, window_frames]. transformers' own extractor gives the same,
+        but imports torch, which a data worker does without."""
+        padded = np.pad(window.astype(np.float64), self.fft_length // 2, mode="reflect")
+        frames = np.lib.stride_tricks.sliding_window_view(padded, self.fft_length)
+        frames = frames[: self.window_samples : self.hop_length]
+        hann = np.hanning(self.fft_length + 1)[:-1]
+        power = np.abs(np.fft.rfft(frames * hann)) ** 2
+        mel = power @ _mel_filters(self.mel_bins, self.fft_length, self.sampling_rate)
+        log = np.log10(np.maximum(mel, 1e-10))
+        log = np.maximum(log, log.max() - 8.0)
+        return np.ascontiguousarray(((log + 4.0) / 4.0).T.astype(np.float32))
+
+
+@lru_cache(maxsize=8)
+def _mel_filters(bins: int, fft_length: int, sampling_rate: int) -> NDArray[np.float64]:
+    """Triangular filters of equal area on Slaney's mel scale: [fft_length // 2 + 1, bins]."""
+    from transformers.audio_utils import mel_filter_bank
+
+    return mel_filter_bank(
+        fft_length // 2 + 1, bins, 0.0, sampling_rate / 2, sampling_rate, norm="slaney", mel_scale="slaney"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AudioUnit:
+    """A `MediaUnit` for an encoder with a fixed window: a longer sound becomes several rows, a shorter one is
+    followed by silence.
+
+    tokens_per_window: tokens the encoder works on. merged_per_window: tokens that reach the language model, which
+    are fewer where the projector pools; by default all.
+    """
+
+    name: str
+    placeholder_id: int
+    tokens_per_window: int
+    processor: AudioProcessor
+    merged_per_window: int | None = None
+    marker: str = "<audio>"
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    written: Written | None = None
+    kind: MediaKind = "audio"
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.name, self.placeholder_id, self.tokens_per_window, self.merged_per_window, self.marker,
+                 self.merge, self.written, self.processor.fingerprint)  # fmt: skip
+        return digest_of(parts)
+
+    def windows(self, size: MediaSize) -> int:
+        """Encoder rows of one item."""
+        samples = size.seconds * self.processor.sampling_rate
+        # Seconds come from a division of whole numbers; a hair above a full window is a full window.
+        return max(1, math.ceil(samples / self.processor.window_samples - 1e-6))
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return self.windows(size) * self.tokens_per_window
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        each = self.tokens_per_window if self.merged_per_window is None else self.merged_per_window
+        return self.windows(size) * each
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        # From the header, as everybody else counts; resampling may end a sample earlier or later.
+        rows = self.windows(media_size(media))
+        wave = decode_audio(media, self.processor.sampling_rate)
+        window = self.processor.window_samples
+        windows = np.zeros(rows * window, np.float32)
+        windows[: len(wave)] = wave[: len(windows)]
+        return dict(self.processor(windows.reshape(rows, window)))

@@ -1,0 +1,76 @@
+"""How towers see clips that know images alone: some frames, each as an image by itself, with text between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dilatant.data.media.clip import decode_clip
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.pixels import EncoderInput, joined
+from dilatant.data.media_units.frame_choice import FrameChoice
+from dilatant.data.media_units.frame_texts import FRAME_TEXTS
+from dilatant.data.media_units.image_unit import ImageUnit
+from dilatant.data.media_units.native_image_unit import NativeImageUnit
+from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class FramedClipUnit:
+    """A `MediaUnit`. frame: how the tower sees a frame, and what is written around an image. choice: which frames.
+    texts: the name in `FRAME_TEXTS` of what is written besides."""
+
+    frame: ImageUnit | TiledImageUnit | NativeImageUnit
+    choice: FrameChoice
+    texts: str
+    marker: str = "<video>"
+    written: Written | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    kind: MediaKind = "video"
+
+    @property
+    def name(self) -> str:
+        return self.frame.name
+
+    @property
+    def placeholder_id(self) -> int:
+        return self.frame.placeholder_id
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of((self.frame.fingerprint, repr(self.choice), self.texts, self.marker, self.written))
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """What later stages of the encoder know of the frames."""
+        if not isinstance(self.frame, NativeImageUnit):
+            return {}
+        count = len(self.choice.frames(size))
+        one = self.frame.grid(_of_frame(size))
+        return {name: joined([array] * count) for name, array in one.items()}
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return len(self.choice.frames(size)) * self.frame.encoder_tokens(_of_frame(size))
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return len(self.choice.frames(size)) * self.frame.merged_tokens(_of_frame(size))
+
+    def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
+        """How a clip stands in the text, frame by frame: what is written before its tokens, how many, and what after
+        them."""
+        image = self.frame.written or Written("")
+        tokens = self.frame.merged_tokens(_of_frame(size))
+        return [
+            (before + image.opens, tokens, image.closes + after)
+            for before, after in FRAME_TEXTS[self.texts](size, self.choice.frames(size))
+        ]
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        """The inputs of images, those of all frames together."""
+        frames = self.choice.frames(media_size(media))
+        made = decode_clip(media, frames.tolist(), self.frame.see)
+        return {name: joined([each[name] for each in made]) for name in made[0]}
+
+
+def _of_frame(size: MediaSize) -> MediaSize:
+    return replace(size, frames=0, seconds=0.0, stamps=())

@@ -1,0 +1,140 @@
+"""How an image encoder sees images: resized, cropped, scaled, normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.media.pixels import EncoderInput, Pixels
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+
+Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+RESAMPLE_NAMES: tuple[Resample, ...] = get_args(Resample)
+"""In the order of Pillow's numbers, which saved processors hold."""
+
+
+class ImageProcessor(Protocol):
+    """Turns decoded pixels into encoder inputs."""
+
+    @property
+    def channels(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, EncoderInput]:
+        """pixels: uint8 [height, width, channels]. Returns inputs with encoder rows as their first dimension."""
+        ...
+
+
+MOST_PIXELS = 1 << 14
+"""Of a side of what an encoder is given: more are taken for a mistake, and would take gigabytes an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelProcessor:
+    """The usual steps of fixed-size vision encoders, with Pillow and numpy.
+
+    shortest_edge: resize so that the shorter side has this length, keeping proportions, then crop the centre to
+    (height, width). Without it the image is resized to (height, width), whatever its proportions.
+    Values are (pixel * rescale - mean) / std, one mean and std for each channel or one for all.
+    """
+
+    height: int
+    width: int
+    channels: int = 3
+    shortest_edge: int | None = None
+    resample: Resample = "bicubic"
+    rescale: float = 1 / 255
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+
+    def __post_init__(self) -> None:
+        if self.channels not in (1, 3):
+            raise UserError(
+                f"an image encoder with {self.channels!r} channels is not supported; known: 1 and 3"
+            )
+        longest = max(self.height, self.width, self.shortest_edge or 1)
+        if not 1 <= min(self.height, self.width, self.shortest_edge or 1) <= longest <= MOST_PIXELS:
+            raise UserError(
+                f"images of {self.width} x {self.height} pixels; sides are 1 to {MOST_PIXELS:,} pixels long"
+            )
+        if self.resample not in RESAMPLE_NAMES:
+            raise UserError(f"unknown resample {self.resample!r}; known: {', '.join(RESAMPLE_NAMES)}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, self.channels):
+                raise UserError(
+                    f"{name} {values!r} must have 1 value, or one for each of {self.channels} channels"
+                )
+        if min(self.std) <= 0:
+            raise UserError(f"std {self.std!r} must be positive")
+
+    @property
+    def fingerprint(self) -> str:
+        return _digest(asdict(self))
+
+    def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, Pixels]:
+        """`pixel_values`: [1, channels, height, width]."""
+        from PIL import Image
+
+        resample = Image.Resampling[self.resample.upper()]
+        image = Image.fromarray(pixels[:, :, 0] if self.channels == 1 else pixels)
+        if self.shortest_edge is None:
+            image = image.resize((self.width, self.height), resample)
+        else:
+            short, long = sorted(image.size)
+            other = int(self.shortest_edge * long / short)
+            size = (self.shortest_edge, other) if image.width <= image.height else (other, self.shortest_edge)
+            image = image.resize(size, resample)
+            # Pillow fills what lies outside the image with zeros, before normalisation, as the reference does.
+            left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
+            image = image.crop((left, top, left + self.width, top + self.height))
+        values = np.asarray(image).reshape(self.height, self.width, self.channels).transpose(2, 0, 1)
+        return {"pixel_values": Pixels(np.array(values, order="C")[None], self.rescale, self.mean, self.std)}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageUnit:
+    """A `MediaUnit` for an encoder whose images all have one size: an item is one encoder row.
+
+    tokens_per_image: tokens the encoder works on. merged_per_image: tokens that reach the language model, which
+    are fewer where the projector pools; by default all.
+    """
+
+    name: str
+    placeholder_id: int
+    tokens_per_image: int
+    processor: ImageProcessor
+    merged_per_image: int | None = None
+    marker: str = "<image>"
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    written: Written | None = None
+    kind: MediaKind = "image"
+
+    @property
+    def fingerprint(self) -> str:
+        return _digest([self.name, self.placeholder_id, self.tokens_per_image, self.merged_per_image, self.marker,
+                        self.merge, self.written, self.processor.fingerprint])  # fmt: skip
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return self.tokens_per_image
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return self.tokens_per_image if self.merged_per_image is None else self.merged_per_image
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        return self.see(decode_image(media, self.processor.channels))
+
+    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        """The inputs of a decoded image, uint8 [height, width, channels]."""
+        return dict(self.processor(pixels))
+
+
+def _digest(value: Any) -> str:
+    return digest_of(value)

@@ -1,0 +1,114 @@
+"""Latents of pictures that a generator learns to draw, made once and kept: what the frozen autoencoder says of each.
+
+A picture is known by the bytes of its file, so the same one under two names is kept once, and one that changed is made
+anew. Files appear whole or not at all, and each holds a digest of what is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dilatant.config.errors import UserError
+from dilatant.config.files.own_files import is_kept_safely
+from dilatant.data.errors import MediaError, may_pass
+from dilatant.data.media.open_media import open_media
+from dilatant.data.sample import Media
+
+NAME = "latents"
+"""Of the array in a file, and of the input that a generator is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """A folder of them. shape: [parts, channels, height, width], all float32; parts are mean and log-variance of a
+    variational autoencoder, or the latents themselves. Picklable; an autoencoder and a size have a folder of their
+    own."""
+
+    folder: Path
+    shape: tuple[int, int, int, int]
+
+    def key_of(self, media: Media) -> str:
+        """Raises MediaError where the file cannot be read."""
+        with open_media(media) as stream:
+            try:
+                return blake2b(stream.read(), digest_size=20).hexdigest()
+            except OSError as error:
+                raise MediaError(f"{media.name!r} cannot be read: {error}", "", may_pass(error)) from None
+
+    def find(self, key: str) -> NDArray[np.float32] | None:
+        """What is kept under a key; None where it is missing, damaged, or of something else."""
+        if not is_kept_safely(path := self._path(key)):
+            return None
+        try:
+            with safe_open(path, framework="numpy") as file:
+                values, about = file.get_tensor(NAME), file.metadata() or {}
+        except (OSError, SafetensorError, ValueError, TypeError):
+            return None
+        is_right = values.shape == self.shape and values.dtype == np.float32
+        return values if is_right and about == _about(key, values) else None
+
+    def keep(self, key: str, values: NDArray[np.float32]) -> None:
+        """Raises UserError where the folder does not take it."""
+        values = np.ascontiguousarray(values)  # files take memory as it lies
+        path = self._path(key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+            os.close(number)
+            try:
+                save_file({NAME: values}, name, _about(key, values))
+                os.replace(name, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(name)
+                raise
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"latents cannot be kept in {str(self.folder)!r}: {error}; set 'data.cache_dir' to a folder with room, "
+                "or leave out cache_latents"
+            ) from None
+
+    def load(self, media: Media) -> NDArray[np.float32] | None:
+        """What is kept of an item, [1, *shape]; None where nothing is that can be used, of which a note is left for the
+        next start. Raises MediaError where the file cannot be read."""
+        values = self.find(self.key_of(media))
+        if values is None:
+            for note in self.folder.glob("whole-*"):
+                with suppress(OSError):
+                    note.unlink()
+            return None
+        return values[None]
+
+    def is_whole(self, data: str) -> bool:
+        """Whether everything of data with this fingerprint was kept once."""
+        return (self.folder / f"whole-{data}").exists()
+
+    def note_whole(self, data: str) -> None:
+        """Say that it is."""
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"whole-{data}").touch()
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.safetensors"
+
+
+def data_fingerprint(parts: Iterable[str]) -> str:
+    """One for several."""
+    return blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def _about(key: str, values: NDArray[np.float32]) -> dict[str, str]:
+    digest = blake2b(values.tobytes(), digest_size=16).hexdigest()
+    return {"picture": key, "digest": digest}

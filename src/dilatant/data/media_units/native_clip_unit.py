@@ -1,0 +1,185 @@
+"""How encoders of native resolution see clips: some frames a second, two by two in patches of time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.media.clip import Frame, decode_clip
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.pixels import EncoderInput, Pixels
+from dilatant.data.media_units.frame_choice import moments
+from dilatant.data.media_units.native_image_unit import GRID, STEP, PatchProcessor
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSampling:
+    """Which frames of a clip are seen: `fps` of them a second, no fewer than `min_frames` and no more than
+    `max_frames`, evenly; of pictures that are sampled already, all."""
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+
+    def __post_init__(self) -> None:
+        if not (self.fps > 0 and math.isfinite(self.fps)) or not 1 <= self.min_frames <= self.max_frames:
+            raise UserError(
+                f"processor: fps {self.fps:g} must be positive, and min_frames {self.min_frames} at least 1 and no "
+                f"more than max_frames {self.max_frames}"
+            )
+
+    def frames(self, size: MediaSize, multiple: int = 1, to_end: bool = False) -> NDArray[np.int64]:
+        """Numbers of the frames, as many as are a `multiple` where there are; to_end: from the first to the last, in
+        any number."""
+        total = size.frames
+        if not size.seconds and total <= self.max_frames:
+            return np.arange(total)
+        count: float = min(total, self.max_frames)
+        if size.seconds:
+            count = min(max(size.seconds * self.fps, self.min_frames), count)
+        if to_end:
+            return np.linspace(0, total - 1, max(1, int(count))).round().astype(np.int64)
+        even = math.floor(count / multiple) * multiple or min(total, multiple)
+        return (np.arange(even) * (total / even)).astype(np.int64)
+
+    def seconds(self, size: MediaSize) -> float:
+        """From one frame of a clip to the next."""
+        return size.seconds / size.frames if size.seconds else 1 / self.fps
+
+
+@dataclass(frozen=True, slots=True)
+class NativeClipUnit:
+    """A `MediaUnit`: a clip is one item of as many patches of time as it has pairs of frames.
+
+    processor: with the limits of a frame's pixels. total_pixels: of all patches of time together, an even share of
+    which no frame exceeds. time_scale: positions in the text that a second takes; None for 1 a patch of time. apart:
+    every patch of time is an item, after a text that says when it is, and the limits are those of all frames together.
+    """
+
+    name: str
+    placeholder_id: int
+    processor: PatchProcessor
+    sampling: FrameSampling = FrameSampling()
+    total_pixels: int | None = None
+    time_scale: float | None = None
+    apart: bool = False
+    marker: str = "<video>"
+    written: Written | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    kind: MediaKind = "video"
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint,
+                 self.sampling, self.total_pixels, self.time_scale, self.apart)  # fmt: skip
+        return digest_of(parts)
+
+    def frames(self, size: MediaSize) -> NDArray[np.int64]:
+        """Numbers of the frames that are seen."""
+        return self.sampling.frames(size, self.processor.frames, to_end=self.apart)
+
+    def _grid(self, size: MediaSize) -> tuple[int, int, int]:
+        """Patches: (time, rows, columns)."""
+        count = len(self.frames(size))
+        return -(-count // self.processor.frames), *self._limited(count).grid(size)
+
+    def _limited(self, count: int) -> PatchProcessor:
+        """With the limits of each of so many frames."""
+        own = self.processor
+        if self.apart:
+            return replace(own, min_pixels=own.min_pixels / count, max_pixels=own.max_pixels / count)
+        if self.total_pixels is None:
+            return own
+        share = self.total_pixels * own.frames // count
+        return replace(own, max_pixels=max(min(own.max_pixels, share), int(own.min_pixels * 1.05)))
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """What later stages of the encoder, and positions in the text, know of a clip."""
+        time, rows, columns = self._grid(size)
+        if self.apart:
+            return {GRID: np.array([[1, rows, columns]] * time, np.int64), STEP: np.ones(time)}
+        step = 1.0
+        if self.time_scale is not None:
+            # Seconds from one frame that is seen to the next, on average.
+            between = self.sampling.seconds(size) * size.frames / len(self.frames(size))
+            step = float(np.float32(self.time_scale) * np.float32(self.processor.frames * between))
+        return {GRID: np.array([[time, rows, columns]], np.int64), STEP: np.array([step])}
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return math.prod(self._grid(size))
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return self.encoder_tokens(size) // self.processor.merge**2
+
+    def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
+        """How a clip stands in the text, piece by piece: what is written before some of its tokens, how many, and what
+        after them."""
+        before, after = ("", "") if self.written is None else (self.written.opens, self.written.closes)
+        if not self.apart:
+            return [(before, self.merged_tokens(size), after)]
+        time = self._grid(size)[0]
+        frames, each = self.frames(size), self.processor.frames
+        numbers = np.append(frames, np.repeat(frames[-1:], time * each - len(frames))).reshape(time, each)
+        # When a patch of time is: between its first frame and its last.
+        ends = numbers[:, [0, -1]]
+        shown = moments(size, ends) if size.stamps else ends * self.sampling.seconds(size)
+        tokens = self.merged_tokens(size) // time
+        return [(f"<{moment:.1f} seconds>{before}", tokens, after) for moment in shown.mean(axis=1)]
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        """`pixel_values`: [patches, channels, frames * patch, patch], as of an image; the last frame is repeated where
+        one is missing."""
+        from PIL import Image
+
+        size = media_size(media)
+        time, rows, columns = self._grid(size)
+        processor = self.processor
+        shape = (columns * processor.patch, rows * processor.patch)
+
+        def fit(frame: Frame) -> Frame:
+            return np.asarray(
+                Image.fromarray(frame).resize(shape, Image.Resampling[processor.resample.upper()])
+            )
+
+        frames = decode_clip(media, self.frames(size).tolist(), fit)
+        frames += frames[-1:] * (time * processor.frames - len(frames))
+        merge, patch = processor.merge, processor.patch
+        values = np.stack(frames).reshape(
+            time, processor.frames, rows // merge, merge, patch, columns // merge, merge, patch, 3
+        )
+        values = values.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        values = values.reshape(time * rows * columns, 3, processor.frames * patch, patch)
+        pixels = Pixels(values, processor.rescale, processor.mean, processor.std)
+        return {"pixel_values": pixels, **self.grid(size)}
+
+
+CLIP_SETTINGS = (
+    *("fps", "min_frames", "max_frames", "video_fps", "video_maxlen"),
+    *("video_min_pixels", "video_max_pixels", "video_total_pixels"),
+)
+"""What people call what clips are limited by."""
+
+
+def frame_sampling(settings: Mapping[str, Any]) -> FrameSampling:
+    """What settings say of frames. Raises UserError."""
+    names = {"video_fps": "fps", "video_maxlen": "max_frames"}
+    kinds = {"fps": float, "min_frames": int, "max_frames": int}
+    given: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = names.get(key, key)
+        if value is None or (name not in kinds and key not in CLIP_SETTINGS):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"processor: {key} is {value!r}; it must be a number above 0")
+        if name in kinds:
+            given[name] = kinds[name](value)
+    if "max_frames" in given and "min_frames" not in given:
+        given["min_frames"] = min(FrameSampling().min_frames, given["max_frames"])
+    return FrameSampling(**given)

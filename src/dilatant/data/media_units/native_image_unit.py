@@ -1,0 +1,157 @@
+"""How encoders of native resolution see images: resized as little as may be, and cut into patches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.media.pixels import EncoderInput, Pixels
+from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, Resample
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+
+GRID = "image_grid_thw"
+"""The keyword of an encoder for the patches of every image: frames, rows, columns."""
+STEP = "time_step"
+"""The keyword for how far apart in the text patches of time are, in positions: float [items]."""
+LONGEST_ASPECT = 200
+"""Images longer than wide by more are refused, as they are by the families."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchProcessor:
+    """Qwen-VL's steps with Pillow and numpy: resized so that both sides are whole groups of `merge` patches and the
+    area lies between `min_pixels` and `max_pixels`; a still image is `frames` equal frames.
+    """
+
+    patch: int = 14
+    merge: int = 2
+    frames: int = 2
+    min_pixels: float = 56 * 56
+    max_pixels: float = 28 * 28 * 1280
+    resample: Resample = "bicubic"
+    rescale: float = 1 / 255
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_pixels <= self.max_pixels:
+            raise UserError(
+                f"processor: min_pixels {self.min_pixels} must be at least 1 and no more than max_pixels "
+                f"{self.max_pixels}"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of(self)
+
+    def grid(self, size: MediaSize) -> tuple[int, int]:
+        """Patches of an image: (rows, columns). Raises ValueError for one that is too long."""
+        height, width = size.height, size.width
+        if max(height, width) > LONGEST_ASPECT * min(height, width):
+            raise ValueError(f"{width} x {height} is longer than {LONGEST_ASPECT} times its width")
+        unit = self.patch * self.merge
+        rows, columns = round(height / unit), round(width / unit)
+        if rows * columns * unit * unit > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            rows = max(1, math.floor(height / shrink / unit))
+            columns = max(1, math.floor(width / shrink / unit))
+        elif rows * columns * unit * unit < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = math.ceil(height * grow / unit), math.ceil(width * grow / unit)
+        return rows * self.merge, columns * self.merge
+
+    def __call__(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        """`pixel_values`: [patches, channels, frames * patch, patch], patches of a group together; and the grid."""
+        from PIL import Image
+
+        rows, columns = self.grid(MediaSize(width=pixels.shape[1], height=pixels.shape[0]))
+        image = Image.fromarray(pixels).resize(
+            (columns * self.patch, rows * self.patch), Image.Resampling[self.resample.upper()]
+        )
+        merge, patch = self.merge, self.patch
+        values = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+        values = values.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch, patch)
+        values = np.tile(values, (1, 1, self.frames, 1))
+        grid = np.array([[1, rows, columns]], np.int64)
+        patches = Pixels(values, self.rescale, self.mean, self.std)
+        return {"pixel_values": patches, GRID: grid, STEP: np.ones(1)}
+
+
+_SETTINGS = ("min_pixels", "max_pixels", "size", "patch_size", "merge_size", "temporal_patch_size", "resample",
+             "do_resize", "do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std",
+             "do_convert_rgb")  # fmt: skip
+
+
+def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, frames: int) -> PatchProcessor:
+    """The processor of saved settings, for a tower of such patches. Raises UserError where they do not fit."""
+    unknown = [key for key in settings if key not in _SETTINGS and not key.endswith("_type")]
+    if unknown and "image_processor_type" not in settings:
+        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(_SETTINGS)}")
+    size = settings.get("size") or {}
+    limits = {
+        "min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
+        "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
+    }
+    wrong = [
+        f"{key} is {settings[key]}, but the encoder has {own}"
+        for key, own in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", frames))
+        if settings.get(key, own) != own
+    ]
+    wrong += [f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True]
+    if wrong:
+        raise UserError(f"model.processor: {'; '.join(wrong)}")
+    normalized = settings.get("do_normalize", True)
+    given: dict[str, Any] = {key: int(value) for key, value in limits.items() if value}
+    if "resample" in settings:
+        given["resample"] = RESAMPLE_NAMES[int(settings["resample"])]
+    for name, key, neutral in (("mean", "image_mean", (0.0,)), ("std", "image_std", (1.0,))):
+        if not normalized:
+            given[name] = neutral
+        elif key in settings:
+            given[name] = tuple(settings[key])
+    if "rescale_factor" in settings:
+        given["rescale"] = settings["rescale_factor"]
+    return PatchProcessor(patch=patch, merge=merge, frames=frames, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeImageUnit:
+    """A `MediaUnit` for an encoder of native resolution: an image is as many encoder tokens as it has patches."""
+
+    name: str
+    placeholder_id: int
+    processor: PatchProcessor
+    marker: str = "<image>"
+    written: Written | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    kind: MediaKind = "image"
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint)
+        return digest_of(parts)
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """What later stages of the encoder, and positions in the text, know of an image."""
+        return {GRID: np.array([[1, *self.processor.grid(size)]], np.int64), STEP: np.ones(1)}
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        rows, columns = self.processor.grid(size)
+        return rows * columns
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return self.encoder_tokens(size) // self.processor.merge**2
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        return self.see(decode_image(media, 3))
+
+    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        """The inputs of a decoded image, uint8 [height, width, 3]."""
+        return self.processor(pixels)

@@ -1,0 +1,242 @@
+"""The image or audio processor that an encoder needs, from an id, a folder, settings, or the encoder's own shape."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.media_units.audio_unit import AudioProcessor, LogMelProcessor
+from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
+
+_OTHER_STEPS = ("pad", "reduce_labels", "thumbnail", "align_long_axis", "image_splitting", "pan_and_scan")
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceImageProcessor:
+    """Any transformers image processor, made from its saved settings in the process that uses it."""
+
+    settings_json: str
+    channels: int = 3
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.settings_json.encode()).hexdigest()
+
+    @property
+    def made(self) -> Any:
+        """The processor itself."""
+        return _transformers_image_processor(self.settings_json)
+
+    def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
+        outputs = self.made(images=pixels, return_tensors="np", input_data_format="channels_last")
+        return {name: np.asarray(array) for name, array in outputs.items()}
+
+
+def image_processor(
+    source: str | Settings | None, *, height: int, width: int, channels: int = 3
+) -> ImageProcessor:
+    """The processor for an encoder of images [channels, height, width].
+
+    source: a hub id or folder; settings of a transformers processor (with `image_processor_type`) or of
+    `PixelProcessor`; or None for plain resizing with values in [-1, 1]. Raises UserError, also when the processor
+    makes images of another size than the encoder takes.
+    """
+    if source is None:
+        return PixelProcessor(height=height, width=width, channels=channels)
+    settings = whole_settings(source, ("image_processor",)) if isinstance(source, str) else dict(source)
+    if isinstance(source, Mapping) and not any(key.endswith("_type") for key in settings):
+        known = {item.name for item in fields(PixelProcessor)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise UserError(f"processor: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        given: dict[str, Any] = {"height": height, "width": width, "channels": channels, **settings}
+        for name in ("mean", "std"):
+            if name in given:
+                given[name] = tuple(given[name]) if isinstance(given[name], list | tuple) else (given[name],)
+        processor: ImageProcessor = PixelProcessor(**given)
+    else:
+        processor = fixed_size(settings, channels) or HuggingFaceImageProcessor(
+            json.dumps(settings, sort_keys=True)
+        )
+    _check_image(processor, (channels, height, width), source)
+    return processor
+
+
+def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int) -> AudioProcessor:
+    """The processor for an encoder of sounds [mel_bins, frames].
+
+    source: a hub id or folder of a Whisper feature extractor, its settings or those of `LogMelProcessor`, or None
+    for 16 kHz and a frame every 10 ms. Raises UserError.
+    """
+    if source is None:
+        return LogMelProcessor(window_frames=frames, mel_bins=mel_bins)
+    settings = whole_settings(source, ("feature_extractor",)) if isinstance(source, str) else dict(source)
+    kind = settings.get("feature_extractor_type", "WhisperFeatureExtractor")
+    if kind != "WhisperFeatureExtractor":
+        raise UserError(
+            f"processor {_shown(source)}: {kind} is not supported; known: WhisperFeatureExtractor"
+        )
+    names = {"feature_size": "mel_bins", "n_fft": "fft_length", "nb_max_frames": "window_frames"}
+    known = {item.name for item in fields(LogMelProcessor)}
+    given = {names.get(key, key): value for key, value in settings.items()}
+    if isinstance(source, Mapping):
+        saved = {"feature_extractor_type", "chunk_length", "n_samples", "padding_side", "padding_value",
+                 "return_attention_mask", "dither", "processor_class"}  # fmt: skip
+        unknown = sorted(set(given) - known - saved)
+        if unknown:
+            raise UserError(f"processor: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if given.get("dither"):
+        raise UserError(
+            f"processor {_shown(source)}: dither would make samples differ from run to run; set it to 0"
+        )
+    chosen = {"window_frames": frames, "mel_bins": mel_bins, **{k: v for k, v in given.items() if k in known}}
+    # The encoder takes one length only, whatever the saved extractor was cut for.
+    processor = LogMelProcessor(**{**chosen, "window_frames": frames})
+    if processor.mel_bins != mel_bins:
+        raise UserError(
+            f"processor {_shown(source)} makes {processor.mel_bins} mel bins, but the encoder takes {mel_bins}"
+        )
+    return processor
+
+
+def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
+    """The same steps without transformers, if the settings say nothing but resize, crop, rescale and normalise.
+
+    Holds for the processors of CLIP, SigLIP, ViT and DINOv2; None for others.
+    """
+    kind = str(settings.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
+    if kind not in (
+        "CLIPImageProcessor",
+        "SiglipImageProcessor",
+        "ViTImageProcessor",
+        "BitImageProcessor",
+        "DeiTImageProcessor",
+    ):
+        return None
+    if any(settings.get(f"do_{step}") for step in _OTHER_STEPS):
+        return None
+    size = settings.get("size") or {}
+    crop = settings.get("crop_size") or {}
+    size = {"shortest_edge": size} if isinstance(size, int) and kind == "CLIPImageProcessor" else size
+    size = {"height": size, "width": size} if isinstance(size, int) else size
+    crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
+    cropped = bool(settings.get("do_center_crop")) and "height" in crop
+    if not settings.get("do_resize", True) or not (cropped or "height" in size):
+        return None
+    if cropped and "shortest_edge" not in size:
+        return None
+    normalized = settings.get("do_normalize", True)
+    return PixelProcessor(
+        height=crop["height"] if cropped else size["height"],
+        width=crop["width"] if cropped else size["width"],
+        channels=channels,
+        shortest_edge=size["shortest_edge"] if cropped else None,
+        resample=RESAMPLE_NAMES[int(settings.get("resample", 3))],
+        rescale=settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 1.0,
+        mean=tuple(settings["image_mean"]) if normalized else (0.0,),
+        std=tuple(settings["image_std"]) if normalized else (1.0,),
+    )
+
+
+def whole_settings(
+    name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")
+) -> dict[str, Any]:
+    """The settings of the processors of a model, of images and sounds together, saved in a folder or on the hub: in one
+    file of old, in `parts` of another since. Raises UserError."""
+    if not _lacks(name, "preprocessor_config.json") or _lacks(name, "processor_config.json"):
+        return saved_settings(name, "preprocessor_config.json")
+    saved = saved_settings(name, "processor_config.json")
+    found: dict[str, Any] = {}
+    for part in parts:
+        found |= saved[part] if isinstance(saved.get(part), dict) else {}
+    return found
+
+
+def clip_settings(name: str) -> dict[str, Any]:
+    """The same of clips; empty where nothing is saved."""
+    if not _lacks(name, "video_preprocessor_config.json"):
+        return saved_settings(name, "video_preprocessor_config.json")
+    if _lacks(name, "processor_config.json"):
+        return {}
+    return saved_settings(name, "processor_config.json").get("video_processor") or {}
+
+
+def _lacks(name: str, file: str) -> bool:
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is None
+    except OSError:
+        return True
+
+
+def sound_processor(settings: Settings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:
+    """The processor of a whole model that hears, from settings that may be of images, too. Raises UserError."""
+    own = {key: value for key, value in (settings or {}).items() if key in _OF_SOUNDS}
+    processor = audio_processor(own or None, frames=frames, mel_bins=mel_bins)
+    assert isinstance(processor, LogMelProcessor)
+    return processor
+
+
+_OF_SOUNDS = ("feature_extractor_type", "feature_size", "n_fft", "hop_length", "sampling_rate", "dither")
+
+
+def saved_settings(name: str, file: str) -> dict[str, Any]:
+    """The settings saved in a folder or on the hub. Raises UserError."""
+    from transformers.utils import cached_file
+
+    if Path(name).is_dir() and not (Path(name) / file).is_file():
+        raise UserError(
+            f"there is no processor in {name!r}: put its {file} there, or name another folder, an id or settings with "
+            "'processor'"
+        )
+    try:
+        path = cached_file(name, file)
+        with open(str(path), encoding="utf-8") as stream:
+            settings = json.load(stream)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(f"processor {name!r} cannot be loaded: {first}") from None
+    return settings
+
+
+@lru_cache(maxsize=8)
+def _transformers_image_processor(settings_json: str) -> Any:
+    # Its name in `transformers` itself wants torchvision in 5.17.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "preprocessor_config.json").write_text(settings_json, encoding="utf-8")
+        try:
+            return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+        except (OSError, ValueError, ImportError, TypeError) as error:
+            first = str(error).strip().partition("\n")[0]
+            raise UserError(f"the image processor cannot be made from its settings: {first}") from None
+
+
+def _check_image(processor: ImageProcessor, shape: tuple[int, int, int], source: str | Settings) -> None:
+    """Try the processor on a grey image and compare with what the encoder takes."""
+    _, height, width = shape
+    outputs = processor(np.full((height + 7, width + 3, shape[0]), 128, np.uint8))
+    made = {name: array.shape for name, array in outputs.items()}
+    if made.get("pixel_values") != (1, *shape):
+        raise UserError(
+            f"processor {_shown(source)} makes {made.get('pixel_values', made)} of one image, but the encoder takes "
+            f"{(1, *shape)} (rows, channels, height, width)"
+        )
+
+
+def _shown(source: str | Settings) -> str:
+    return repr(source) if isinstance(source, str) else "settings"

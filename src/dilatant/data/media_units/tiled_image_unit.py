@@ -1,0 +1,83 @@
+"""How the encoder of a whole model sees images that its processor cuts into tiles of one size: as many rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.media.pixels import EncoderInput
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class TiledImageUnit:
+    """A `MediaUnit`: tiles of an image follow from its size, each is one encoder row of `tokens_per_tile`, of which
+    `merged_per_tile` reach the language model."""
+
+    name: str
+    placeholder_id: int
+    tokens_per_tile: int
+    merged_per_tile: int
+    row_shape: tuple[int, int, int]
+    processor: HuggingFaceImageProcessor
+    marker: str = "<image>"
+    written: Written | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    kind: MediaKind = "image"
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.name, self.placeholder_id, self.tokens_per_tile, self.merged_per_tile, self.row_shape,
+                 self.marker, self.written, self.processor.fingerprint)  # fmt: skip
+        return digest_of(parts)
+
+    def tiles(self, size: MediaSize) -> int:
+        """Encoder rows of one image."""
+        return tiles_of(self.processor, size.height, size.width)
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return self.tiles(size) * self.tokens_per_tile
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return self.tiles(size) * self.merged_per_tile
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        return self.see(decode_image(media, self.processor.channels))
+
+    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        """The inputs of a decoded image, uint8 [height, width, channels]."""
+        rows = np.asarray(self.processor(pixels)["pixel_values"]).reshape(-1, *self.row_shape)
+        expected = tiles_of(self.processor, *pixels.shape[:2])
+        if len(rows) != expected:
+            raise ValueError(f"it made {len(rows)} tiles where its sizes say {expected}")
+        return {"pixel_values": rows}
+
+
+def tiles_of(processor: HuggingFaceImageProcessor, height: int, width: int) -> int:
+    """How many rows the processor makes of an image, told from its size."""
+    made: Any = processor.made
+    tell = getattr(made, "get_number_of_image_patches", None)
+    if tell is None:
+        return 1
+    told = tell(height, width, {})
+    return int(told[0] if isinstance(told, tuple) else told)
+
+
+def check_tiles(processor: HuggingFaceImageProcessor, row_shape: tuple[int, int, int]) -> None:
+    """Try the processor on images of two shapes. Raises UserError where rows are of another shape than the encoder's,
+    or more or fewer than sizes say."""
+    channels, height, width = row_shape
+    for tall, wide in ((height + 7, width + 3), (height, 3 * width + 1)):
+        made = np.asarray(processor(np.full((tall, wide, channels), 128, np.uint8))["pixel_values"])
+        told = tiles_of(processor, tall, wide)
+        if made.shape[-3:] != row_shape or made.size != told * channels * height * width:
+            raise UserError(
+                f"model.processor makes {made.shape} of one image of {tall} x {wide}, but the encoder takes "
+                f"{told} rows of {row_shape} (channels, height, width)"
+            )

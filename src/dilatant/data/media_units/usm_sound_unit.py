@@ -1,0 +1,173 @@
+"""How towers after the Universal Speech Model see sounds (Gemma 4): log-mel frames of a sound of any length up to a
+limit, of which four are one row."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.pixels import EncoderInput
+from dilatant.data.media.sound_file import decode_audio
+from dilatant.data.media_units.sound_unit import FRAMES
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+
+LONGEST_SECONDS = 30
+"""What the family's own extractor cuts sounds to."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsmMelProcessor:
+    """log of a mel spectrogram (HTK's scale) of frames of `frame_length_ms`, one every `hop_length_ms`, of which the
+    first is half before the sound. Names are those of transformers' `Gemma4AudioFeatureExtractor`."""
+
+    feature_size: int = 128
+    sampling_rate: int = 16_000
+    frame_length_ms: float = 20.0
+    hop_length_ms: float = 10.0
+    min_frequency: float = 0.0
+    max_frequency: float = 8000.0
+    preemphasis: float = 0.0
+    preemphasis_htk_flavor: bool = True
+    fft_overdrive: bool = False
+    input_scale_factor: float = 1.0
+    mel_floor: float = 1e-3
+    per_bin_mean: tuple[float, ...] | None = None
+    per_bin_stddev: tuple[float, ...] | None = None
+
+    @property
+    def frame_length(self) -> int:
+        """In samples."""
+        return round(self.sampling_rate * self.frame_length_ms / 1000)
+
+    @property
+    def hop_length(self) -> int:
+        """In samples."""
+        return round(self.sampling_rate * self.hop_length_ms / 1000)
+
+    @property
+    def fft_length(self) -> int:
+        """In samples."""
+        return 2 ** math.ceil(math.log2(self.frame_length)) * (2 if self.fft_overdrive else 1)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of(asdict(self))
+
+    def frames(self, samples: int) -> int:
+        """Frames of a sound whose every sample is there."""
+        return (samples + self.frame_length // 2 - (self.frame_length + 1)) // self.hop_length + 1
+
+    def samples(self, frames: int) -> int:
+        """The shortest sound of so many frames."""
+        return (frames - 1) * self.hop_length + self.frame_length + 1 - self.frame_length // 2
+
+    def __call__(self, wave: NDArray[np.float32]) -> NDArray[np.float32]:
+        """float32 [frames, feature_size] of a wave [samples]."""
+        length, before = self.frame_length, self.frame_length // 2
+        padded = np.pad(wave * np.float32(self.input_scale_factor), (before, 0))
+        # One sample more than a frame has, for what precedes each.
+        pieces = np.lib.stride_tricks.sliding_window_view(padded, length + 1)[:: self.hop_length]
+        if not self.preemphasis:
+            frames = pieces[:, :-1]
+        elif self.preemphasis_htk_flavor:
+            head = pieces[:, :1] * (1.0 - self.preemphasis)
+            frames = np.concatenate([head, pieces[:, 1:-1] - self.preemphasis * pieces[:, :-2]], axis=1)
+        else:
+            frames = pieces[:, 1:] - self.preemphasis * pieces[:, :-1]
+        hann = np.hanning(length + 1)[:-1].astype(np.float32)
+        power = np.abs(np.fft.rfft(frames * hann, n=self.fft_length))
+        filters = _mel_filters(
+            self.feature_size, self.fft_length, self.sampling_rate, self.min_frequency, self.max_frequency
+        )
+        log = np.log(power @ filters + self.mel_floor)
+        if self.per_bin_mean is not None:
+            log = log - np.array(self.per_bin_mean)
+        if self.per_bin_stddev is not None:
+            log = log / np.array(self.per_bin_stddev)
+        return np.ascontiguousarray(log, np.float32)
+
+
+@lru_cache(maxsize=8)
+def _mel_filters(
+    bins: int, fft_length: int, sampling_rate: int, low: float, high: float
+) -> NDArray[np.float64]:
+    from transformers.audio_utils import mel_filter_bank
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the uppermost lie between two frequencies, as they do in the family
+        return mel_filter_bank(
+            fft_length // 2 + 1, bins, low, high, sampling_rate, norm=None, mel_scale="htk"
+        )
+
+
+def usm_processor(settings: Mapping[str, Any] | None, mel_bins: int) -> UsmMelProcessor:
+    """The processor of saved settings, which may be of images, too, for a tower of so many bins. Raises UserError."""
+    given = dict(settings or {})
+    if given.get("dither"):
+        raise UserError("model.processor: dither would make samples differ from run to run; set it to 0")
+    known = {item.name for item in fields(UsmMelProcessor)}
+    own = {key: value for key, value in given.items() if key in known and value is not None}
+    own |= {key: tuple(own[key]) for key in ("per_bin_mean", "per_bin_stddev") if key in own}
+    processor = UsmMelProcessor(**{"feature_size": mel_bins, **own})
+    if processor.feature_size != mel_bins:
+        raise UserError(
+            f"model.processor: feature_size is {processor.feature_size}, but the tower takes {mel_bins} mel bins"
+        )
+    return processor
+
+
+@dataclass(frozen=True, slots=True)
+class UsmSoundUnit:
+    """A `MediaUnit`: a sound is a quarter as many encoder tokens as frames, and as many in the text. Longer ones than
+    `LONGEST_SECONDS` are refused."""
+
+    name: str
+    placeholder_id: int
+    processor: UsmMelProcessor
+    marker: str = "<audio>"
+    written: Written | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    kind: MediaKind = "audio"
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of(
+            (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint)
+        )
+
+    def frames(self, size: MediaSize) -> int:
+        """Of a sound; at least one, which goes on in silence. Raises ValueError for one that is too long."""
+        # A hair more than whole samples comes from dividing.
+        samples = round(size.seconds * self.processor.sampling_rate)
+        if samples > LONGEST_SECONDS * self.processor.sampling_rate:
+            raise ValueError(f"{size.seconds:.2f} s is longer than the encoder's {LONGEST_SECONDS} s; cut it")
+        return max(1, self.processor.frames(samples))
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """What later stages of the encoder know of a sound."""
+        frames = self.frames(size)
+        return {FRAMES: np.array([[frames, frames]], np.int64)}
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return -(-self.frames(size) // 4)
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return self.encoder_tokens(size)
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        # From the header, as everybody else counts; resampling may end a sample earlier or later.
+        size = media_size(media)
+        frames = self.frames(size)
+        window = np.zeros(self.processor.samples(frames), np.float32)
+        wave = decode_audio(media, self.processor.sampling_rate)[: len(window)]
+        window[: len(wave)] = wave
+        return {"input_features": self.processor(window), **self.grid(size)}

@@ -1,0 +1,1 @@
+"""The order of samples: blends of sources, samplers, and their resumable state."""

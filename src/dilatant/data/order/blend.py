@@ -1,0 +1,131 @@
+"""Several sources as one list of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from dilatant.config.data import DataSource
+from dilatant.config.errors import UserError
+from dilatant.data.order.sampler import Sampler
+from dilatant.data.order.stream_sampler import Stream, StreamSampler
+from dilatant.data.readers.reader import Reader, open_source
+from dilatant.data.readers.split import Split
+from dilatant.data.sample import Sample
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The samples of several sources, one source after another. Picklable."""
+
+    readers: tuple[Reader, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(reader) for reader in self.readers)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Sample:
+        reader, number = self._locate(index)
+        return reader[number]
+
+    def name(self, index: int) -> str:
+        """How messages call a sample ("charts.parquet:881"), without reading it."""
+        reader, number = self._locate(index)
+        return reader.name_of(number)
+
+    @cached_property
+    def source_names(self) -> tuple[str, ...]:
+        """What figures of each source go by, all different."""
+        names: list[str] = []
+        for reader in self.readers:
+            name, number = reader.is_called, 1
+            while name in names:
+                number += 1
+                name = f"{reader.is_called} #{number}"
+            names.append(name)
+        return tuple(names)
+
+    def source_of(self, index: int) -> int:
+        """The number of the source that a sample is of."""
+        return int(np.searchsorted(self._ends, index, side="right"))
+
+    def split(self, size: float, seed: int) -> tuple[Blend, Blend]:
+        """Samples to train on, and samples held out of every source; see `Split`. Raises UserError."""
+        sides = []
+        for held_out in (False, True):
+            split = Split(size, seed, held_out)
+            sides.append(Blend(tuple(replace(reader, split=split) for reader in self.readers), self.weights))
+            for reader in self.readers:
+                split.count(reader.all_samples)
+        return sides[0], sides[1]
+
+    def _locate(self, index: int) -> tuple[Reader, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        source = self.source_of(index)
+        return self.readers[source], index - int(self._ends[source]) + self.lengths[source]
+
+    def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> Sampler:
+        """The order in which training takes these samples."""
+        blocks = tuple(reader.blocks for reader in self.readers)
+        return Sampler(self.lengths, self.weights, seed, global_batch_size, shuffle, blocks)
+
+
+@dataclass(frozen=True)
+class StreamBlend:
+    """Several sources that are read as they come. It can be trained on, but neither counted nor indexed."""
+
+    streams: tuple[Stream, ...]
+    weights: tuple[float, ...]
+
+    def __len__(self) -> int:
+        raise UserError(
+            "a streamed data set has no known length; set 'train.steps', and do not stream 'data.eval'"
+        )
+
+    def __getitem__(self, index: int) -> Sample:
+        raise UserError("a streamed data set cannot be read by index; do not stream it here")
+
+    def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> StreamSampler:
+        """The order in which training takes these samples."""
+        block = StreamSampler.shuffle_block if shuffle else 1
+        return StreamSampler(self.streams, self.weights, seed, global_batch_size, block)
+
+
+def open_blend(
+    sources: Sequence[DataSource],
+    *,
+    cache_dir: str | Path | None = None,
+    max_samples: int | None = None,
+    held_out: bool = False,
+) -> Blend | StreamBlend:
+    """All sources of a config section. cache_dir, held_out, and what is raised: as of `open_source`. max_samples: of
+    each."""
+    if max_samples is not None:
+        sources = [
+            source.model_copy(update={"limit": min(max_samples, source.limit or max_samples)})
+            for source in sources
+        ]
+    weights = tuple(source.weight for source in sources)
+    if any(source.streaming for source in sources):
+        from dilatant.data.readers.hub_records import HubStream
+
+        if not all(source.streaming for source in sources):
+            raise UserError(
+                "data sets that are streamed cannot be blended with others; set 'streaming' on all or none"
+            )
+        return StreamBlend(tuple(HubStream(source) for source in sources), weights)
+    readers = tuple(open_source(source, cache_dir=cache_dir, held_out=held_out) for source in sources)
+    return Blend(readers, weights)

@@ -1,0 +1,209 @@
+"""Which samples the next step takes: a seeded order over weighted sources, whose position is a small value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.permutation import permute
+from dilatant.data.readers.records import Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """How many samples were taken from each source. It depends on no device, process or batch size.
+
+    lengths and seed tell which order this is a position in. Without values it is the start of any order.
+    """
+
+    drawn: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Samples taken in all."""
+        return sum(self.drawn)
+
+    def after(self, sources: NDArray[np.int64]) -> SamplerState:
+        """The state after one more sample from each of `sources`."""
+        more = np.bincount(sources, minlength=len(self.drawn))
+        return replace(self, drawn=tuple(int(count) for count in np.array(self.drawn) + more))
+
+    def checked(self, start: SamplerState) -> SamplerState:
+        """This state, if it is a position in the order that begins at `start`. Raises UserError."""
+        if not self.drawn:
+            return start
+        problems = []
+        if self.lengths != start.lengths:
+            before, now = (
+                ", ".join(f"{length:,}" for length in each) for each in (self.lengths, start.lengths)
+            )
+            problems.append(f"its sources had {before} samples, and now have {now}")
+        if self.seed != start.seed:
+            problems.append(f"'seed' was {self.seed}, and now is {start.seed}")
+        if problems:
+            raise UserError(
+                f"the place in the data is that of another order of samples: {'; '.join(problems)}. Restore the data "
+                "and the seed, or start a new run from the weights"
+            )
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return {"drawn": list(self.drawn), "lengths": list(self.lengths), "seed": self.seed}
+
+    @staticmethod
+    def from_json(tree: Mapping[str, Any]) -> SamplerState:
+        return SamplerState(tuple(tree["drawn"]), tuple(tree["lengths"]), tree["seed"])
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The order of samples over the whole run.
+
+    lengths: samples of each source. weights: the share of each source. An index counts through all sources, one
+    after another. Every source is shuffled anew for each of its passes and every sample comes once in a pass; a
+    batch that a pass cannot fill goes on with the next one. With `shuffle` off the sources keep their order.
+    blocks: for sources that are read in blocks. Those are shuffled in two steps, the blocks and then the samples of
+    as many blocks as the reader keeps at hand, so that each block is read once in a pass.
+    """
+
+    lengths: tuple[int, ...]
+    weights: tuple[float, ...]
+    seed: int
+    global_batch_size: int
+    shuffle: bool = True
+    blocks: tuple[Blocks | None, ...] = ()
+    _block_orders: dict[tuple[int, int], _BlockOrder] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) <= 0 or len(self.lengths) != len(self.weights):
+            raise ValueError(f"a sampler needs sources with samples and a weight each, not {self}")
+        if min(self.weights) <= 0 or self.global_batch_size <= 0:
+            raise ValueError(f"weights and the global batch size must be positive: {self}")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all sources: what an epoch has."""
+        return sum(self.lengths)
+
+    def start(self) -> SamplerState:
+        return SamplerState((0,) * len(self.lengths), self.lengths, self.seed)
+
+    def resume(self, state: SamplerState) -> SamplerState:
+        """`state` as a position in this order. Raises UserError when the data or the seed is another: going on
+        would repeat some samples and leave out others."""
+        return state.checked(self.start())
+
+    def epoch(self, state: SamplerState) -> float:
+        """Passes over the data so far: samples taken, divided by the samples there are."""
+        return state.samples / self.num_samples
+
+    def batches(self, state: SamplerState) -> Iterator[tuple[list[int], SamplerState]]:
+        """Global batches from `state` on, without end: indices, and the state after them."""
+        while True:
+            indices, state = self.take(state, self.global_batch_size)
+            yield indices.tolist(), state
+
+    def take(self, state: SamplerState, count: int) -> tuple[NDArray[np.int64], SamplerState]:
+        """Indices of the next `count` samples, int64 [count], and the state after them."""
+        sources = choose_sources(self.weights, state.drawn, count)
+        indices = np.empty(count, np.int64)
+        offset = 0
+        for source, length in enumerate(self.lengths):
+            chosen = sources == source
+            ordinals = state.drawn[source] + np.arange(int(chosen.sum()))
+            indices[chosen] = offset + self._order(source, ordinals)
+            offset += length
+        return indices, state.after(sources)
+
+    def _order(self, source: int, ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where in a source its next samples are: int64, the shape of `ordinals`."""
+        length = self.lengths[source]
+        passes, positions = np.divmod(ordinals, length)
+        if not self.shuffle:
+            return positions
+        blocks = self.blocks[source] if self.blocks else None
+        result = np.empty_like(positions)
+        for number in np.unique(passes):
+            chosen = passes == number
+            stream = (source, int(number))
+            result[chosen] = (
+                permute(positions[chosen], length, self.seed, stream)
+                if blocks is None
+                else self._block_order(blocks, stream).permute(positions[chosen])
+            )
+        return result
+
+    def _block_order(self, blocks: Blocks, stream: tuple[int, int]) -> _BlockOrder:
+        """That of a pass, which many batches share."""
+        if stream not in self._block_orders:
+            if len(self._block_orders) > 2 * len(self.lengths):
+                self._block_orders.clear()
+            self._block_orders[stream] = _BlockOrder.of(blocks, self.seed, stream)
+        return self._block_orders[stream]
+
+
+def choose_sources(weights: Sequence[float], drawn: Sequence[int], count: int) -> NDArray[np.int64]:
+    """The source of each of the next `count` samples, int64 [count]: always the one furthest behind its share."""
+    if len(weights) == 1:
+        return np.zeros(count, np.int64)
+    share = np.array(weights) / sum(weights)
+    taken = np.array(drawn, np.int64)
+    sources = np.empty(count, np.int64)
+    for at in range(count):
+        sources[at] = np.argmax(share * (int(taken.sum()) + 1) - taken)
+        taken[sources[at]] += 1
+    return sources
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockOrder:
+    """One pass over a source that is read in blocks. Arrays are int64, over the blocks in their new order, or over the
+    windows of blocks that are read together."""
+
+    seed: int
+    stream: tuple[int, ...]
+    first: NDArray[np.int64]
+    """Where in the source a block starts."""
+    ends: NDArray[np.int64]
+    """Where in the new order it ends."""
+    lengths: NDArray[np.int64]
+    window_ends: NDArray[np.int64]
+
+    @staticmethod
+    def of(blocks: Blocks, seed: int, stream: tuple[int, ...]) -> _BlockOrder:
+        lengths = np.array(blocks.lengths, np.int64)
+        first = np.cumsum(lengths) - lengths
+        # Runs of one group stay together and in order: they can only be reached one after another.
+        group = np.array(blocks.groups, np.int64) if blocks.groups else np.arange(len(lengths))
+        count = int(group[-1]) + 1
+        place = permute(np.arange(count), count, seed, (*stream, 0))
+        order = np.argsort(np.argsort(place)[group], kind="stable")
+        ends = np.cumsum(lengths[order])
+        window_ends = ends[blocks.window - 1 :: blocks.window]
+        if not len(window_ends) or window_ends[-1] < ends[-1]:
+            window_ends = np.append(window_ends, ends[-1])
+        return _BlockOrder(seed, stream, first[order], ends, lengths[order], window_ends)
+
+    def permute(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `permute`, but neighbours in the new order come from few blocks."""
+        window = np.searchsorted(self.window_ends, positions, side="right")
+        result = np.empty_like(positions)
+        for number in np.unique(window):
+            chosen = window == number
+            start = int(self.window_ends[number - 1]) if number else 0
+            size = int(self.window_ends[number]) - start
+            inside = start + permute(
+                positions[chosen] - start, size, self.seed, (*self.stream, 1, int(number))
+            )
+            place = np.searchsorted(self.ends, inside, side="right")
+            result[chosen] = self.first[place] + inside - (self.ends[place] - self.lengths[place])
+        return result

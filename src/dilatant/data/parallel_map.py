@@ -1,0 +1,79 @@
+"""Work over many samples or files, piece by piece, in this process or in several."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import TypeVar
+
+from dilatant.config.errors import UserError
+from dilatant.data.workers.ordered_map import TASK_SECONDS, WorkerPool
+
+TRIAL_SECONDS = 1.0
+WORTH_SECONDS = 5.0
+"""What must be left to do for processes, which take seconds to start."""
+FEW = 8
+"""Pieces that are done before processes have started."""
+
+Piece = tuple[int, int]
+"""The first number, and the one after the last."""
+Progress = Callable[[int, int], None]
+"""Called with how many are done, and how many there are."""
+R = TypeVar("R")
+
+
+def piece_bounds(total: int, length: int) -> Iterator[Piece]:
+    """Numbers up to `total` cut into runs of a length; the last one may be shorter."""
+    return ((start, min(start + length, total)) for start in range(0, total, length))
+
+
+def in_pieces(
+    job: Callable[[Piece], R],
+    pieces: Iterator[Piece],
+    total: int,
+    named: Callable[[Piece], str],
+    workers: int | None,
+    piece_seconds: float = TASK_SECONDS,
+) -> Iterator[tuple[Piece, R]]:
+    """What a job makes of every piece, in order.
+
+    job: picklable. named: how messages call a piece. workers: processes; 0 works here; None begins here, and takes
+    all cores that this process may use once much is left to do. piece_seconds: longest that a process may take for one.
+    Raises UserError as the job does.
+    """
+    head = list(islice(pieces, FEW + 1))
+    pieces = chain(head, pieces)
+    if len(head) <= FEW:
+        workers = 0
+    if workers is None:
+        began = time.monotonic()
+        for piece in pieces:
+            yield piece, job(piece)
+            spent = time.monotonic() - began
+            if spent > TRIAL_SECONDS and spent * (total - piece[1]) / piece[1] > WORTH_SECONDS:
+                break
+        cores = len(os.sched_getaffinity(0))
+        workers = cores if cores > 1 else 0
+    at_work: deque[Piece] = deque()
+
+    def sent() -> Iterator[Piece]:
+        for piece in pieces:
+            at_work.append(piece)
+            yield piece
+
+    pool: WorkerPool[Piece, R] = WorkerPool(
+        job,
+        workers,
+        named=named,
+        task_seconds=piece_seconds,
+    )
+    try:
+        for result in pool.map(sent(), ahead=4 * max(1, workers)):
+            if isinstance(result, UserError):
+                raise result
+            yield at_work.popleft(), result
+    finally:
+        pool.close()

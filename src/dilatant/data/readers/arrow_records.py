@@ -1,0 +1,66 @@
+"""Arrow files, as `datasets.save_to_disk` and Feather write them, mapped and read by row number."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dilatant.config.errors import UserError
+from dilatant.data.readers.arrow_values import row_fields
+from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.records import Blocks
+from dilatant.data.readers.source_files import Scan, SourceFiles
+
+
+class ArrowRecords:
+    """Rows of several Arrow files, in file order. Picklable: another process maps the same files."""
+
+    blocks: Blocks | None = None
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+
+    def __reduce__(self) -> tuple[type[ArrowRecords], tuple[SourceFiles]]:
+        return ArrowRecords, (self._files,)
+
+    def __len__(self) -> int:
+        return int(self._files.first[-1])
+
+    def name_of(self, index: int) -> str:
+        file, row = self._files.locate(index)
+        return f"{self._files.names[file]}:{row + 1}"
+
+    def read(self, index: int) -> Record:
+        file, row = self._files.locate(index)
+        place, path = self.name_of(index), self._files.paths[file]
+        if file not in self._tables:
+            self._tables[file] = _mapped(path)
+        return Record(place, path.parent, row_fields(self._tables[file], row, place))
+
+    @cached_property
+    def _tables(self) -> dict[int, Any]:
+        return {}
+
+
+def scan_arrow(path: Path, name: str) -> Scan:
+    """The number of rows. Raises UserError for a file that cannot be read, naming it."""
+    from pyarrow import ArrowException
+
+    try:
+        rows = _mapped(path).num_rows
+    except (OSError, ValueError, ArrowException) as error:
+        raise UserError(f"{name} cannot be read as Arrow: {error}") from None
+    return Scan(rows, {"rows": np.array([rows], np.int64)})
+
+
+def _mapped(path: Path) -> Any:
+    """The table of a file; its buffers are those of the file."""
+    import pyarrow as pa
+
+    source = pa.memory_map(str(path))
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()

@@ -1,0 +1,215 @@
+"""JSON Lines files and files that hold one JSON array, read by record number without loading the file."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
+from dilatant.data.readers.json_value import json_value
+from dilatant.data.readers.record_fields import CHAT_COLUMNS, Record, is_objects
+from dilatant.data.readers.records import Blocks
+from dilatant.data.readers.source_files import Scan, SourceFiles
+
+SCAN_BYTES = 1 << 24
+MOST_BYTES = 256 << 20
+"""Of a record, which may hold media as base64."""
+MARK = b"\xef\xbb\xbf"
+"""What some programs write before UTF-8."""
+SPACE = (9, 10, 13, 32)
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class JsonRecords:
+    """Records of several JSON or JSON Lines files, in file order. Picklable."""
+
+    blocks: Blocks | None = None
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return int(self._files.first[-1])
+
+    def name_of(self, index: int) -> str:
+        file, number = self._files.locate(index)
+        return f"{self._files.names[file]}:{number + 1}"
+
+    def read(self, index: int) -> Record:
+        file, number = self._files.locate(index)
+        start, end = self._files.part("spans", file)[number].tolist()
+        place, path = self.name_of(index), self._files.paths[file]
+        if end - start > MOST_BYTES:
+            raise SampleError(
+                place,
+                f"has {end - start:,} bytes, more than the {MOST_BYTES:,} allowed",
+                "cut it into pieces",
+            )
+        with open(path, "rb") as stream:
+            stream.seek(start)
+            fields = json_value(stream.read(end - start), place)
+        if not isinstance(fields, dict):
+            raise SampleError(
+                place, f"is JSON but no object: {type(fields).__name__}", "write one object a record"
+            )
+        lists = [key for key, value in fields.items() if is_objects(value) and value]
+        if (
+            len(self._files.part("spans", file)) == 1
+            and len(fields) == len(lists) == 1
+            and lists[0] not in (*CHAT_COLUMNS, "texts")
+        ):
+            raise SampleError(
+                place,
+                f"is one object that holds a list of {len(fields[lists[0]])} records under {lists[0]!r}",
+                "write that list alone, or one record a line",
+            )
+        return Record(place, path.parent, fields)
+
+
+def scan_json(path: Path, name: str) -> Scan:
+    """`spans`: first and end byte of every record, int64 [records, 2]. Raises UserError naming a file that is
+    neither form."""
+    spans = _record_spans(path, name)
+    return Scan(len(spans), {"spans": spans})
+
+
+def _record_spans(path: Path, name: str) -> NDArray[np.int64]:
+    with open(path, "rb") as file:
+        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    begin = len(MARK) if text[: len(MARK)] == MARK else 0
+    first = text[begin : begin + (1 << 16)].lstrip()[:1]
+    if first == b"[":
+        return _array_spans(text, begin, name)
+    if first == b"{":
+        lines = _line_spans(text, begin)
+        objects = None if _is_json(text, lines[0]) else _object_spans(text, begin, name)
+        return lines if objects is None else objects
+    raise UserError(f"{name} is neither JSON Lines nor a JSON array: it starts with {first!r}")
+
+
+def _line_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64]:
+    """Lines that hold more than whitespace."""
+    codes = np.frombuffer(text, np.uint8)
+    breaks = [
+        np.flatnonzero(codes[offset : offset + SCAN_BYTES] == 10) + offset
+        for offset in range(0, len(codes), SCAN_BYTES)
+    ]
+    end = np.concatenate([*breaks, [len(codes)]])
+    start = np.concatenate([[begin], end[:-1] + 1])
+    filled = end > start
+    # Few lines start with a blank; only those are looked at whole.
+    blank = np.flatnonzero(filled & np.isin(codes[np.minimum(start, len(codes) - 1)], SPACE))
+    filled[blank] = [bool(text[start[line] : end[line]].strip()) for line in blank]
+    return np.stack([start, end], axis=1)[filled]
+
+
+def _is_json(text: mmap.mmap, span: NDArray[np.int64]) -> bool:
+    """Whether a line is JSON by itself, as far as that is cheap to tell."""
+    if span[1] - span[0] > MOST_BYTES:
+        return True  # its reader says what is wrong
+    try:
+        json.loads(text[span[0] : span[1]])
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _object_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64] | None:
+    """Objects over several lines, one after another, as programs that indent JSON write them; None where the text is
+    something else, such as lines of which the first is damaged, or too large to be looked at whole. Raises UserError
+    where an object behind the first is wrong."""
+    if len(text) > MOST_BYTES:
+        return None
+    characters = text[begin:].decode("latin-1")  # one for each byte
+    decoder = json.JSONDecoder(parse_int=str, strict=False)
+    spans: list[tuple[int, int]] = []
+    at = _behind_space(characters, 0)
+    while at < len(characters):
+        try:
+            value, end = decoder.raw_decode(characters, at)
+        except (ValueError, RecursionError) as error:
+            if spans or characters[at : at + 2] in ("{\n", "{\r"):
+                raise UserError(
+                    f"{name} has objects over several lines and is wrong or cut off in record {len(spans) + 1}: {error}"
+                ) from None
+            return None
+        if not isinstance(value, dict):
+            return None
+        spans.append((at + begin, end + begin))
+        at = _behind_space(characters, end)
+    return np.array(spans, np.int64).reshape(-1, 2)
+
+
+def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
+    """Elements of a top-level array."""
+    import msgspec
+
+    try:
+        elements = msgspec.json.decode(memoryview(text)[begin:], type=list[msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        # It is stricter than Python's own reader, which writes and reads NaN and half characters, and names no record.
+        return _array_spans_one_by_one(text, begin, name)
+    length = np.fromiter(map(len, elements), np.int64, len(elements))
+    start = np.zeros(len(elements), np.int64)
+    if len(elements):
+        start[:] = _address(elements[0]) - _address(text)
+    if len(elements) > 1:
+        # Most writers put the same between all elements. Where that is there, and no more, an element starts behind it.
+        gap = _address(elements[1]) - _address(elements[0]) - int(length[0])
+        start[1:] += np.cumsum(length[:-1] + gap)
+        codes = np.frombuffer(text, np.uint8)
+        if (
+            start[-1] + length[-1] > len(codes)
+            or any((codes[start[1:] + at] != codes[start[1] + at]).any() for at in range(-gap, 0))
+            or (codes[start] <= max(SPACE)).any()
+        ):
+            start = np.array([_address(element) - _address(text) for element in elements], np.int64)
+    return np.stack([start, start + length], axis=1)
+
+
+def _address(buffer: Any) -> int:
+    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None  # no space matches, too
+    return found.end()
+
+
+def _array_spans_one_by_one(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
+    """The same with the standard library: slower, and in memory. Raises UserError naming the record that is wrong."""
+    characters = text[begin:].decode(
+        "latin-1"
+    )  # one for each byte, so that their places are those in the file
+    # What is wrong inside a record is that record's affair.
+    decoder = json.JSONDecoder(parse_int=str, strict=False)
+    spans: list[tuple[int, int]] = []
+    end = characters.index("[")
+    closed = re.compile(r"\s*\[\s*\]").match(characters) is not None
+    while not closed:
+        start = _behind_space(characters, end + 1)
+        problem = "is cut off"
+        try:
+            _, end = decoder.raw_decode(characters, start)
+            spans.append((start + begin, end + begin))
+            end = _behind_space(characters, end)
+            closed = characters[end : end + 1] == "]"
+            sound = characters[end : end + 1] in ("]", ",")
+        except RecursionError:
+            sound, problem = False, f"nests too deep in record {len(spans) + 1}"
+        except ValueError as error:
+            sound, problem = False, f"is wrong, or cut off, in record {len(spans) + 1}: {error}"
+        if not sound:
+            raise UserError(f"{name}: the JSON array {problem}; correct it, or write one record a line")
+    rest = characters[end + 1 if spans else characters.index("]") + 1 :].strip()
+    if rest:
+        raise UserError(f"{name} goes on after its JSON array: {rest[:20]!r}; write one array, or JSON Lines")
+    return np.array(spans, np.int64).reshape(-1, 2)

@@ -1,0 +1,277 @@
+"""The media of a record: the columns that list them, and each as a `Media`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from dilatant.data.errors import SampleError
+from dilatant.data.media.media_kind import STILL_SUFFIXES, kind_of_bytes, kind_of_name
+from dilatant.data.readers.record_fields import (
+    MEDIA_COLUMNS,
+    OTHER_MEDIA_COLUMNS,
+    Fields,
+    Record,
+    as_list,
+    is_blank,
+    is_list,
+    kind_of,
+    rows,
+)
+from dilatant.data.sample import FileSlice, Frames, Media, MediaKind, Turn
+
+FILE_COLUMNS = ("file_name", "file_names", "filename", "file_path", "filepath", "file", "path")
+"""Columns that name media of a kind which their suffix tells."""
+ITEM_OPTIONS = frozenset(
+    (
+        *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+        *("fps", "nframes", "num_frames", "min_frames", "max_frames", "sample_fps", "raw_fps"),
+        *("video_start", "video_end", "start", "end", "start_time", "end_time"),
+    )
+)
+"""Keys by which other tools say how one item is to be seen."""
+FRAME_RATES = ("sample_fps", "fps", "raw_fps")
+"""Which of them say how many frames a second a list of frames has; the first that is there."""
+_SOURCES = ("bytes", "path", "url", "data", "file_name")
+_NUMBERED_MARKER = re.compile(r"<image[ _]?(\d+)>")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
+
+
+class ListedMedia:
+    """The media columns of a record. Typed content without a source takes the next one; the rest is iterated."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._record = fields.record
+        self._waiting: dict[MediaKind, list[Media]] = {kind: [] for kind in MEDIA_COLUMNS}
+        self._numbered: dict[int, Media] = {}
+        for kind, names in MEDIA_COLUMNS.items():
+            numbered = [] if fields.is_named(f"{kind}s") else _numbered(fields, kind)
+            name = fields.only((*names, *numbered[:1]), f"{kind}s")
+            if name in numbered:
+                found = {int(column.rpartition("_")[2]): fields.take(column) for column in numbered}
+                media = {number: parse_media(fields, kind, value, number) for number, value in found.items()}
+                self._waiting[kind] = list(media.values())
+                if kind == "image":
+                    self._numbered = media
+                continue
+            if name is None:
+                name = fields.only(_others(fields, kind), f"{kind}s")
+            if name is None and not fields.is_named(f"{kind}s"):
+                name = next(
+                    (file for file in FILE_COLUMNS if fields.has(file) and _is_of(fields.peek(file), kind)),
+                    None,
+                )
+            if name is not None:
+                self._waiting[kind] = [
+                    parse_media(fields, kind, item, position)
+                    for position, item in enumerate(_items(kind, name, fields.take(name)), 1)
+                ]
+
+        offset = fields.peek("offset")  # of NeMo's manifests, in seconds
+        if fields.has("audio_filepath") and isinstance(offset, int | float) and offset > 0:
+            fields.refuse(
+                f"its sound begins {offset:g} s into a file ('offset'), and whole files are read",
+                "write each part of a sound to a file of its own",
+            )
+
+    def take(self, kind: MediaKind) -> Media:
+        if not self._waiting[kind]:
+            raise SampleError(
+                self._record.id,
+                f"the messages name more {kind}s than the record holds",
+                f"give each {kind} part its source, or list every {kind} in the record",
+            )
+        return self._waiting[kind].pop(0)
+
+    def placed(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        """Turns in which `<image 1>`, written by the user, is the image of the column `image_1`; or the first of a
+        list, where all numbers are of images in it and no text has the plain marker."""
+        texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
+        numbered = self._numbered or dict(enumerate(self._waiting["image"], 1))
+        named = {int(number) for text in texts for number in _NUMBERED_MARKER.findall(text)}
+        is_plain = any("<image>" in text for text in texts)
+        if not numbered or (not self._numbered and (is_plain or not named <= numbered.keys())):
+            return turns
+        return tuple(
+            replace(turn, content=tuple(self._placed(turn.content, numbered)))
+            if turn.role == "user"
+            else turn
+            for turn in turns
+        )
+
+    def _placed(
+        self, content: tuple[str | Media, ...], numbered: Mapping[int, Media]
+    ) -> Iterator[str | Media]:
+        for part in content:
+            pieces = [part] if isinstance(part, Media) else _NUMBERED_MARKER.split(part)
+            for at, piece in enumerate(pieces):
+                if at % 2 == 0:
+                    if piece != "" or len(pieces) == 1:
+                        yield piece
+                    continue
+                media = numbered.get(int(str(piece)))
+                if media is None:
+                    raise SampleError(
+                        self._record.id,
+                        f"the text names image {piece}, but 'image_{piece}' is empty",
+                        "correct the record",
+                    )
+                if media in self._waiting["image"]:
+                    self._waiting["image"].remove(media)
+                yield media
+
+    def __bool__(self) -> bool:
+        return any(self._waiting.values()) or bool(self._numbered)
+
+    def __iter__(self) -> Iterator[Media]:
+        for waiting in self._waiting.values():
+            yield from waiting
+
+
+def _numbered(fields: Fields, kind: MediaKind) -> list[str]:
+    """Columns such as `image_1`, in the order of their numbers."""
+    names = [
+        name for name in fields.names() if name.startswith(f"{kind}_") and name[len(kind) + 1 :].isdecimal()
+    ]
+    return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+
+
+def _others(fields: Fields, kind: MediaKind) -> list[str]:
+    """Columns of other names that hold what may be media."""
+    fits = (str, bytes, list, dict)
+    return [
+        name for name in OTHER_MEDIA_COLUMNS[kind] if fields.has(name) and isinstance(fields.peek(name), fits)
+    ]
+
+
+def _is_of(value: Any, kind: MediaKind) -> bool:
+    return all(isinstance(item, str) and kind_of_name(item) == kind for item in as_list(value))
+
+
+def _items(kind: MediaKind, name: str, value: Any) -> Sequence[Any]:
+    """The items that a column lists; how files write "none" in lists is left out."""
+    items = [item for item in as_list(rows(value)) if not (is_blank(item) or _is_hollow(item))]
+    if kind == "video" and name == "video" and len(items) > 1 and all(map(_is_still, items)):
+        return (items,)
+    return items
+
+
+def _is_hollow(item: Any) -> bool:
+    """Return True for a struct whose values are all null, by which columnar files write that there is none."""
+    return isinstance(item, Mapping) and all(is_blank(value) for value in item.values())
+
+
+def _is_still(item: Any) -> bool:
+    """Return True for one picture, which in a list of them is a frame of a clip."""
+    if isinstance(item, Mapping):
+        item = next((item[key] for key in _SOURCES if not is_blank(item.get(key))), None)
+    if isinstance(item, bytes):
+        return kind_of_bytes(item[:16]) == "image" and not item.startswith(b"GIF")
+    return isinstance(item, str) and item.rpartition(".")[2].lower() in STILL_SUFFIXES
+
+
+def parse_media(
+    fields: Fields, kind: MediaKind, value: Any, position: int, options: Mapping[str, Any] | None = None
+) -> Media:
+    """The item that a value stands for: a path, bytes, a `data:` address, base64, or an object that holds one of them;
+    of a clip also a list of its frames.
+
+    options: what else is said of the item. Raises SampleError for options that are not obeyed.
+    """
+    record, name = fields.record, f"{kind} {position}"
+    options = dict(options or {})
+    value = rows(value)
+    if isinstance(value, Mapping):
+        about, value = value, None
+        key = next((key for key in _SOURCES if not is_blank(about.get(key))), None)
+        if key is None and "array" in about:
+            raise SampleError(
+                record.id,
+                f"{name} is decoded (an 'array'), and only encoded media are read",
+                "write it to a file (WAV or FLAC for sounds), or keep its 'bytes' or 'path'",
+            )
+        if key is None:
+            raise SampleError(record.id, f"{name} has neither 'bytes' nor 'path'", "give one of them")
+        for other in about.keys() - set(_SOURCES) - ITEM_OPTIONS - {"format"}:
+            if not is_blank(about[other]):
+                fields.note(f"{kind}s[].{other}")
+        options |= {option: about[option] for option in ITEM_OPTIONS & about.keys()}
+        value = about[key]
+        if isinstance(about.get("path"), str) and about["path"]:
+            name = about["path"]
+        if key == "data" and isinstance(value, str) and not value.startswith("data:"):
+            value = _base64(record, name, value)
+    options = {option: said for option, said in options.items() if not is_blank(said)}
+    if kind == "video" and is_list(value):
+        return _clip_of_frames(fields, value, name, options)
+    if options:
+        raise SampleError(
+            record.id,
+            f"{name} has the option {min(options)!r}, which holds for single items nowhere",
+            "remove it; 'model.processor' says how all items are seen, and a part of a clip is a file of its own",
+        )
+    source = _source(record, name, value)
+    return Media(kind, source, value if isinstance(source, Path) else name)
+
+
+def _source(record: Record, name: str, value: Any) -> Any:
+    if isinstance(value, FileSlice):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if not isinstance(value, str):
+        raise SampleError(
+            record.id, f"{name} is {kind_of(value)}", "give a path, encoded bytes or a data: address"
+        )
+    if value.startswith("data:"):
+        return _base64(record, name, value.partition(",")[2])
+    if value.startswith(("http://", "https://", "s3://", "gs://", "hf://")):
+        raise SampleError(
+            record.id,
+            f"{value!r} is a remote address",
+            "download the media and give paths relative to the file",
+        )
+    if _BASE64.fullmatch(value) and kind_of_bytes(_base64(record, name, value[:64])) is not None:
+        return _base64(record, name, value)
+    return record.folder / (unquote(value.removeprefix("file://")) if value.startswith("file://") else value)
+
+
+def _clip_of_frames(fields: Fields, value: Sequence[Any], name: str, options: Mapping[str, Any]) -> Media:
+    """options: `FRAME_RATES` say how many frames a second there are."""
+    record = fields.record
+    pictures = tuple(
+        parse_media(fields, "image", item, number)
+        for number, item in enumerate(value, 1)
+        if not is_blank(item)
+    )
+    if not pictures:
+        raise SampleError(record.id, f"{name} is a list without frames", "give their paths")
+    rate = next((options[key] for key in FRAME_RATES if key in options), None)
+    other = min(set(options) - set(FRAME_RATES), default=None)
+    if other is not None:
+        raise SampleError(
+            record.id, f"{name} has the option {other!r}, which a list of frames cannot obey", "remove it"
+        )
+    try:
+        fps = None if rate is None else float(rate)
+        is_right = fps is None or 0 < fps < 1e6
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise SampleError(record.id, f"{name} has {rate!r} frames a second", "give a number above 0")
+    return Media("video", Frames(pictures, fps), name)
+
+
+def _base64(record: Record, name: str, text: str) -> bytes:
+    """Also with line breaks, in the alphabet for addresses, and without padding."""
+    plain = "".join(text.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
+    try:
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise SampleError(record.id, f"{name} is not valid base64", "encode it again") from None

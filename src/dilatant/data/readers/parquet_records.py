@@ -1,0 +1,206 @@
+"""Parquet files, read by row number.
+
+A row group can only be read from its start, and may be larger than memory: it is read in blocks of rows, one after
+another, and the newest blocks are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
+from dilatant.data.readers.arrow_values import row_fields
+from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.records import Blocks
+from dilatant.data.readers.source_files import Scan, SourceFiles
+
+CACHE_BYTES = 256 << 20
+BLOCK_BYTES = 32 << 20
+"""Of a block, as the file's footer promises."""
+OPEN_GROUPS = 4
+"""Row groups that are half read; neighbours in the order of training may be the end of one and the start of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows of one row group.
+
+    group: of the file. number: of the `count` blocks of the group. rows: how many it has; the last block may
+    have fewer.
+    """
+
+    file: int
+    group: int
+    number: int
+    count: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """All blocks, in order. first: the first record of each, and the number of all: int64 [blocks + 1]. The others are
+    int64 [blocks], as in `_Block`; group_of counts the groups that have rows over all files."""
+
+    first: NDArray[np.int64]
+    group_of: NDArray[np.int64]
+    file: NDArray[np.int64]
+    group: NDArray[np.int64]
+    number: NDArray[np.int64]
+    count: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+    @staticmethod
+    def of(files: SourceFiles) -> _Runs:
+        groups = np.concatenate([files.part("groups", file) for file in range(len(files.paths))])
+        in_file = [np.arange(len(files.part("groups", file))) for file in range(len(files.paths))]
+        rows, size = groups.T
+        block_rows = np.maximum(1, rows * BLOCK_BYTES // np.maximum(size, BLOCK_BYTES))
+        count = -(-rows // block_rows)
+        each = np.repeat(np.arange(len(groups)), count)
+        number = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+        lengths = np.minimum(block_rows[each], rows[each] - number * block_rows[each])
+        return _Runs(
+            first=np.cumsum(np.append(0, lengths)),
+            group_of=np.unique(each, return_inverse=True)[1],
+            file=np.repeat(np.arange(len(in_file)), [len(part) for part in in_file])[each],
+            group=np.concatenate(in_file)[each],
+            number=number,
+            count=count[each],
+            rows=block_rows[each],
+        )
+
+    def block(self, at: int) -> _Block:
+        return _Block(
+            *(int(column[at]) for column in (self.file, self.group, self.number, self.count, self.rows))
+        )
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The blocks of a row group as tables. next: the number of the one that comes next."""
+
+    tables: Iterator[Any]
+    next: int
+
+
+class ParquetRecords:
+    """Rows of several Parquet files, in file order. Picklable; what was already read is not carried along.
+
+    blocks: the runs of rows that are read together, unless all of them can be kept.
+    """
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._open: OrderedDict[int, _Stream] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type[ParquetRecords], tuple[SourceFiles]]:
+        return ParquetRecords, (self._files,)
+
+    @cached_property
+    def _runs(self) -> _Runs:
+        return _Runs.of(self._files)
+
+    @cached_property
+    def blocks(self) -> Blocks | None:
+        total_bytes = int(self._files.array("groups")[:, 1].sum())
+        if total_bytes <= CACHE_BYTES:
+            return None
+        lengths = np.diff(self._runs.first)
+        window = max(1, int(CACHE_BYTES * len(lengths) / total_bytes))
+        return Blocks(tuple(lengths.tolist()), window, tuple(self._runs.group_of.tolist()))
+
+    def __len__(self) -> int:
+        return int(self._files.first[-1])
+
+    def name_of(self, index: int) -> str:
+        file, row = self._files.locate(index)
+        return f"{self._files.names[file]}:{row + 1}"
+
+    def read(self, index: int) -> Record:
+        file, _ = self._files.locate(index)
+        number = int(np.searchsorted(self._runs.first, index, side="right")) - 1
+        place = self.name_of(index)
+        fields = row_fields(self._table(number), index - int(self._runs.first[number]), place)
+        return Record(place, self._files.paths[file].parent, fields)
+
+    def _table(self, number: int) -> Any:
+        """The rows of a block. Those before it in its row group are read and kept on the way."""
+        from pyarrow import ArrowException
+
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
+        block = self._runs.block(number)
+        group = number - block.number
+        stream = self._open.pop(group, None)
+        try:
+            if stream is None or stream.next > number:
+                stream = _Stream(_row_group(self._files.paths[block.file], block), group)
+            while stream.next <= number:
+                self._keep(stream.next, next(stream.tables))
+                stream.next += 1
+        except (OSError, ValueError, ArrowException, StopIteration) as error:
+            raise SampleError(
+                self._files.names[block.file],
+                f"row group {block.group} is damaged: {error}",
+                "get the file again",
+            ) from None
+        if stream.next < group + block.count:
+            self._open[group] = stream
+            while len(self._open) > OPEN_GROUPS:
+                self._open.popitem(last=False)
+        return self._cache[number]
+
+    def _keep(self, number: int, table: Any) -> None:
+        self._cache[number] = table
+        while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+
+
+def scan_parquet(path: Path, name: str) -> Scan:
+    """`groups`: rows and bytes of every row group, int64 [groups, 2], by the file's footer. Raises UserError for a file
+    that cannot be read, naming it."""
+    from pyarrow.parquet import read_metadata
+
+    try:
+        metadata = read_metadata(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name} cannot be read as Parquet: {error}") from None
+    about = (metadata.row_group(group) for group in range(metadata.num_row_groups))
+    groups = np.array([(group.num_rows, group.total_byte_size) for group in about], np.int64).reshape(-1, 2)
+    return Scan(int(groups[:, 0].sum()), {"groups": groups})
+
+
+def _row_group(path: Path, block: _Block) -> Iterator[Any]:
+    """The blocks of a row group as tables, one after another."""
+    from pyarrow.parquet import ParquetFile
+
+    # Pages are read as they are needed, not a whole column at once.
+    with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as opened:
+        batches = opened.iter_batches(batch_size=block.rows, row_groups=[block.group], use_threads=False)
+        yield from in_blocks(batches, block.rows)
+
+
+def in_blocks(batches: Iterable[Any], rows: int) -> Iterator[Any]:
+    """Record batches of any lengths as tables of `rows` rows; the last one may have fewer. Parquet may give shorter
+    batches than were asked for where a column is large."""
+    import pyarrow as pa
+
+    waiting: list[Any] = []
+    for batch in batches:
+        waiting.append(batch)
+        while (have := pa.Table.from_batches(waiting)).num_rows >= rows:
+            yield have.slice(0, rows)
+            waiting = have.slice(rows).to_batches() or [batch.slice(0, 0)]
+    if waiting and have.num_rows:
+        yield have

@@ -1,0 +1,246 @@
+"""Open a source of samples: find its files, tell their form by their content, read samples by index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.data import DataSource
+from dilatant.config.errors import UserError
+from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER, open_regular
+from dilatant.data.cache import open_cache
+from dilatant.data.errors import SampleError
+from dilatant.data.readers.arrow_records import ArrowRecords, scan_arrow
+from dilatant.data.readers.find_files import SUFFIXES, find_files
+from dilatant.data.readers.json_records import JsonRecords, scan_json
+from dilatant.data.readers.parquet_records import ParquetRecords, scan_parquet
+from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.records import Blocks, parse_record
+from dilatant.data.readers.source_files import Form, Scan, Scanner, SourceFiles
+from dilatant.data.readers.split import Split
+from dilatant.data.readers.tar_records import TarRecords, scan_tar
+from dilatant.data.sample import Sample
+
+FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar", "arrow": "Arrow"}
+FORM_OF_FORMAT: Mapping[str, Form] = {
+    "parquet": "parquet",
+    "jsonl": "json",
+    "llava": "json",
+    "webdataset": "tar",
+    "arrow": "arrow",
+}
+
+
+class Records(Protocol):
+    """Records by number. Picklable, so that worker processes can read for themselves."""
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The runs of records that are cheap to read together; None where every record is as cheap as the next."""
+
+    def __len__(self) -> int: ...
+
+    def name_of(self, index: int) -> str:
+        """The id of a record, without reading it."""
+        ...
+
+    def read(self, index: int) -> Record: ...
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The samples of one source by index: `len(reader)`, `reader[index]`. Picklable.
+
+    fingerprint changes when the files do (their names, sizes or times) or when they are read in another way. label:
+    what the user calls it. split: which of its samples these are, after `limit`; None for all.
+    home: the folder of the data; None for the hub. media_dir: what relative paths of media start from, if not the file
+    that names them. passed_over: files in its place that are not read, in words.
+    Indexing raises UserError naming the record that is wrong.
+    """
+
+    name: str
+    records: Records
+    fingerprint: str
+    home: Path | None = None
+    prompt: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    limit: int | None = None
+    label: str = ""
+    split: Split | None = None
+    media_dir: str | None = None
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def is_called(self) -> str:
+        """What figures of this source go by."""
+        return self.label or Path(self.name).name or self.name
+
+    @property
+    def all_samples(self) -> int:
+        """Those of both sides of a split."""
+        length = len(self.records)
+        return length if self.limit is None else min(length, self.limit)
+
+    def __len__(self) -> int:
+        return self.all_samples if self.split is None else self.split.count(self.all_samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        record = self.records.read(self._number(index))
+        if self.media_dir is not None:
+            record = replace(record, folder=Path(self.media_dir))
+        try:
+            return parse_record(record, self.prompt, self.columns)
+        except RecursionError:
+            raise SampleError(record.id, "nests too deep", "write it flat") from None
+
+    def name_of(self, index: int) -> str:
+        """The id of a sample, by which messages call it, without reading it."""
+        return self.records.name_of(self._number(index))
+
+    def _number(self, index: int) -> int:
+        return index if self.split is None else int(self._numbers[index])
+
+    @cached_property
+    def _numbers(self) -> NDArray[np.int64]:
+        assert self.split is not None
+        return self.split.numbers(self.all_samples)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The runs of samples that are cheap to read together; None where every one is as cheap as the next."""
+        blocks = self.records.blocks
+        if blocks is None or (self.limit is None and self.split is None):
+            return blocks
+        ends = np.minimum(np.cumsum(blocks.lengths), self.all_samples)
+        if self.split is not None:
+            ends = np.searchsorted(self._numbers, ends)
+        lengths = np.diff(ends, prepend=0)
+        kept = np.flatnonzero(lengths)
+        groups = tuple(blocks.groups[block] for block in kept) if blocks.groups else ()
+        return Blocks(tuple(lengths[kept].tolist()), blocks.window, groups)
+
+
+def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held_out: bool = False) -> Reader:
+    """The reader of a source.
+
+    cache_dir: where it is kept what scanning the files found; default: the user's cache. held_out: the source is for
+    evaluation, which never takes the split `train` of a folder by itself. Raises UserError when nothing is there, the
+    form is unknown, no sample is found, or a `cache_dir` cannot be written.
+    """
+    records: Records
+    home = None
+    passed_over: tuple[str, ...] = ()
+    if source.path is None:
+        from dilatant.data.readers.hub_records import HubRecords
+
+        name = str(source.id)
+        records = HubRecords(source)
+        identity = records.fingerprint
+    else:
+        name = source.path
+        paths, passed_over = find_files(source.path, source.split, held_out)
+        home = Path(os.path.commonpath([path.parent for path in paths]))
+        names = [str(path.relative_to(home)) for path in paths]
+        scanner = Scanner(detect_form, partial(_check_forms, source, paths), _SCAN)
+        files = SourceFiles(paths, names, scanner, open_cache(cache_dir))
+        identity = files.identity
+        records = _RECORDS[files.form](files)
+        if isinstance(records, TarRecords):
+            passed_over += records.passed_over
+    if len(records) == 0:
+        raise UserError(f"data set {name!r} is empty")
+    columns: dict[str, str] = {key: value for key, value in source.columns.items()}  # noqa: C416 - wider keys
+    fingerprint = hashlib.sha256(
+        repr((identity, source.prompt, sorted(source.columns.items()), source.media_dir)).encode()
+    ).hexdigest()
+    return Reader(
+        name,
+        records,
+        fingerprint,
+        home,
+        source.prompt,
+        columns,
+        source.limit,
+        source.name or "",
+        media_dir=source.media_dir,
+        passed_over=passed_over,
+    )
+
+
+_RECORDS: Mapping[Form, Callable[[SourceFiles], Records]] = {
+    "parquet": ParquetRecords,
+    "json": JsonRecords,
+    "tar": TarRecords,
+    "arrow": ArrowRecords,
+}
+_SCAN: Mapping[Form, Callable[[Path, str], Scan]] = {
+    "parquet": scan_parquet,
+    "json": scan_json,
+    "tar": scan_tar,
+    "arrow": scan_arrow,
+}
+
+
+def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form | None]) -> None:
+    """Refuse files that are all empty, or not of one form."""
+    wanted = FORM_OF_FORMAT.get(source.format)
+    if wanted is not None:
+        for file, form in zip(files, forms):
+            if form not in (wanted, None):
+                raise UserError(f"{str(file)!r} is {FORMS[form]}, but 'format' says {source.format!r}")
+    kinds = sorted({form for form in forms if form is not None})
+    if len(kinds) > 1 and Path(str(source.path)).is_dir():
+        # JSON beside other files is often only about them, but that is for the user to say.
+        raise UserError(
+            f"{source.path!r} holds {' and '.join(FORMS[kind] for kind in kinds)} files; name the data by a pattern, "
+            f"for example {source.path}/*{next(suffix for suffix, form in SUFFIXES.items() if form != 'json')}"
+        )
+    if len(kinds) > 1:
+        raise UserError(
+            f"{source.path!r} mixes {' and '.join(FORMS[kind] for kind in kinds)}; use one source for each"
+        )
+    if not kinds:
+        raise UserError(f"data set {source.path!r} is empty")
+
+
+def detect_form(file: Path) -> Form | None:
+    """What a file is by its first bytes; None if it is empty. Raises UserError saying what was found instead."""
+    try:
+        with open_regular(file) as stream:
+            head = stream.read(512)
+    except OSError as error:
+        raise UserError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    if not head.strip():
+        return None
+    if head[:4] == b"PAR1":
+        return "parquet"
+    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return "arrow"
+    if head[257:262] == b"ustar":
+        return "tar"
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text[:1] in (b"{", b"["):
+        return "json"
+    known = {
+        b"\x1f\x8b": "a gzip file; unpack it first, so that samples can be read in any order",
+        b"\x28\xb5\x2f\xfd": "a zstd file; unpack it first, so that samples can be read in any order",
+        b"PK\x03\x04": "a zip file; unpack it first",
+        b"\xff\xfe": "text in UTF-16; save it as UTF-8",
+        LFS_POINTER: FETCH_LFS.removeprefix("is "),
+    }
+    found = next(
+        (what for magic, what in known.items() if head.startswith(magic)), f"unknown (starts {head[:12]!r})"
+    )
+    raise UserError(
+        f"{str(file)!r} is {found}. Known forms: Parquet, JSON Lines, a JSON array, a WebDataset tar, Arrow"
+    )

@@ -1,0 +1,247 @@
+"""A record as people write it, in any of the known forms, as a `Sample`.
+
+The form is told by the columns: `messages` (OpenAI, TRL) or `conversations` (LLaVA, ShareGPT), `texts` (FineVision),
+`prompt` and `completion` (TRL), or a question and an answer in columns of their own (Alpaca, VQA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dilatant.data.errors import SampleError
+from dilatant.data.readers.choices import answer_among, choices_text, take_choices
+from dilatant.data.readers.listed_media import ListedMedia
+from dilatant.data.readers.messages import parse_pairs, parse_turns
+from dilatant.data.readers.record_fields import (
+    ANSWER_COLUMNS,
+    CHAT_COLUMNS,
+    OTHER_ANSWER_COLUMNS,
+    QUESTION_COLUMNS,
+    Fields,
+    Record,
+    is_list,
+    is_objects,
+    kind_of,
+    scalar,
+)
+from dilatant.data.readers.tools import parse_tools
+from dilatant.data.sample import Sample, Turn
+
+SYSTEM_COLUMNS = ("system", "system_prompt")
+CONTEXT_COLUMNS = ("context", "hint")
+"""Columns of text that is written before a question."""
+PREFERENCE_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
+"""Columns of pairs of a better and a worse answer (DPO and its kin)."""
+DESIRED_COLUMNS = ("label", "kto_tag")
+"""Columns that say whether an answer is a good one (KTO)."""
+GROUNDING_MARKERS = ("<bbox>", "<ref-object>")
+MOST_CHARACTERS = 16 << 20
+"""Of the texts of one sample: more than any model reads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Runs of records that are read together at no more cost than one, such as the row groups of Parquet.
+
+    lengths: records of each run. window: runs that a reader can keep at hand. groups: the group that each run belongs
+    to, counted from 0, where several runs can only be read one after another; without it each is a group of its own.
+    """
+
+    lengths: tuple[int, ...]
+    window: int
+    groups: tuple[int, ...] = ()
+
+
+def parse_record(
+    record: Record, prompt: str | None = None, columns: Mapping[str, str] | None = None
+) -> Sample:
+    """The sample that a record holds.
+
+    prompt: the question to ask where the record has an answer but no question.
+    columns: other names for `images`, `audios`, `videos`, `question`, `answer`, `messages` and the like.
+    Raises SampleError naming the record and what was found in it.
+    """
+    fields = Fields(record, columns or {})
+    _refuse_preferences(fields)
+    listed = ListedMedia(fields)
+    chat = fields.only(CHAT_COLUMNS, "the conversation")
+    if chat is not None:
+        turns = parse_turns(fields, fields.take(chat), listed)
+    elif fields.has("texts"):
+        chat = "texts"
+        turns = parse_pairs(fields, chat, listed)
+    elif is_objects(fields.peek("prompt")) and fields.has("prompt") and fields.has("completion"):
+        chat = "prompt"
+        turns = parse_turns(fields, fields.take(chat), listed) + _completion(fields, listed)
+    else:
+        turns = _question_and_answer(fields, prompt, listed)
+    tools = ""
+    if chat is not None:
+        tools = parse_tools(record.id, fields.take("tools")) if fields.has("tools") else ""
+        _refuse_second_meaning(fields, chat, turns)
+    _refuse_other_answers(fields, turns)
+    return _sample(fields, turns, listed, tools)
+
+
+def parse_prompt(record: Record) -> Sample:
+    """The sample that a record holds, which may end with a question. Raises SampleError as `parse_record`."""
+    fields = Fields(record, {})
+    others = (*CHAT_COLUMNS, "texts", *ANSWER_COLUMNS, *OTHER_ANSWER_COLUMNS)
+    question = next((name for name in QUESTION_COLUMNS if fields.has(name)), None)
+    if question is None or any(map(fields.has, others)) or is_objects(fields.peek(question)):
+        return parse_record(record)
+    listed = ListedMedia(fields)
+    asked = _question(fields, None, take_choices(fields))
+    return _sample(fields, (*_history(fields, listed), Turn("user", (asked or "",))), listed)
+
+
+def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools: str = "") -> Sample:
+    record = fields.record
+    system = fields.only(SYSTEM_COLUMNS, "the system text")
+    if system is not None and turns:
+        text = fields.peek(system)
+        if not isinstance(text, str):
+            fields.refuse(f"{system!r} is {kind_of(text)}", "give text")
+        if turns[0].role != "system":
+            turns = (Turn("system", (text,)), *turns)
+        elif turns[0].content != (text,):
+            fields.refuse(
+                f"has a system text in {system!r} and another in its conversation", "keep one of them"
+            )
+    if not turns:
+        raise SampleError(record.id, "the conversation is empty", "remove the record")
+    turns = listed.placed(turns)
+    characters = sum(len(part) for turn in turns for part in turn.content if isinstance(part, str))
+    if characters > MOST_CHARACTERS:
+        fields.refuse(
+            f"has {characters:,} characters of text, more than the {MOST_CHARACTERS:,} allowed",
+            "cut it into pieces",
+        )
+    return Sample(record.id, turns, tuple(listed), tools, fields.unused())
+
+
+def _refuse_preferences(fields: Fields) -> None:
+    found = [name for name in PREFERENCE_COLUMNS if fields.has(name)]
+    if found and not (fields.names_conversation or fields.is_named("answer")):
+        fields.refuse(
+            f"holds preferences ({', '.join(found)}), a better and a worse answer, which are not trained on here",
+            "name what to learn with 'columns' of the data source: {answer: chosen}, say, or {messages: chosen}",
+        )
+
+
+def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
+    """Raises SampleError for answers that are not to be given: KTO's `label: false` beside an answer, and texts with
+    ms-swift's markers for `objects`, which each model writes in a form of its own."""
+    for name in DESIRED_COLUMNS:
+        if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
+            fields.refuse(
+                f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
+                "remove the record, or set 'data.on_error: skip'",
+            )
+    texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
+    marker = next((mark for mark in GROUNDING_MARKERS if any(mark in text for text in texts)), None)
+    if fields.has("objects") and marker is not None:
+        fields.refuse(
+            f"{marker} in its text stands for what 'objects' lists (grounding), which is not filled in here",
+            "write names and boxes into the text, in the form that the model knows",
+        )
+
+
+def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -> None:
+    """Raises SampleError for a record that is a conversation and has a question or an answer besides, which repeats no
+    turn."""
+    if fields.names_conversation:
+        return
+    said = [part for turn in turns for part in turn.content if isinstance(part, str)]
+    used = {chat, "completion"} if chat == "prompt" else {chat}
+    for name in (*CHAT_COLUMNS, "texts", *QUESTION_COLUMNS, "input", "history", *ANSWER_COLUMNS):
+        if not fields.has(name) or name in used or name not in fields.unused():
+            continue
+        value = fields.take(name)
+        if not (isinstance(value, str) and any(value in text for text in said)):
+            fields.refuse(
+                f"is a conversation in {chat!r}, and has {name!r} besides",
+                f"name the one to use with 'columns' of the data source, for example {{messages: {chat}}}",
+            )
+
+
+def _completion(fields: Fields, listed: ListedMedia) -> tuple[Turn, ...]:
+    completion = fields.take("completion")
+    if isinstance(completion, str):
+        return (Turn("assistant", (completion,)),)
+    return parse_turns(fields, completion, listed)
+
+
+def _question_and_answer(fields: Fields, prompt: str | None, listed: ListedMedia) -> tuple[Turn, ...]:
+    has_media = bool(listed)
+    answer = fields.only(ANSWER_COLUMNS, "the answer") or fields.only(OTHER_ANSWER_COLUMNS, "the answer")
+    if answer is None:
+        answer = _without_answer(fields)
+    choices = take_choices(fields)
+    asked = _question(fields, prompt, choices)
+    value = fields.take(answer)
+    if is_list(value) and len(value) == 1:
+        value = value[0]
+    if choices:
+        learned = answer_among(fields, choices, answer, value)
+    elif is_list(value):
+        fields.note(f"{answer}[1:]")
+        learned = scalar(fields.record, answer, value[0])
+    else:
+        learned = scalar(fields.record, answer, value)
+    turns = _history(fields, listed)
+    reply = Turn("assistant", (learned,))
+    if asked is None and not has_media and not turns:
+        return (reply,)
+    return (*turns, Turn("user", (asked,) if asked else ()), reply)
+
+
+def _without_answer(fields: Fields) -> str:
+    """The column of an answer that is an empty text. Raises SampleError where there is none."""
+    there = filter(fields.knows, (*ANSWER_COLUMNS, *OTHER_ANSWER_COLUMNS, *CHAT_COLUMNS, "texts"))
+    blank = {name: fields.peek(name) for name in there}
+    for name, value in blank.items():
+        if value == "" and name not in CHAT_COLUMNS:
+            return name
+    for name, value in blank.items():
+        if value is not None and name in (*CHAT_COLUMNS, "texts"):
+            fields.refuse("the conversation is empty", "remove the record")
+        fields.refuse(
+            f"{name!r} is {'null' if value is None else 'empty'}", "fill it in, or remove the record"
+        )
+    fields.refuse(
+        f"is of no known form; found the fields {', '.join(sorted(fields.record.fields)) or '(none)'}",
+        "give 'messages', 'conversations', 'texts', or a question and an answer (name yours with 'columns')",
+    )
+
+
+def _question(fields: Fields, prompt: str | None, choices: Mapping[str, str]) -> str | None:
+    """What is asked: context and hint, the question with its input, and the choices, a line each; None for nothing."""
+    name = fields.only(QUESTION_COLUMNS, "the question")
+    asked = prompt
+    if name is not None:
+        asked = fields.text(name)
+    elif any(fields.peek(column) == "" for column in QUESTION_COLUMNS):
+        asked = prompt or ""
+    if fields.has("input"):
+        if name in ("question", "query") and not (fields.is_named("question") or fields.is_named("input")):
+            fields.refuse(
+                f"has two columns for the question, {name!r} and 'input'",
+                "name the one to use with 'columns' of the data source",
+            )
+        asked = fields.text("input") if name is None else f"{asked}\n{fields.text('input')}"
+    if asked is None and not choices:
+        return None
+    before = [
+        fields.text(column)
+        for column in CONTEXT_COLUMNS
+        if isinstance(fields.peek(column), str) and fields.has(column)
+    ]
+    lines = (*before, asked, choices_text(choices))
+    return "\n".join(line for line in lines if line)
+
+
+def _history(fields: Fields, listed: ListedMedia) -> tuple[Turn, ...]:
+    """The turns before the question, which `history` holds as pairs or messages."""
+    return parse_pairs(fields, "history", listed) if fields.has("history") else ()

@@ -1,0 +1,183 @@
+"""The files of a source: their form, and where their records lie, found by one scan and kept in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.array_file import Arrays
+from dilatant.data.cache import Cache
+from dilatant.data.parallel_map import Piece, in_pieces, piece_bounds
+
+FORMAT = 2
+SCAN_SECONDS = 3600.0
+"""Longest that a process may scan one file."""
+Form = Literal["parquet", "json", "tar", "arrow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a scan of one file found: how many records, and arrays that say where they are."""
+
+    records: int
+    arrays: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scanner:
+    """How files are looked at. form_of: by their first bytes; None if empty. check: raises UserError where no file
+    has a form, or forms do not go together. scan: path and name of a file of each form."""
+
+    form_of: Callable[[Path], Form | None]
+    check: Callable[[Sequence[Form | None]], None]
+    scan: Mapping[Form, Callable[[Path, str], Scan]]
+
+
+class SourceFiles:
+    """Files of one form, and the arrays that scanning them gave. Picklable: another process maps the cached arrays.
+
+    paths: those that are not empty. names: how messages call each. identity: changes when a file does (by name, size
+    or time).
+    """
+
+    def __init__(self, paths: Sequence[Path], names: Sequence[str], scanner: Scanner, cache: Cache) -> None:
+        self._all = tuple(zip(paths, names))
+        self._scanner = scanner
+        self._cache = cache
+        self._states = tuple(_state(path) for path in paths)
+        scanner.check(self._found.about["forms"])
+
+    @cached_property
+    def identity(self) -> str:
+        return repr([(name, state) for (_, name), state in zip(self._all, self._states)])
+
+    @cached_property
+    def form(self) -> Form:
+        """That of the files that are not empty; one of them is, by the scanner's check."""
+        return next(form for form in self._found.about["forms"] if form is not None)
+
+    @cached_property
+    def _filled(self) -> list[int]:
+        return [at for at, form in enumerate(self._found.about["forms"]) if form is not None]
+
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(self._all[at][0] for at in self._filled)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._all[at][1] for at in self._filled)
+
+    @cached_property
+    def first(self) -> NDArray[np.int64]:
+        """The first record of every file, and their number: int64 [files + 1]."""
+        return np.cumsum(np.append(0, self._found.arrays["records"]))
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The file that holds a record, and the record's number in it."""
+        file = int(np.searchsorted(self.first, index, side="right")) - 1
+        return file, index - int(self.first[file])
+
+    def array(self, name: str) -> NDArray[Any]:
+        """What scanning gave under a name, of all files one after another."""
+        return self._found.arrays[name]
+
+    def part(self, name: str, file: int) -> NDArray[Any]:
+        """That of one file."""
+        ends = self._ends[name]
+        return self._found.arrays[name][ends[file] : ends[file + 1]]
+
+    @cached_property
+    def _ends(self) -> dict[str, NDArray[np.int64]]:
+        return {
+            name.removeprefix("rows "): np.cumsum(np.append(0, rows))
+            for name, rows in self._found.arrays.items()
+            if name.startswith("rows ")
+        }
+
+    @cached_property
+    def _found(self) -> Arrays:
+        key = hashlib.sha256(f"{FORMAT} {self.identity}".encode()).hexdigest()
+        # Another state of the same files replaces this one.
+        places = repr([FORMAT, *(str(path.resolve()) for path, _ in self._all)])
+        name = f"records-{hashlib.sha256(places.encode()).hexdigest()[:16]}"
+        return self._cache.kept(name, key, lambda: self._scan(self._cache.known(name)))
+
+    def _scan(self, before: Arrays | None) -> Arrays:
+        """Look at the files, but not at those that are as they were before."""
+        known = _scans(before) if before is not None else {}
+        states = [json.dumps([str(path.resolve()), *_state(path)]) for path, _ in self._all]
+        forms = [
+            known[state][0] if state in known else self._scanner.form_of(path)
+            for state, (path, _) in zip(states, self._all)
+        ]
+        self._scanner.check(forms)
+        filled = [at for at, form in enumerate(forms) if form is not None]
+        new = [at for at in filled if states[at] not in known]
+        job = _ScanJob(tuple((*self._all[at], forms[at]) for at in new), self._scanner)
+        pieces = piece_bounds(len(new), 1)
+        scanned = in_pieces(job, pieces, len(new), job.named, None, SCAN_SECONDS)
+        found = {new[at]: scan for (at, _), scan in scanned}
+        for (path, name), state in zip(self._all, self._states):
+            if _state(path) != state:
+                raise UserError(f"{name} was changed while it was read; start again once it is written")
+        scans = [found[at] if at in found else known[states[at]][1] for at in filled]
+        arrays: dict[str, NDArray[Any]] = {"records": np.array([scan.records for scan in scans], np.int64)}
+        for field in scans[0].arrays if scans else ():
+            parts = [scan.arrays[field] for scan in scans]
+            arrays[field] = np.concatenate(parts)
+            arrays[f"rows {field}"] = np.array([len(part) for part in parts], np.int64)
+        return Arrays(arrays, {"forms": forms, "states": states})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Arrays that are in the cache stay there; what else follows from them is soon found again.
+        own = ("_all", "_scanner", "_cache", "_states", *(() if self._found.digest else ("_found",)))
+        return {name: self.__dict__[name] for name in own}
+
+
+@dataclass(frozen=True, slots=True)
+class _ScanJob:
+    files: tuple[tuple[Path, str, Form | None], ...]
+    scanner: Scanner
+
+    def __call__(self, piece: Piece) -> Scan:
+        path, name, form = self.files[piece[0]]
+        assert form is not None
+        return self.scanner.scan[form](path, name)
+
+    def named(self, piece: Piece) -> str:
+        return self.files[piece[0]][1]
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Size and time of a file."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    return about.st_size, about.st_mtime_ns
+
+
+def _scans(found: Arrays) -> dict[str, tuple[Form | None, Scan]]:
+    """What is known of each file, by its state."""
+    fields = [name.removeprefix("rows ") for name in found.arrays if name.startswith("rows ")]
+    ends = {field: np.cumsum(np.append(0, found.arrays[f"rows {field}"])) for field in fields}
+    scans: dict[str, tuple[Form | None, Scan]] = {}
+    file = 0
+    for form, state in zip(found.about["forms"], found.about["states"]):
+        if form is None:
+            scans[state] = (None, Scan(0, {}))
+            continue
+        parts = {field: found.arrays[field][ends[field][file] : ends[field][file + 1]] for field in fields}
+        scans[state] = (form, Scan(int(found.arrays["records"][file]), parts))
+        file += 1
+    return scans

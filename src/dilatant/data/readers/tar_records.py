@@ -1,0 +1,266 @@
+"""WebDataset tar shards, read by record number: members that share a name up to the first dot are one record.
+
+The index holds offsets only; media stay in the tar and are read as a slice of the file when they are needed.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
+from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
+from dilatant.data.readers.json_value import json_value
+from dilatant.data.readers.record_fields import MEDIA_COLUMNS, Record
+from dilatant.data.readers.records import Blocks
+from dilatant.data.readers.source_files import Scan, SourceFiles
+from dilatant.data.sample import FileSlice, MediaKind
+
+TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})
+FIELD_SUFFIXES = TEXT_SUFFIXES | {"json", "cls"}
+MOST_TEXT_BYTES = 256 << 20
+"""Of a member that is read as JSON or text; JSON may hold media as base64."""
+ABOUT = frozenset({"readme", "license", "licence", "notice", "copying", "changelog", "citation", "authors"})
+"""Names of files that say something of a shard, and are no samples."""
+MOST_LINKS = 8
+"""From a member to the one that holds its bytes."""
+_NOWHERE = -1
+"""Stands for the first byte of a member that is no file of the shard."""
+
+
+class TarRecords:
+    """Records of several tar shards, in shard order. Picklable."""
+
+    blocks: Blocks | None = None
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return int(self._files.first[-1])
+
+    def name_of(self, index: int) -> str:
+        file, number = self._files.locate(index)
+        key_ends = self._files.part("key_ends", file)
+        raw = self._files.part("keys", file)[key_ends[number] : key_ends[number + 1]].tobytes()
+        return f"{self._files.names[file]}:{raw.decode('utf-8', 'replace')}"
+
+    def read(self, index: int) -> Record:
+        file, number = self._files.locate(index)
+        first, end = self._files.part("first_members", file)[number : number + 2].tolist()
+        members = self._files.part("members", file)[first:end].tolist()
+        suffixes = self._files.part("suffixes", file).tobytes().decode("utf-8", "surrogateescape").split("\0")
+        path, place = self._files.paths[file], self.name_of(index)
+        fields: dict[str, Any] = {}
+        media: dict[MediaKind, list[FileSlice]] = {"image": [], "audio": [], "video": []}
+        unused = []
+        _refuse_doubtful(place, [suffixes[kind_number] for _, _, kind_number in members])
+        with open(path, "rb") as stream:
+            for offset, length, kind_number in members:
+                suffix = suffixes[kind_number]
+                last = suffix.rpartition(".")[2]
+                if offset == _NOWHERE:
+                    raise SampleError(
+                        place,
+                        f"its member .{suffix} is no file of the shard, but a device or a link that leads out of it",
+                        "write the file itself (tar --dereference --hard-dereference)",
+                    )
+                stream.seek(offset)
+                if last in FIELD_SUFFIXES:
+                    if length > MOST_TEXT_BYTES:
+                        raise SampleError(
+                            place,
+                            f"its member .{suffix} has {length:,} bytes, more than the {MOST_TEXT_BYTES:,} allowed",
+                            "cut it into pieces",
+                        )
+                    found = _text_fields(place, last, stream.read(length))
+                    both = next((key for key in found if fields.get(key, found[key]) != found[key]), None)
+                    if both is not None:
+                        raise SampleError(
+                            place, f"two of its members say different things of {both!r}", "keep one of them"
+                        )
+                    fields |= found
+                    continue
+                kind = kind_of_suffix(last) or kind_of_bytes(stream.read(min(length, HEAD_BYTES)))
+                if kind is None:
+                    unused.append(f".{suffix}")
+                else:
+                    media[kind].append(FileSlice(path, offset, length))
+        for kind, slices in media.items():
+            if slices:
+                # The first column looked at, so that a path in the JSON, which repeats the name, is not.
+                fields[MEDIA_COLUMNS[kind][0]] = slices
+        if not fields:
+            raise SampleError(
+                place,
+                f"holds only members of the kinds {', '.join(unused)}",
+                "add an image or a sound with .json, .txt or .cls",
+            )
+        return Record(place, path.parent, fields, tuple(unused))
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Members that are about a shard, and are no samples."""
+        names = self._files.array("passed_over").tobytes().decode("utf-8", "replace")
+        return tuple(dict.fromkeys(filter(None, names.split("\0"))))
+
+
+def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
+    """Raises SampleError where the members of a key cannot be those of one sample: two texts, or one name twice."""
+    split = [suffix.rpartition(".")[::2] for suffix in suffixes]
+    inner = {middle for middle, last in split if middle and last not in FIELD_SUFFIXES}
+    texts = [
+        ("txt" if last in TEXT_SUFFIXES else last, middle) for middle, last in split if last in FIELD_SUFFIXES
+    ]
+    twice = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
+    if twice is not None:
+        raise SampleError(
+            place, f"has the member .{twice} more than once", "give every sample of a shard a key of its own"
+        )
+    if len({last for last, _ in texts}) < len(texts) or any(
+        middle in inner and len(inner) > 1 for _, middle in texts
+    ):
+        raise SampleError(
+            place,
+            f"joins members that seem to be several samples, {', '.join(f'.{suffix}' for suffix in suffixes)}: a "
+            "sample's key ends at the first dot of its name",
+            "rename the files so that no key holds a dot",
+        )
+
+
+def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
+    if suffix != "json":
+        try:
+            text = raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise SampleError(
+                place, f"the .{suffix} member is no text: {error}", "write the shard again"
+            ) from None
+        return {"label" if suffix == "cls" else "text": text}
+    fields = json_value(raw, place, "the .json member")
+    if isinstance(fields, list):
+        return {"conversations": fields}
+    if not isinstance(fields, dict):
+        raise SampleError(place, f"the .json member is no object: {type(fields).__name__}", "write an object")
+    return fields
+
+
+def scan_tar(path: Path, name: str) -> Scan:
+    """Where the members of a shard lie.
+
+    members: int64 [members, 3], first byte, length, number of the suffix. first_members: int64 [records + 1]. keys: the
+    names of all records as bytes, parted at key_ends: int64 [records + 1]. suffixes: as bytes, parted by zeros.
+    passed_over: names of members that are about the shard, each with a zero behind it. A link is the member that it
+    leads to. Raises UserError for a file that is no plain tar, is cut off, or has a sample's members apart, naming it.
+    """
+    members: list[tuple[int, int, int]] = []
+    numbers: dict[str, int] = {}
+    keys: dict[str, None] = {}
+    first_members: list[int] = []
+    passed_over: list[str] = []
+    places: dict[str, tuple[int, int]] = {}
+    targets: dict[str, str] = {}
+    links: dict[int, str] = {}
+    key = last_key = ""
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # it would keep every header
+                if member.isdir():
+                    continue
+                if member.issparse():
+                    raise UserError(
+                        f"{name} is a sparse tar, which cannot be read in place; write it without --sparse"
+                    )
+                full = posixpath.normpath(member.name)
+                if member.isreg():
+                    places[full] = member.offset_data, member.size
+                else:
+                    targets[full] = _target(member, full)
+                key, suffix = _split_name(full)
+                if _is_hidden(full):
+                    continue
+                if key.rpartition("/")[2].lower() in ABOUT:
+                    passed_over.append(full)
+                    continue
+                if not keys or key != last_key:
+                    if key in keys:
+                        raise UserError(
+                            f"{name}: the members of {key!r} are not adjacent, or two samples have that key; write the "
+                            "shard with its members sorted by name (tar --sort=name)"
+                        )
+                    keys[key] = None
+                    last_key = key
+                    first_members.append(len(members))
+                if not member.isreg():
+                    links[len(members)] = full
+                number = numbers.setdefault(suffix, len(numbers))
+                members.append((member.offset_data, member.size, number))
+            end = archive.offset
+    except (tarfile.TarError, OSError) as error:
+        raise UserError(f"{name} cannot be read as a tar: {error}") from None
+    last_byte = max((offset + size for offset, size in places.values()), default=0)
+    if last_byte > path.stat().st_size:
+        raise UserError(f"{name} is cut off: member {last_key!r} ends after the file does")
+    _refuse_early_end(path, name, end, last_key)
+    for at, target in links.items():
+        for _ in range(MOST_LINKS):
+            target = targets.get(target, target)
+        members[at] = (*places.get(target, (_NOWHERE, 0)), members[at][2])
+    encoded = [key.encode("utf-8", "surrogateescape") for key in keys]
+    arrays: dict[str, NDArray[Any]] = {
+        "members": np.array(members, np.int64).reshape(-1, 3),
+        "first_members": np.array([*first_members, len(members)], np.int64),
+        "keys": np.frombuffer(b"".join(encoded), np.uint8),
+        "key_ends": np.cumsum([0, *map(len, encoded)], dtype=np.int64),
+        "passed_over": np.frombuffer(
+            "".join(f"{about}\0" for about in passed_over).encode("utf-8", "surrogateescape"), np.uint8
+        ),
+        "suffixes": np.frombuffer("\0".join(numbers).encode("utf-8", "surrogateescape"), np.uint8),
+    }
+    return Scan(len(keys), arrays)
+
+
+def _refuse_early_end(path: Path, name: str, end: int, last: str) -> None:
+    """A tar ends in blocks of zeros. At anything else tarfile stops without a word, as if that were the end."""
+    with open(path, "rb") as stream:
+        stream.seek(end)
+        block = stream.read(tarfile.BLOCKSIZE)
+        if len(block) < tarfile.BLOCKSIZE:
+            raise UserError(
+                f"{name} is cut off after member {last!r}: it has no end mark; write or fetch it again"
+            )
+        while block:
+            if block.strip(b"\0"):
+                raise UserError(
+                    f"{name} is damaged after member {last!r}, or several tars were joined; write or fetch it again"
+                )
+            block = stream.read(1 << 20)
+
+
+def _is_hidden(name: str) -> bool:
+    if not name.startswith((".", "__MACOSX")) and "/." not in name and "/__MACOSX" not in name:
+        return False
+    return any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/"))
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Key and suffix by the WebDataset convention: the key ends at the first dot of the file name."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, suffix = base.partition(".")
+    return f"{folder}{slash}{stem}", suffix.lower()
+
+
+def _target(member: tarfile.TarInfo, name: str) -> str:
+    """The name of the member that a link leads to; "" for what is no link."""
+    if member.islnk():
+        return posixpath.normpath(member.linkname)
+    if member.issym() and not member.linkname.startswith("/"):
+        return posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
+    return ""

@@ -1,0 +1,386 @@
+"""A conversation as token ids: chat template, media places, and which tokens the assistant writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.readers.tools import CALLS
+from dilatant.data.text.chat_template import (
+    PLAIN_TEMPLATE,
+    PROBE,
+    ChatTemplate,
+    Message,
+    read_template,
+    usable_template,
+)
+from dilatant.data.text.template_engine import CLOSE, OPEN
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+MEDIA = "\U0010fffd"
+"""Stands for a media item in text on its way through template and tokenizer."""
+_EDGE = "\U0010fffc"
+"""Stands where an assistant's span starts or ends, so that no token crosses from prompt to answer: the ids of a
+prompt are then the same in training and in generation."""
+BREAK = "\U0010fff8"
+"""Stands inside a word that is not the token that it spells; no token crosses it, and it has none itself."""
+RESERVED = re.compile(f"[{MEDIA}{_EDGE}{PROBE}{BREAK}{OPEN}{CLOSE}\ud800-\udfff]")
+"""Characters that a text must not hold: ours, and halves of characters, which are no text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokens:
+    """ids: int64 [tokens], `-1` where a media item stands. answered: bool [tokens], what the assistant writes. silent:
+    bool [tokens], what it writes in turns that carry no loss."""
+
+    ids: NDArray[np.int64]
+    answered: NDArray[np.bool_]
+    silent: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """A tokenizer with its chat template; made by `chat_tokenizer`. Picklable.
+
+    The backend is a private copy that knows three reserved characters; the user's tokenizer is left as it is.
+    added: the tokens that the tokenizer finds in a text before it splits it. special_ids: those of them that are marked
+    as special. opening: the token that starts a text, if there is one. prefix: ids that go before a text that does not
+    begin with that token. ends: ids that end an answer, besides the tokenizer's and the template's.
+    """
+
+    backend: Tokenizer
+    template: ChatTemplate
+    added: frozenset[str]
+    special_ids: frozenset[int]
+    media_id: int
+    edge_id: int
+    break_id: int
+    opening: str | None
+    eos_id: int | None
+    prefix: tuple[int, ...]
+    ends: tuple[int, ...]
+    fingerprint: str
+
+    def tokens(
+        self, messages: Sequence[Message], for_generation: bool = False, tools: str = ""
+    ) -> ChatTokens:
+        """Token ids of a conversation; with `for_generation` it ends where the assistant's answer would start.
+
+        tools: as of `Sample`. Raises UserError when the template refuses the conversation.
+        """
+        text, spans = self._render_with_spans(messages, for_generation, tools)
+        cuts = sorted({edge for span in spans for edge in span})
+        edges = {cut: number for number, cut in enumerate(cuts)}
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
+        ids = np.array(self.backend.encode(_EDGE.join(pieces), add_special_tokens=False).ids, np.int64)
+        at_edge = (ids == self.edge_id) | (ids == self.break_id)
+        piece_of = np.cumsum(ids == self.edge_id)
+        answered_piece = np.zeros(len(pieces), bool)
+        silent_piece = np.zeros(len(pieces), bool)
+        for (start, end), carries_loss in zip(spans, self._carry_loss(messages, spans)):
+            answered_piece[edges[start] + 1 : edges[end] + 1] = True
+            silent_piece[edges[start] + 1 : edges[end] + 1] = not carries_loss
+        answered, silent = answered_piece[piece_of], silent_piece[piece_of]
+        ids[ids == self.media_id] = -1
+        ids, answered, silent = ids[~at_edge], answered[~at_edge] & (ids[~at_edge] != -1), silent[~at_edge]
+        if messages[-1].role == "assistant" and self.eos_id is not None and answered.any():
+            end = int(np.flatnonzero(answered)[-1]) + 1
+            if not text[slice(*spans[-1])].rstrip().endswith((*self._ends, *self._special_tokens)):
+                # A template that ends no turn would train a model that never stops.
+                ids, answered = np.insert(ids, end, self.eos_id), np.insert(answered, end, True)
+                silent = np.insert(silent, end, silent[end - 1])
+        if not text.startswith(self.opening or OPEN):
+            ids = np.concatenate([np.array(self.prefix, np.int64), ids])
+            answered, silent = (
+                np.concatenate([np.zeros(len(self.prefix), bool), mask]) for mask in (answered, silent)
+            )
+        return ChatTokens(ids, answered, silent)
+
+    def _carry_loss(self, messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether each span is learned. Raises UserError where it cannot be told whose turn a span is."""
+        marks = [message.carries_loss for message in messages if message.role == "assistant"]
+        if all(marks):
+            return [True] * len(spans)
+        if len(marks) != len(spans):
+            raise UserError(
+                f"the chat template has {len(spans)} {{% generation %}} spans for {len(marks)} turns of the assistant, "
+                "so those without loss ('weight: 0') cannot be told; remove these turns, or choose another template"
+            )
+        return marks
+
+    def last_answer(self, messages: Sequence[Message], tools: str = "") -> str:
+        """The assistant's last answer as the template writes it, calls of tools with it, without the token that ends
+        it. Raises UserError as `tokens`."""
+        text, spans = self._render_with_spans(messages, False, tools)
+        start, end = spans[-1]
+        answer = text[start:end].rstrip()
+        ends = (*self._ends, *self._special_tokens)
+        closing = next((token for token in ends if answer.endswith(token)), "")
+        return answer.removesuffix(closing)
+
+    def _render_with_spans(
+        self, messages: Sequence[Message], for_generation: bool, tools: str
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the characters of it that the assistant writes."""
+        if self.template.tagged:
+            text, tagged = self.template.render(messages, for_generation, track=True, tools=tools)
+            return text, [(start, end + self._closing(text[:end], text[end:])) for start, end in tagged]
+        text, _ = self.template.render(messages, for_generation, tools=tools)
+        spans: list[tuple[int, int]] = []
+        for position, message in enumerate(messages):
+            if message.role == "assistant":
+                earliest = spans[-1][1] if spans else 0
+                spans.append(self._answer_span(text, messages, position, for_generation, tools, earliest))
+        return text, _disjoint(spans)
+
+    def _answer_span(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        position: int,
+        for_generation: bool,
+        tools: str,
+        earliest: int,
+    ) -> tuple[int, int]:
+        """Where one answer lies in `text`: from what the model is given before it writes, to its end-of-turn token.
+
+        The same conversation with a probe for the answer tells what the template puts around it, whatever the
+        template does to the answer itself (trimming, hiding earlier thoughts, writing calls behind it). Where the
+        template takes the answer apart, into thoughts and the rest or into calls, a probe behind it tells its end.
+        earliest: where the answer before ends.
+        """
+        latest: int | None = None
+        after, is_written, fits = "", False, False
+        for number, answer in enumerate(_probed(messages[position])):
+            talk = [*messages[:position], answer, *messages[position + 1 :]]
+            try:
+                around, _ = self.template.render(talk, for_generation, tools=tools)
+            except UserError:  # it refuses answers that call nothing, say
+                continue
+            before, _, after = around.partition(PROBE)
+            if around.count(PROBE) != 1:
+                continue
+            is_written = True
+            if number == 0:
+                latest = _common_start(before, text)
+            if CALLS in dict(answer.extras):  # what closes the call stands before a token
+                closing = [after.find(token) for token in self._special_tokens if token in after]
+                after = after[min(closing, default=len(after)) :]
+            fits = text.endswith(after) and (text.startswith(before) or CALLS in dict(answer.extras))
+            if fits:
+                break
+        end = len(text) - len(after)
+        start = self._prompt_end(text, latest, messages[:position], tools, earliest)
+        if not is_written:
+            raise UserError(
+                "the chat template does not write an assistant's turn once, so its tokens cannot be told from the "
+                "rest; give a template with {% generation %} tags, or set train_on: all"
+            )
+        if not fits or start is None or start > end:
+            raise UserError(
+                "the chat template writes other turns differently when an answer changes; give a template with "
+                "{% generation %} tags, or set train_on: all"
+            )
+        end = self._before_tool(text, end, messages, position, tools)
+        return start, end + self._closing(text[start:end], text[end:])
+
+    def _before_tool(
+        self, text: str, end: int, messages: Sequence[Message], position: int, tools: str
+    ) -> int:
+        """The end of an answer in which the template writes what the tool said, too: where that begins."""
+        if position + 1 == len(messages) or messages[position + 1].role != "tool":
+            return end
+        probed = [*messages]
+        probed[position + 1] = replace(messages[position + 1], text=PROBE)
+        heard, _ = self.template.render(probed, False, tools=tools)
+        if not 0 <= heard.find(PROBE) < end:
+            return end
+        alone, _ = self.template.render(messages[: position + 1], False, tools=tools)
+        at = _common_start(alone, text)
+        # Not within a token.
+        starts = [at - back for token in self.added for back in range(1, min(at, len(token) - 1) + 1)
+                  if token in (alone[at - back :][: len(token)], text[at - back :][: len(token)])]  # fmt: skip
+        return min(end, at, *starts)
+
+    def _prompt_end(
+        self, text: str, latest: int | None, messages: Sequence[Message], tools: str, earliest: int
+    ) -> int | None:
+        """Where the generation prompt after `messages` ends in `text`, between `earliest` and `latest`; `latest` where
+        there is none. What the template writes between that prompt and the answer, the model has to write too."""
+        if not any(message.role == "user" for message in messages):
+            return latest
+        most = len(text) if latest is None else latest
+        prompt, _ = self.template.render(messages, True, tools=tools)
+        if text.startswith(prompt):
+            return min(len(prompt), most)
+        # Earlier turns may be written differently when others follow.
+        asked, _ = self.template.render(messages, False, tools=tools)
+        opening = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        at = text.rfind(opening, earliest, most) if opening else -1
+        return latest if at < 0 else at + len(opening)
+
+    def _closing(self, answer: str, rest: str) -> int:
+        """Characters of `rest` up to the token that ends the turn; 0 if `answer` ends with one already, or none
+        follows."""
+        if answer.rstrip().endswith(self._ends):
+            return 0
+        stripped = rest.lstrip()
+        following = next((end for end in self._ends if stripped.startswith(end)), "")
+        if not following and not answer.endswith(self._special_tokens):
+            following = next((token for token in self._special_tokens if stripped.startswith(token)), "")
+        return len(rest) - len(stripped) + len(following) if following else 0
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer: the tokenizer's end of a text, what the template writes at the end of an
+        assistant's turn, and `ends`."""
+        last = [max((token for token in self.added if end.endswith(token)), key=len) for end in self._ends]
+        ids = {*map(self.backend.token_to_id, last), *self.ends, self.eos_id}
+        return tuple(sorted(one for one in ids if one is not None))
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """What the template writes behind an answer up to the token that ends the turn, the longest first."""
+        tokens = sorted(self.added - self._never_end, key=len, reverse=True)
+        if not tokens:
+            return ()
+        either = "|".join(map(re.escape, tokens))
+        token, run = re.compile(either), re.compile(f"(?:{either})+")
+        asked, answer = Message("user", PROBE), Message("assistant", PROBE)
+        found: set[str] = set()
+        for following in ([], [asked], [Message("tool", PROBE)]):
+            try:
+                text, _ = self.template.render([asked, answer, *following], False)
+            except UserError:
+                continue
+            pieces = text.split(PROBE)
+            if len(pieces) != 3 + len(following):
+                continue
+            rest = pieces[2].lstrip()
+            # Behind the last answer all is its own; before another turn, a token that stands at once.
+            end = token.match(rest) if following else run.search(rest)
+            if end is not None and not rest.startswith(tuple(found)):
+                found.add(rest[: end.end()])
+        return tuple(sorted(found, key=len, reverse=True))
+
+    @cached_property
+    def _special_tokens(self) -> tuple[str, ...]:
+        """The special tokens that may end a turn, the longest first."""
+        tokens = [token for each in self.special_ids if (token := self.backend.id_to_token(each))]
+        return tuple(sorted({*tokens} - self._never_end, key=len, reverse=True))
+
+    @property
+    def _never_end(self) -> set[str]:
+        """The token that starts a text, unless it ends texts, too."""
+        ends = None if self.eos_id is None else self.backend.id_to_token(self.eos_id)
+        return set() if self.opening is None or self.opening == ends else {self.opening}
+
+
+def chat_tokenizer(
+    tokenizer: PreTrainedTokenizerFast,
+    template: str = "auto",
+    *,
+    day: str | None = None,
+    processed: bool = False,
+    ends: tuple[int, ...] = (),
+) -> ChatTokenizer:
+    """A tokenizer made ready for conversations with media.
+
+    template: `auto` (the tokenizer's own, else plain), `plain`, or a file with a Jinja template. day: the date that the
+    template may write, as YYYY-MM-DD (None: today). processed: the tokenizer belongs to a processor of transformers,
+    which lets it put its opening token before texts. ends: ids that end an answer, by the model's generation config.
+    Raises UserError.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    text = _template_text(tokenizer, template)
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    added = backend.get_added_tokens_decoder()
+    special = frozenset(token for token, entry in added.items() if entry.special)
+    prefix = _prefix(backend) if processed else ()
+    ours = (MEDIA, _EDGE, BREAK)
+    backend.add_special_tokens([AddedToken(char, special=True, normalized=False) for char in ours])
+    named = {
+        name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
+    }
+    usable = usable_template(text, named, template, day)
+    parts = (backend.to_str(), text, sorted(named.items()), usable.day, prefix, ends)
+    digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+    media_id, edge_id, break_id = (backend.encode(char, add_special_tokens=False).ids[0] for char in ours)
+    return ChatTokenizer(
+        backend,
+        usable,
+        frozenset(entry.content for entry in added.values()),
+        special,
+        media_id,
+        edge_id,
+        break_id,
+        named.get("bos_token"),
+        tokenizer.eos_token_id,
+        prefix,
+        ends,
+        digest,
+    )
+
+
+def _common_start(one: str, other: str) -> int:
+    if other.startswith(one):
+        return len(one)
+    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), len(other))
+
+
+def _probed(answer: Message) -> list[Message]:
+    """An answer with a probe in its place, behind it, and in its last call."""
+    uncalled = tuple(extra for extra in answer.extras if extra[0] != CALLS)
+    variants = [
+        Message("assistant", PROBE),
+        Message("assistant", answer.text.rstrip() + PROBE, uncalled),
+    ]
+    if len(uncalled) < len(answer.extras):
+        calls = json.loads(dict(answer.extras)[CALLS])
+        arguments = calls[-1]["function"]["arguments"]
+        calls[-1]["function"]["arguments"] = (
+            {**arguments, "probe": PROBE} if isinstance(arguments, dict) else PROBE
+        )
+        variants.append(Message("assistant", answer.text, (*uncalled, (CALLS, json.dumps(calls)))))
+    return variants
+
+
+def _prefix(backend: Tokenizer) -> tuple[int, ...]:
+    """What a tokenizer puts before a text."""
+    text, alone = backend.encode("a").ids, backend.encode("a", add_special_tokens=False).ids
+    starts = [at for at in range(len(text)) if text[at : at + len(alone)] == alone]
+    return tuple(text[: starts[0]]) if starts else ()
+
+
+def _template_text(tokenizer: PreTrainedTokenizerFast, template: str) -> str:
+    if template == "plain":
+        return PLAIN_TEMPLATE
+    if template == "auto":
+        own = tokenizer.chat_template
+        if isinstance(own, dict):
+            own = own.get("default")
+        return own or PLAIN_TEMPLATE
+    return read_template(template)
+
+
+def _disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans in order, none reaching into the one before."""
+    result: list[tuple[int, int]] = []
+    for start, end in spans:
+        result.append((max(start, result[-1][1]) if result else start, end))
+    return result

@@ -1,0 +1,246 @@
+"""A sample as a model is fed: token ids with places for media, labels, encoder inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.data.errors import MediaError, SampleError
+from dilatant.data.media.pixels import EncoderInput, as_array, joined
+from dilatant.data.media_units.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
+from dilatant.data.sample import (
+    EncodedSample,
+    Media,
+    Sample,
+    content_digest,
+)
+from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
+from dilatant.data.text.media_places import place_media
+from dilatant.data.text.token_layout import Item, Layout, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSizes:
+    """tokens: unit → tokens it processes, in the order of `Encoding.unit_names`. target_tokens carry loss. content: as
+    `EncodedSample.content_digest`. refusals: why it cannot be trained on at any length."""
+
+    tokens: Mapping[str, int]
+    target_tokens: int
+    content: int
+    refusals: tuple[SampleError, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A sample up to where the assistant's last answer starts, and that answer as text."""
+
+    sample: EncodedSample
+    answer: str
+
+
+def encode_sample(sample: Sample, encoding: Encoding, parts: frozenset[str] | None = None) -> EncodedSample:
+    """Decode and tokenize a sample.
+
+    parts: what is made of it: `TOKENS` or `QUESTION`, without which ids and labels are empty, and the units whose media
+    are decoded, or whose sizes alone are wanted (`grid_part`); None makes all. Sizes are complete in any case.
+    Raises SampleError naming it: media missing or damaged, markers that do not match the media, too long, or
+    nothing to learn.
+    """
+    layout = lay_out(sample, encoding)
+    for refusal in _refusals(sample, encoding, layout):
+        raise refusal
+    return _encoded(sample, encoding, layout, parts)
+
+
+def encode_prompt(sample: Sample, encoding: Encoding) -> EncodedPrompt:
+    """A sample without its last answer, as a model continues it. Its ids are those that `encode_sample` starts with.
+
+    Raises SampleError naming it.
+    """
+    prompt, answer = _without_answer(sample, encoding)
+    return EncodedPrompt(_encoded(prompt, encoding, lay_out(prompt, encoding, for_generation=True)), answer)
+
+
+def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
+    """The sample up to its last answer, and that answer's text. Raises SampleError where nothing is asked."""
+    turns, answer, unplaced = sample.turns, "", sample.unplaced
+    if turns and turns[-1].role == "assistant":
+        if not turns[-1].carries_loss:
+            raise SampleError(
+                sample.id, "its last answer is marked as not to be learned", "remove it from data.eval"
+            )
+        answer = "".join(part for part in turns[-1].content if isinstance(part, str))
+        if any(encoding.chat.template.reads(key) for key, _ in turns[-1].extras):
+            answer = encoding.chat.last_answer(place_media(sample, encoding)[0], sample.tools)
+        turns = turns[:-1]
+        if encoding.targets:
+            unplaced = _without_drawn(unplaced, answer, encoding)
+    if not turns:
+        raise SampleError(sample.id, "has no question, so nothing to answer", "remove it from data.eval")
+    return Sample(sample.id, turns, unplaced, sample.tools), answer
+
+
+def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding) -> tuple[Media, ...]:
+    """Without the media that the markers of the last answer stand for, which are the last of their kind."""
+    markers = encoding.markers["assistant"]
+    left = list(unplaced)
+    for marker in () if markers is None else markers[0].findall(answer):
+        assert markers is not None
+        if marker not in markers[1]:  # a word
+            continue
+        of_kind = [at for at, media in enumerate(left) if media.kind == markers[1][marker].kind]
+        if of_kind:
+            del left[of_kind[-1]]
+    return tuple(left)
+
+
+def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[SampleError]:
+    """Every reason why `encode_sample` would refuse the sample (or `encode_prompt`, where it is held out); with `deep`
+    off, media are not decoded."""
+    try:
+        layout = _lay_out_to_judge(sample, encoding)
+    except SampleError as error:
+        return [error]
+    problems = list(_refusals(sample, encoding, layout))
+    for item in layout.items if deep else ():
+        if item.goes_on:
+            continue
+        try:
+            _processed(sample, item)
+        except SampleError as error:
+            problems.append(error)
+    return problems
+
+
+def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
+    """What `encode_sample` would give, from headers alone. Raises SampleError naming it where tokens are not known, or
+    where it is held out and asks nothing; a long sample is measured, not refused."""
+    layout = _lay_out_to_judge(sample, encoding)
+    return SampleSizes(
+        layout.sizes(encoding),
+        int(layout.targets.sum()),
+        content_digest(layout.ids, layout.labels),
+        tuple(_nothing_to_learn(sample, encoding, layout)),
+    )
+
+
+def too_long(sample: str, tokens: int, max_length: int) -> SampleError:
+    """Why a sample of so many tokens is refused."""
+    return SampleError(
+        sample,
+        f"has {tokens} tokens, more than the {max_length} allowed",
+        "raise 'data.max_length' (and 'train.row_tokens'), shorten it, or set 'data.on_error: skip'",
+    )
+
+
+def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Media, str]]:
+    """The media of a sample in the order of its tokens: the place of the first, how many stand for it, the item, and
+    the unit that reads it. Raises SampleError naming the sample."""
+    layout = lay_out(sample, encoding)
+    at = 0
+    for item in layout.items:
+        at += int(np.argmax(layout.ids[at:] == item.unit.placeholder_id))
+        yield at, item.merged_tokens, item.media, item.unit.name
+        at += item.merged_tokens
+
+
+def _refusals(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[SampleError]:
+    """What is wrong with a sample whose every part can be read."""
+    if encoding.max_length is not None and len(layout.ids) > encoding.max_length:
+        yield too_long(sample.id, len(layout.ids), encoding.max_length)
+    yield from _nothing_to_learn(sample, encoding, layout)
+
+
+def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[SampleError]:
+    answers = [part for turn in sample.turns if turn.role == "assistant" for part in turn.content]
+    reads = encoding.chat.template.reads
+    calls = any(reads(key) for turn in sample.turns if turn.role == "assistant" for key, _ in turn.extras)
+    if encoding.train_on == "assistant" and not layout.targets.any():
+        if answers and layout.is_cut:
+            yield SampleError(
+                sample.id,
+                f"has no answer within its first {encoding.cuts_at} tokens, so nothing to learn",
+                "raise 'data.max_length', or remove it",
+            )
+            return
+        yield SampleError(
+            sample.id,
+            "has no assistant answer that carries loss, so nothing to learn",
+            "add one or remove it",
+        )
+    elif answers and not calls and not any(isinstance(part, Media) or part.strip() for part in answers):
+        yield SampleError(sample.id, "has only empty answers", "write one or remove it")
+
+
+def _encoded(
+    sample: Sample, encoding: Encoding, layout: Layout, parts: frozenset[str] | None = None
+) -> EncodedSample:
+    media: dict[str, dict[str, list[EncoderInput]]] = {}
+    for item in layout.items:
+        if item.goes_on:
+            continue
+        if parts is None or item.unit.name in parts:
+            made: Mapping[str, EncoderInput] = _processed(sample, item)
+        elif grid_part(item.unit.name) in parts:
+            made = item.grid
+        else:
+            continue
+        collected = media.setdefault(item.unit.name, {})
+        for name, values in made.items():
+            collected.setdefault(name, []).append(values)
+    together = {
+        unit: {name: joined(values) for name, values in inputs.items()} for unit, inputs in media.items()
+    }
+    ids, labels = layout.ids, layout.labels
+    if parts is not None and QUESTION in parts:
+        labels = _labels_of_answer(sample, encoding, labels)
+    elif parts is not None and TOKENS not in parts:
+        ids, labels = ids[:0], labels[:0]
+    return EncodedSample(sample.id, ids, labels, together, layout.sizes(encoding))
+
+
+def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The labels with no loss but on the last answer. Raises SampleError where nothing is asked."""
+    before = len(lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True).ids)
+    answer = np.where(np.arange(len(labels)) < before, NO_LOSS, labels)
+    ends = np.flatnonzero(np.isin(answer, encoding.chat.stop_ids))
+    if len(ends):  # what a template writes behind the answer is not judged
+        answer[int(ends[0]) + 1 :] = NO_LOSS
+    return answer
+
+
+def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> Layout:
+    """`lay_out`; a sample that is held out must have a question which can be laid out, too. Raises SampleError."""
+    if encoding.held_out:
+        lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True)
+    return lay_out(sample, encoding)
+
+
+def _processed(sample: Sample, item: Item) -> dict[str, EncoderInput]:
+    """The inputs of an item. Raises SampleError, also where they are of another size than its header says, which is
+    what the index has and other ranks reckon with."""
+    try:
+        if isinstance(item.unit, AnyresImageUnit):
+            made = item.unit.process(item.media, int(np.asarray(item.grid[SHAPES])[0, 2]) == ALONE)
+        else:
+            made = item.unit.process(item.media)
+        for name, promised in item.grid.items():
+            if not np.array_equal(as_array(made[name]), as_array(promised)):
+                raise MediaError(
+                    f"{item.media.kind} {item.media.name!r} decodes to {name} {as_array(made[name]).tolist()}, but its "
+                    f"header says {as_array(promised).tolist()}",
+                    "replace the file or remove the sample",
+                )
+        return made
+    except MediaError as error:
+        raise error.of(sample.id) from None
+    except (ValueError, MemoryError) as error:
+        reason = "there is not enough memory" if isinstance(error, MemoryError) else error
+        raise SampleError(
+            sample.id,
+            f"the processor of {item.unit.name!r} refuses {item.media.kind} {item.media.name!r}: {reason}",
+            "replace the file or remove the sample",
+        ) from None

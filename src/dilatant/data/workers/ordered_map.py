@@ -1,0 +1,284 @@
+"""Processes that do a job for every task of a stream, results in task order.
+
+They come from the fork server, which holds what they import.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, TypeVar, cast
+
+from dilatant.comm import fork_server
+from dilatant.config.environment import compute_in_one_thread
+from dilatant.config.errors import UserError
+from dilatant.data.media.freed_memory import keep_freed_memory
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+PRELOAD = (
+    "dilatant.data.workers.pool_worker",
+    "dilatant.data.readers.reader",
+    "dilatant.data.text.template_engine",
+)
+"""Imported once by the server process, so that a worker is there in a moment. None of them starts a thread."""
+
+TASKS_IN_HAND = 3
+"""Tasks a worker holds at once: one at work and the next ones waiting, so that it never waits for us."""
+
+
+TASK_SECONDS = 300.0
+"""Longest that a task may take: a worker that takes longer is stopped, or waits for a file that never comes."""
+GRACE_SECONDS = 1.0
+"""What a worker is given beyond that, in case we were the ones that stood still."""
+MOST_WORKERS_PER_RANK = 8
+
+
+class WorkerError(RuntimeError):
+    """A worker process died, or failed in a way that is no mistake in the data."""
+
+
+class WithheldError(WorkerError, UserError):
+    """A file that a disk or a file server does not give, or what was kept of it: the user's to mend, so no trace of
+    calls is shown; but no fault of the sample, which must not be left out for it."""
+
+
+def warm_up() -> None:
+    """Start the server that workers come from (see `fork_server.warm_up`)."""
+    fork_server.warm_up(PRELOAD)
+
+
+def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
+    """Data workers for a machine with so many ranks: as many as asked for, else what cores its ranks leave, at least
+    one and at most eight a rank."""
+    if asked is not None:
+        return asked
+    known = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    return max(1, min(cores - ranks, MOST_WORKERS_PER_RANK * ranks))
+
+
+class WorkerPool(Generic[T, R]):
+    """`workers` processes, each with its own copy of `job`; with 0 the job runs in the caller.
+
+    job: picklable; called with one task. A UserError it raises is an ordinary result (see `map`). named: what messages
+    call a task. task_seconds: longest that a worker may take for one.
+    """
+
+    def __init__(
+        self,
+        job: Callable[[T], R],
+        workers: int,
+        *,
+        named: Callable[[T], str] = repr,
+        task_seconds: float = TASK_SECONDS,
+    ) -> None:
+        self._job = job
+        self._named = named
+        self._task_seconds = task_seconds
+        self._in_hand: list[deque[T]] = []
+        self._since: list[float] = []  # when each worker began what it is at
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        util.Finalize(self, _end, (self._processes, self._connections), exitpriority=0)
+        if workers:
+            context = multiprocessing.get_context("forkserver")
+            warm_up()
+            payload = pickle.dumps(job)
+            for number in range(workers):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_work,
+                    args=(theirs, payload, fork_server.own_folder()),
+                    name=f"dilatant-data-{number}",
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self._connections.append(ours)
+                self._processes.append(process)
+
+    def map(self, tasks: Iterable[T], ahead: int) -> Iterator[R | UserError]:
+        """The result of every task, in order. A task whose job raised a UserError gives that error as its result.
+
+        ahead: most tasks started and not yet taken from this iterator. Raises WorkerError at once when a worker dies
+        or a job fails otherwise, and when a task takes too long. One map at a time.
+        """
+        if not self._processes:
+            yield from self._map_here(tasks)
+            return
+        source = enumerate(tasks)
+        done: dict[int, Any] = {}
+        self._in_hand = [deque() for _ in self._processes]
+        self._since = [0.0] * len(self._processes)
+        started, taken, more = 0, 0, True
+        while True:
+            while more and started - taken < max(ahead, 1):
+                worker = min(range(len(self._in_hand)), key=lambda number: len(self._in_hand[number]))
+                if len(self._in_hand[worker]) >= TASKS_IN_HAND:
+                    break
+                try:
+                    number, task = next(source)
+                except StopIteration:
+                    more = False
+                    break
+                self._send(worker, number, task)
+                started += 1
+            if taken in done:
+                yield self._opened(done.pop(taken))
+                taken += 1
+                continue
+            if not more and taken == started:
+                return
+            for number, *result in self._receive():
+                done[number] = result
+
+    def _map_here(self, tasks: Iterable[T]) -> Iterator[R | UserError]:
+        for task in tasks:
+            try:
+                result: R | UserError = self._job(task)
+            except UserError as error:
+                result = error
+            yield result
+
+    def _send(self, worker: int, number: int, task: T) -> None:
+        if not self._in_hand[worker]:
+            self._since[worker] = time.monotonic()
+        self._in_hand[worker].append(task)
+        try:
+            self._connections[worker].send((number, task))
+        except OSError:
+            raise self._death(worker) from None
+
+    def _receive(self) -> Iterator[Any]:
+        """Results that have arrived; waits for the first."""
+        busy = [worker for worker, tasks in enumerate(self._in_hand) if tasks]
+        oldest = min(busy, key=lambda worker: self._since[worker])
+        left = self._since[oldest] + self._task_seconds - time.monotonic()
+        if left <= 0 and not self._connections[oldest].poll(GRACE_SECONDS):
+            raise WorkerError(
+                f"{self._shown(oldest)} has been at {self._named(self._in_hand[oldest][0])} for "
+                f"{self._task_seconds:g} s: it is stopped, or a file of that sample cannot be read to its end"
+            )
+        for ready in wait(self._connections, max(left, 0)):
+            worker = self._connections.index(cast(Any, ready))
+            try:
+                result = self._connections[worker].recv()
+            except (EOFError, OSError):
+                raise self._death(worker) from None
+            self._in_hand[worker].popleft()
+            self._since[worker] = time.monotonic()
+            yield result
+
+    def _shown(self, worker: int) -> str:
+        return f"data worker {worker} (process {self._processes[worker].pid})"
+
+    def _death(self, worker: int) -> WorkerError:
+        process = self._processes[worker]
+        process.join(timeout=5)
+        code = process.exitcode
+        if code == fork_server.NO_GUARD_EXIT:
+            return WithheldError(fork_server.NO_GUARD)
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += ", probably because memory ran out; use fewer 'data.workers'"
+        else:
+            how = f"ended with exit code {code}"
+        return WorkerError(f"{self._shown(worker)} {how}")
+
+    @staticmethod
+    def _opened(result: Any) -> Any:
+        kind, value = result
+        if kind == "value":
+            return value
+        if kind == "mistake":
+            return value
+        raise WorkerError(f"a data worker failed:\n{value}")
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        _end(self._processes, self._connections)
+
+
+def _end(processes: list[Any], connections: list[Connection]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(timeout=5)  # one that waits for a dead file server goes when that answers
+    for connection in connections:
+        connection.close()
+    processes.clear()
+    connections.clear()
+
+
+def begin_work() -> None:
+    """Let this process be a data worker: its owner decides what signals mean, it computes in one thread, and what
+    libraries say of a file, which names neither the sample nor what to do, is not shown."""
+    for asked in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(asked, signal.SIG_IGN)
+    compute_in_one_thread()
+    keep_freed_memory()
+    warnings.simplefilter("ignore")
+    # Libraries in C (libmpg123) write to the descriptor; what Python says still goes where it went.
+    sys.stderr = open(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+
+
+def unpickled(payload: bytes) -> Any:
+    """What a worker is to work with. Raises WorkerError, in one line, for what only its owner can import."""
+    try:
+        return pickle.loads(payload)
+    except (AttributeError, ImportError) as error:
+        raise WorkerError(
+            f"it cannot import what samples are read by: {error}; put what is defined in a notebook, at a prompt or on "
+            "standard input into a .py file, or set workers to 0"
+        ) from None
+
+
+def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
+    """The life of a worker: do tasks until the other end closes. shared: as for `remove_behind_parent`."""
+    begin_work()
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def listen() -> None:
+        # Taken off the pipe at once: a caller must never block on us while we block on it. Once it is gone, so are we,
+        # whatever file the job may be waiting for.
+        try:
+            while True:
+                waiting.put(connection.recv())
+        except BaseException:
+            fork_server.remove_behind_parent(shared)
+            os._exit(0)
+
+    job: Any = None
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        number, task = waiting.get()
+        try:
+            job = job if job is not None else unpickled(payload)
+            reply = (number, "value", job(task))
+        except UserError as error:
+            reply = (number, "mistake", error)
+        except WorkerError as error:
+            reply = (number, "failure", str(error))
+        except BaseException:
+            reply = (number, "failure", traceback.format_exc())
+        try:
+            connection.send(reply)
+        except OSError:
+            return

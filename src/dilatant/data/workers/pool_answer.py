@@ -1,0 +1,55 @@
+"""What a data worker says of a request, and what a rank makes of it: the same wherever the worker is."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
+from dilatant.data.sample import EncodedSample, Sample
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.workers.ordered_map import WithheldError, WorkerError
+from dilatant.data.workers.pool import Dataset, Request, make
+from dilatant.data.workers.pool_wire import Encoded, Failed, Refused, lay_out, opened
+
+Outcome = EncodedSample | UserError | WorkerError
+"""Of a request, for whoever asked."""
+
+
+def answer(
+    ticket: int,
+    request: Request,
+    datasets: Mapping[str, Dataset],
+    encoding: Encoding,
+    read: Callable[[Sample], None] = lambda sample: None,
+) -> tuple[Encoded | Refused | Failed, list[np.ndarray]]:
+    """Make a sample: the message, and the arrays that go with it where it is `Encoded`. read: see `make`. Raises
+    nothing."""
+    try:
+        sample = make(request, datasets, encoding, read)
+        places, arrays, nbytes = lay_out(sample)
+        sizes = {unit: int(tokens) for unit, tokens in sample.sizes.items()}
+        return Encoded(ticket, sample.id, sizes, places, nbytes, sample.made_seconds), arrays
+    except WithheldError as error:
+        return Failed(ticket, str(error), is_withheld=True), []
+    except SampleError as error:
+        return Refused(ticket, error.problem, error.sample, error.remedy), []
+    except UserError as error:
+        return Refused(ticket, str(error)), []
+    except BaseException:
+        return Failed(ticket, f"a data worker failed:\n{traceback.format_exc()}"), []
+
+
+def outcome_of(message: Encoded | Refused | Failed, draw: int, buffer: memoryview) -> Outcome:
+    """What a message says of the request number `draw`. buffer: with the arrays of an `Encoded` sample, which are
+    copied. Raises ProtocolError where they do not fit."""
+    if isinstance(message, Encoded):
+        return opened(message, draw, buffer)
+    if isinstance(message, Failed):
+        return (WithheldError if message.is_withheld else WorkerError)(message.problem)
+    if message.sample:
+        return SampleError(message.sample, message.problem, message.remedy)
+    return UserError(message.problem)

@@ -1,0 +1,433 @@
+"""A rank's way to the data workers of its machine: sends requests as memory permits, keeps the answers until taken.
+
+A thread owns the connections. Answers come through an arena of this process, from which they are copied at once. When a
+worker ends, the sample that was in its hands is tried again elsewhere, and all others that it had are sent again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import selectors
+import socket
+import stat
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec import MsgspecError
+
+from dilatant.comm.fork_server import NO_GUARD
+from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
+from dilatant.data.sample import EncodedSample
+from dilatant.data.workers.arena import Arena
+from dilatant.data.workers.ordered_map import WithheldError, WorkerError
+from dilatant.data.workers.pool import Request, Waiting
+from dilatant.data.workers.pool_owner import REASON
+from dilatant.data.workers.pool_wire import (
+    MAX_FRAME_BYTES,
+    NOTE_BYTES,
+    Ask,
+    Encoded,
+    Failed,
+    Forget,
+    Forgotten,
+    Frames,
+    Greeting,
+    Hello,
+    Note,
+    ProtocolError,
+    Refused,
+    ToRank,
+    framed,
+    read_note,
+    to_rank,
+)
+from dilatant.data.workers.request_queue import Asked, Awake, Entry
+
+TASKS_IN_HAND = 3
+"""Requests that a worker holds for a rank: one at work and the next ones waiting, so that it never waits for us."""
+LATE_SECONDS = 15.0
+"""Beyond the deadline of a sample, after which its worker is given up: its system does not let it end."""
+TRIES = 2
+"""How many workers may end, or samples be late, in the same way."""
+SEND_SECONDS = 5.0
+UNGREETED = 20
+"""Connections in a row that end before a greeting, after which no other is tried."""
+
+_log = logging.getLogger(__name__)
+
+
+def join(
+    address: str, budget_bytes: int, on_wait: Callable[[Waiting], None] = lambda waiting: None
+) -> PoolSource:
+    """A way to the workers of `PoolOwner.address`; call it once for each rank.
+
+    budget_bytes: what samples may take that are being made, or lie ready and are not taken. on_wait: called by the
+    thread in `take` each ten seconds that it waits. Raises WorkerError where there are no such workers.
+    """
+    return PoolSource(address, budget_bytes, on_wait)
+
+
+@dataclass(eq=False)
+class _Link:
+    """The connection to one worker's place. pid: of who greeted; 0 before. heard: when it last said something.
+
+    fallen: samples that a worker had in hand when it ended, with its pid, until its successor says how. ungreeted: ends
+    of this connection before a greeting, one after another. is_down: nobody listens there any more.
+    """
+
+    number: int
+    path: str
+    connection: socket.socket | None = None
+    frames: Frames = field(default_factory=lambda: Frames(MAX_FRAME_BYTES))
+    pid: int = 0
+    decode_seconds: float = float("inf")
+    entries: dict[int, Entry] = field(default_factory=dict)
+    fallen: list[tuple[Entry, int]] = field(default_factory=list)
+    heard: float = 0.0
+    ungreeted: int = 0
+    is_down: bool = False
+
+    @property
+    def shown(self) -> str:
+        return f"data worker {self.number}" + (f" (process {self.pid})" if self.pid else "")
+
+
+@dataclass(eq=False)
+class _Leaving:
+    """A connection that this rank has given up. Its worker may write into `slots` until it has closed it, or ended."""
+
+    connection: socket.socket
+    slots: list[int]
+
+
+class PoolSource:
+    """See `join`; a `Source`."""
+
+    def __init__(self, address: str, budget_bytes: int, on_wait: Callable[[Waiting], None]) -> None:
+        paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
+        self._folder = Path(address)
+        self._asked = Asked(budget_bytes, on_wait, self._poke, self._place_of)
+        notes = NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
+        self._arena = Arena(notes + budget_bytes, notes)
+        self._awake = Awake()
+        self._next_ticket = 0
+        self._wake, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._links = [_Link(int(path.stem), str(path)) for path in paths]
+        self._leaving: list[_Leaving] = []
+        for link in self._links:
+            self._connect(link)
+        self._check_links()
+        if self._asked.error is not None:
+            self._release_all()
+            raise self._asked.error
+        self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
+        self._thread.start()
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        self._asked.ask(requests)
+
+    def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
+        return self._asked.take(dataset, draw)
+
+    def forget(self, dataset: str) -> None:
+        with self._asked.changed:
+            self._asked.forget(dataset)
+            if not self._asked.entries:  # else what workers still make is dropped when it comes
+                for link in self._links:
+                    if link.entries:
+                        self._send(link, framed(Forget()))
+
+    def close(self) -> None:
+        self._asked.close()
+        self._thread.join()
+
+    # What both threads call, with the lock held.
+
+    def _place_of(self, entry: Entry) -> str:
+        link: _Link | None = entry.holder
+        return link.shown if link is not None and self._begun(link)[0] is entry else ""
+
+    def _begun(self, link: _Link) -> tuple[Entry | None, Note | None]:
+        """The request of this rank that the worker is at, or was when it ended, and what the worker noted, if that is
+        known."""
+        with self._arena.view(NOTE_BYTES * link.number, NOTE_BYTES) as buffer:
+            note = read_note(buffer)
+        entry = link.entries.get(note.ticket) if note is not None else None
+        if entry is not None and note is not None:
+            entry.name = note.sample or entry.name
+        return entry, note
+
+    def _poke(self) -> None:
+        with suppress(OSError):  # full, so it will wake anyway; or closed
+            self._wakes.send(b".")
+
+    def _send(self, link: _Link, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        if link.connection is None:
+            return
+        try:
+            if descriptors:
+                socket.send_fds(link.connection, [data], descriptors)
+            else:
+                link.connection.sendall(data)
+        except OSError:
+            # Found by the thread as the end of the connection, behind the answers that came before it.
+            with suppress(OSError):
+                link.connection.shutdown(socket.SHUT_WR)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._asked.changed:
+                    if self._asked.is_closing:
+                        break
+                    self._dispatch()
+                    self._drop_late()
+                for key, _ in self._selector.select(1.0):
+                    if key.data is None:
+                        self._wake.recv(1 << 12)
+                    elif isinstance(key.data, _Leaving):
+                        self._see_off(key.data)
+                    else:
+                        self._receive(key.data)
+        except BaseException:
+            self._asked.fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
+        finally:
+            with self._asked.changed:
+                self._release_all()
+
+    def _release_all(self) -> None:
+        self._selector.close()
+        for leaving in self._leaving:
+            leaving.connection.close()
+        for link in self._links:
+            if link.connection is not None:
+                link.connection.close()
+                link.connection = None
+        self._wake.close()
+        self._wakes.close()
+        self._arena.close()
+
+    def _dispatch(self) -> None:
+        """Send what may be sent, in order."""
+        while True:
+            free = [link for link in self._links if link.pid and len(link.entries) < TASKS_IN_HAND]
+            entry = self._asked.next() if free else None
+            if entry is None:
+                return
+            link = min(free, key=lambda link: (link.number == entry.shunned, len(link.entries)))
+            entry.slot = self._arena.allocate(entry.charge)
+            entry.holder, entry.ticket = link, self._next_ticket
+            self._next_ticket += 1
+            if not link.entries:
+                link.heard = time.monotonic()
+            link.entries[entry.ticket] = entry
+            request = entry.request
+            room = entry.charge if entry.slot is not None else 0
+            ask = Ask(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
+                      entry.slot or 0, room)  # fmt: skip
+            self._send(link, framed(ask))
+
+    def _receive(self, link: _Link) -> None:
+        assert link.connection is not None
+        data = _read(link.connection)
+        link.heard = time.monotonic()
+        problem = ""
+        try:
+            for body in link.frames.feed(data):
+                with self._asked.changed:
+                    self._handle(link, to_rank.decode(body))
+        except (ProtocolError, MsgspecError) as error:
+            problem = f"it answered with what is no message of a data worker ({error})"
+        if not data or problem:
+            with self._asked.changed:
+                self._lose(link, problem)
+
+    def _handle(self, link: _Link, message: ToRank) -> None:
+        if isinstance(message, Greeting):
+            link.pid, link.decode_seconds, link.ungreeted = message.pid, message.decode_seconds, 0
+            self._settle(link, message)
+        elif isinstance(message, Forgotten):
+            for ticket in message.tickets:
+                if ticket in link.entries:
+                    self._discharge(link.entries.pop(ticket))
+        elif message.ticket in link.entries:
+            self._finish(link.entries.pop(message.ticket), message)
+
+    def _finish(self, entry: Entry, message: Encoded | Refused | Failed) -> None:
+        if not isinstance(message, Encoded) or entry.is_forgotten:
+            self._asked.answered(entry, message, memoryview(b""))
+        elif message.inline is not None:
+            self._asked.answered(entry, message, memoryview(message.inline))
+        else:
+            with self._arena.view(entry.slot or 0, entry.charge) as slot:
+                self._asked.answered(entry, message, slot)
+        self._discharge(entry)
+
+    def _discharge(self, entry: Entry) -> None:
+        """The request is in no worker's hands, and nobody writes into its slot."""
+        if entry.slot is not None:
+            self._arena.release(entry.slot)
+        self._asked.discharge(entry)
+
+    # Ends of workers.
+
+    def _connect(self, link: _Link) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(SEND_SECONDS)
+        try:
+            connection.connect(link.path)
+        except OSError:
+            connection.close()
+            link.is_down = True
+            return
+        link.connection = connection
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        self._send(link, framed(Hello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
+
+    def _lose(self, link: _Link, why: str = "", is_late: bool = False) -> None:
+        """The worker is gone: its place has, or will have, another one. why: it may live, and is given up."""
+        assert link.connection is not None
+        begun, _ = self._begun(link)
+        pid, lost = link.pid, list(link.entries.values())
+        if why:
+            self._say_given_up(link, why)
+            self._let_go(link.connection, lost)
+        else:
+            self._selector.unregister(link.connection)
+            link.connection.close()
+        link.ungreeted += not link.pid
+        link.entries.clear()
+        for entry in reversed(lost):
+            self._discharge(entry)
+            if entry.is_forgotten:
+                continue
+            if entry is not begun:
+                self._asked.again(entry)
+            elif is_late:
+                self._retry(entry, link, f"{link.shown} did not end", is_late=True)
+            else:
+                link.fallen.append((entry, pid))
+        link.connection, link.pid, link.frames = None, 0, Frames(MAX_FRAME_BYTES)
+        link.is_down = link.ungreeted >= UNGREETED
+        if not link.is_down:
+            self._connect(link)
+        if link.is_down:
+            self._settle(link, None)
+        self._check_links()
+
+    def _say_given_up(self, link: _Link, why: str) -> None:
+        """Once for each worker, by the first rank of the machine that gives it up."""
+        with suppress(OSError):
+            (self._folder / f"given-up-{link.pid}").touch(exist_ok=False)
+            _log.warning("%s was given up: %s; others make what it had", link.shown, why)
+
+    def _let_go(self, connection: socket.socket, lost: Sequence[Entry]) -> None:
+        """Tell a worker that lives that nothing more is asked of it, and keep its slots until it has heard that or has
+        ended: it closes the connection, or the system does."""
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        leaving = _Leaving(connection, [entry.slot for entry in lost if entry.slot is not None])
+        for entry in lost:
+            entry.slot = None
+        self._leaving.append(leaving)
+        self._selector.modify(connection, selectors.EVENT_READ, leaving)
+
+    def _see_off(self, leaving: _Leaving) -> None:
+        if _read(leaving.connection):  # what it still answers
+            return
+        self._selector.unregister(leaving.connection)
+        leaving.connection.close()
+        with self._asked.changed:
+            self._leaving.remove(leaving)
+            for slot in leaving.slots:
+                self._arena.release(slot)
+
+    def _settle(self, link: _Link, greeting: Greeting | None) -> None:
+        """Try again what a worker had in hand when it ended, now that its successor says how it did."""
+        deaths = {death.pid: death for death in greeting.deaths} if greeting is not None else {}
+        fallen, link.fallen = link.fallen, []
+        for entry, pid in fallen:
+            death = deaths.get(pid)
+            how = f"data worker {link.number} (process {pid}) {death.how if death else 'ended'}"
+            self._retry(entry, link, how, death is not None and death.is_slow)
+
+    def _retry(self, entry: Entry, link: _Link, how: str, is_late: bool) -> None:
+        if entry.is_forgotten:
+            return
+        entry.late += is_late
+        entry.losses += not is_late
+        entry.shunned = link.number
+        if entry.late == TRIES:
+            problem = f"decoding took longer than {link.decode_seconds:g} s"
+            remedy = "look at its media, or raise 'data.decode_seconds'"
+            self._asked.conclude(entry, SampleError(entry.name, problem, remedy))
+        elif entry.losses == TRIES:
+            self._asked.conclude(
+                entry,
+                WorkerError(f"{entry.name} has ended {TRIES} data workers that were at it; the last, {how}"),
+            )
+        else:
+            self._asked.again(entry)
+
+    def _drop_late(self) -> None:
+        """Give up workers that their system does not let end. One that is silent may be at work for other ranks."""
+        now = self._awake.now()
+        for link in self._links:
+            if not link.entries or link.connection is None:
+                continue
+            begun, note = self._begun(link)
+            since = max(self._awake.since, note.since if note is not None else 0.0)
+            if begun is not None and now - since > link.decode_seconds + LATE_SECONDS:
+                why = f"it has been at {begun.name} for {now - since:.0f} s and does not end"
+            # It may have to wait for a rank that does not read, as long as for a sample.
+            elif now - max(since, link.heard) > 2 * link.decode_seconds + LATE_SECONDS:
+                why = f"it has begun nothing for {now - max(since, link.heard):.0f} s"
+            else:
+                continue
+            # What it says may lie unread.
+            if not select.select([link.connection], [], [], 0)[0]:
+                self._lose(link, why, is_late=True)
+
+    def _check_links(self) -> None:
+        if not all(link.is_down for link in self._links):
+            return
+        reason: Any = "the process that started them has ended"
+        with suppress(OSError):
+            reason = (self._folder / REASON).read_text(encoding="utf-8")
+        if reason == NO_GUARD:
+            self._asked.fail(WithheldError(NO_GUARD))
+        else:
+            self._asked.fail(WorkerError(f"there are no data workers any more: {reason}"))
+
+
+def _read(connection: socket.socket) -> bytes:
+    """What has arrived; nothing where the connection has ended."""
+    try:
+        return connection.recv(1 << 20)
+    except OSError:
+        return b""
+
+
+def _checked(address: str) -> Path:
+    """The folder of the sockets. Raises WorkerError unless it is this user's alone."""
+    try:
+        found = os.lstat(address)
+    except OSError as error:
+        raise WorkerError(f"there are no data workers at {address}: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise WorkerError(f"{address} is no folder of this user alone, so its data workers are not trusted")
+    return Path(address)

@@ -1,0 +1,271 @@
+"""What a rank and a data worker tell each other: frames of MessagePack, and where the arrays of a sample lie.
+
+A rank sends Hello (with the descriptor of its arena), then Ask and Forget. A worker answers Hello with Greeting, each
+Ask with one of Encoded, Refused and Failed, and Forget with the tickets that it will not answer. What it is at it notes
+in the arena, where it can be read after its death. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from dilatant.data.media.pixels import EncoderInput, Pixels
+from dilatant.data.sample import EncodedSample
+from dilatant.data.workers.arena import aligned
+
+MAX_FRAME_BYTES = 1 << 31
+MAX_ASK_BYTES = 1 << 20
+IDS, LABELS = "ids", "labels"
+NOTE_BYTES = 1024
+_LENGTH = struct.Struct(">I")
+_COPY_BYTES = NOTE_BYTES // 2
+_CHECKSUM = struct.Struct("<I")
+_NOTE = struct.Struct("<QqdH")
+"""Number of the note, ticket, since, bytes of the name behind it."""
+_READ_TRIES = 8
+
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""Fits where it goes next: an address, a note."""
+
+
+class ProtocolError(ValueError):
+    """What is no message of ours, or says what cannot be."""
+
+
+class Hello(Struct, tag="hello"):
+    """note: offset in the arena where the worker notes what it is at."""
+
+    arena_bytes: Count
+    note: Count
+
+
+class Ask(Struct, tag="ask"):
+    """offset, room: the slot of the arena that is free for the answer; with room 0, or if it does not fit, the answer's
+    bytes come with the message."""
+
+    ticket: Count
+    dataset: str
+    index: Count
+    draw: int
+    parts: list[str]
+    offset: int
+    room: int
+
+
+class Forget(Struct, tag="forget"):
+    """Ends all that was asked for and not begun."""
+
+
+class Death(Struct, array_like=True):
+    """How a worker ended. is_slow: by the deadline of a sample."""
+
+    pid: int
+    how: str
+    is_slow: bool
+
+
+class Greeting(Struct, tag="greeting"):
+    """deaths: of the workers before in the same place, the last one last."""
+
+    pid: int
+    decode_seconds: float
+    deaths: list[Death]
+
+
+class Forgotten(Struct, tag="forgotten"):
+    tickets: list[int]
+
+
+class Place(Struct, array_like=True):
+    """Where an array begins. unit: "" for ids and labels. normalization: of `Pixels`."""
+
+    unit: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    normalization: tuple[float, tuple[float, ...], tuple[float, ...]] | None = None
+
+
+class Encoded(Struct, tag="encoded"):
+    """nbytes: of all arrays together. seconds: as `EncodedSample.made_seconds`. inline: those bytes, where they are not
+    in the slot."""
+
+    ticket: int
+    sample: str
+    sizes: dict[str, int]
+    places: list[Place]
+    nbytes: int
+    seconds: float = 0.0
+    inline: bytes | None = None
+
+
+class Refused(Struct, tag="refused"):
+    """A bad sample; sample and remedy as in SampleError, or sample "" for another UserError."""
+
+    ticket: int
+    problem: str
+    sample: str = ""
+    remedy: str = ""
+
+
+class Failed(Struct, tag="failed"):
+    """problem: for people; a stack trace where nobody expected the failure. is_withheld: see `WithheldError`."""
+
+    ticket: int
+    problem: str
+    is_withheld: bool = False
+
+
+ToWorker = Hello | Ask | Forget
+ToRank = Greeting | Forgotten | Encoded | Refused | Failed
+
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+to_rank = msgspec.msgpack.Decoder(ToRank)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def framed(message: Struct) -> bytes:
+    """The message with its length before it. Raises ProtocolError if it were too large."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Note(NamedTuple):
+    """What a worker is at: ticket (-1 for another rank's), since when by `time.monotonic`, and the sample once it is
+    known."""
+
+    ticket: int
+    since: float
+    sample: str
+
+
+def write_note(buffer: memoryview, ticket: int, since: float, sample: str = "") -> None:
+    """Replace the older of the two copies that `buffer` of NOTE_BYTES holds: wherever the writer is interrupted or
+    killed, the other copy is whole."""
+    number = 1 + max((number for number, _ in _copies(buffer)), default=0)
+    name = sample.encode("utf-8", "replace")[: _COPY_BYTES - _CHECKSUM.size - _NOTE.size]
+    body = _NOTE.pack(number, ticket, since, len(name)) + name
+    copy = _CHECKSUM.pack(zlib.crc32(body)) + body
+    start = number % 2 * _COPY_BYTES
+    buffer[start : start + len(copy)] = copy
+
+
+def read_note(buffer: memoryview) -> Note | None:
+    """Return the newest note, or None where there is none: nothing was written yet, or the writer was faster each time.
+
+    May run while another process is in `write_note`. Of a writer that was killed there it returns the note before.
+    """
+    for _ in range(_READ_TRIES):
+        if copies := _copies(buffer):
+            return max(copies)[1]
+    return None
+
+
+def _copies(buffer: memoryview) -> list[tuple[int, Note]]:
+    """Return the copies of a note that are whole by their checksums, with their numbers."""
+    now, whole = bytes(buffer[:NOTE_BYTES]), []
+    for copy in (now[:_COPY_BYTES], now[_COPY_BYTES:]):
+        body = copy[_CHECKSUM.size :]
+        number, ticket, since, length = _NOTE.unpack_from(body)
+        end = _NOTE.size + length
+        if _CHECKSUM.unpack_from(copy) == (zlib.crc32(body[:end]),):
+            whole.append((number, Note(ticket, since, body[_NOTE.size : end].decode("utf-8", "replace"))))
+    return whole
+
+
+class Frames:
+    """Cuts a stream into the bodies of its messages. longest: bytes that one may have."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that are complete by now. Raises ProtocolError for one that is too long."""
+        self._pending += data
+        while len(self._pending) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending)
+            if length > self._longest:
+                raise ProtocolError(f"a message of {length} bytes is larger than {self._longest}")
+            end = _LENGTH.size + length
+            if len(self._pending) < end:
+                return
+            body = bytes(self._pending[_LENGTH.size : end])
+            del self._pending[:end]
+            yield body
+
+
+def lay_out(sample: EncodedSample) -> tuple[list[Place], list[np.ndarray], int]:
+    """Where the arrays of a sample go, the arrays, and the bytes of all. Raises TypeError for arrays of objects."""
+    places: list[Place] = []
+    arrays: list[np.ndarray] = []
+    end = 0
+    for unit, name, value in _values(sample):
+        given = value.values if isinstance(value, Pixels) else value
+        array = np.ascontiguousarray(given).reshape(np.shape(given))  # contiguous alone makes [1] of a number
+        if array.dtype.hasobject:
+            raise TypeError(f"{unit} {name} is an array of Python objects")
+        normalization = value.normalization if isinstance(value, Pixels) else None
+        places.append(Place(unit, name, array.dtype.str, array.shape, end, normalization))
+        arrays.append(array)
+        end += aligned(array.nbytes)
+    return places, arrays, end
+
+
+def _values(sample: EncodedSample) -> Iterator[tuple[str, str, EncoderInput]]:
+    yield "", IDS, sample.input_ids
+    yield "", LABELS, sample.labels
+    for unit, inputs in sample.media.items():
+        for name, value in inputs.items():
+            yield unit, name, value
+
+
+def write(buffer: memoryview, places: list[Place], arrays: list[np.ndarray]) -> None:
+    for place, array in zip(places, arrays, strict=True):
+        if array.nbytes:
+            into = np.frombuffer(buffer, np.uint8, array.nbytes, place.offset)
+            into[:] = array.reshape(-1).view(np.uint8)
+
+
+def packed(answer: Encoded, arrays: list[np.ndarray]) -> bytes:
+    """The arrays of a sample, where its places say."""
+    held = bytearray(answer.nbytes)
+    write(memoryview(held), answer.places, arrays)
+    return bytes(held)
+
+
+def opened(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
+    """The sample whose arrays lie in `buffer`, copied. Raises ProtocolError where they do not."""
+    if answer.nbytes > len(buffer):
+        raise ProtocolError(f"{answer.sample} takes {answer.nbytes} bytes of {len(buffer)}")
+    held = np.array(buffer[: answer.nbytes], np.uint8)  # one copy for all arrays, which are parts of it
+    tokens: dict[str, Any] = {}
+    media: dict[str, dict[str, EncoderInput]] = {}
+    for place in answer.places:
+        dtype = np.dtype(place.dtype)
+        if dtype.hasobject:
+            raise ProtocolError(f"{place.unit} {place.name} is an array of Python objects")
+        array: np.ndarray = (
+            np.ndarray(place.shape, dtype, held, place.offset)
+            if all(place.shape)
+            else np.empty(place.shape, dtype)
+        )
+        if place.unit:
+            value = Pixels(array, *place.normalization) if place.normalization else array
+            media.setdefault(place.unit, {})[place.name] = value
+        else:
+            tokens[place.name] = array
+    return EncodedSample(
+        answer.sample, tokens[IDS], tokens[LABELS], media, answer.sizes, draw, made_seconds=answer.seconds
+    )

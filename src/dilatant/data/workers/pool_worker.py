@@ -1,0 +1,213 @@
+"""The life of one worker of a pool: it makes samples for every rank that connects, in turn, until its owner is gone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import selectors
+import shutil
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+
+from msgspec import MsgspecError
+
+from dilatant.comm.fork_server import remove_behind_parent
+from dilatant.data.sample import Sample
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.workers.ordered_map import WorkerError, begin_work, unpickled
+from dilatant.data.workers.pool import Dataset, Request
+from dilatant.data.workers.pool_answer import answer
+from dilatant.data.workers.pool_wire import (
+    MAX_ASK_BYTES,
+    NOTE_BYTES,
+    Ask,
+    Death,
+    Encoded,
+    Failed,
+    Forget,
+    Forgotten,
+    Frames,
+    Greeting,
+    Hello,
+    ProtocolError,
+    framed,
+    packed,
+    to_worker,
+    write,
+    write_note,
+)
+
+PING, PONG, LEAVE = b"ping", b"pong", b"leave"
+STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
+"""What a connection may cause that ends, or that sends what no rank sends: nesting without end among it."""
+
+
+def work(
+    listener: socket.socket,
+    owner: Connection,
+    job: bytes,
+    folder: str,
+    decode_seconds: float,
+    deaths: list[Death],
+    shared: str | None = None,
+) -> None:
+    """job: pickled (data sets by name, encoding). folder: of the pool's sockets, removed when the owner is gone.
+    deaths: of the workers that had this place before. shared: as for `remove_behind_parent`."""
+    begin_work()
+    threading.Thread(target=_answer_owner, args=(owner, folder, shared), daemon=True).start()
+    _Worker(listener, job, decode_seconds, deaths).serve()
+
+
+def _answer_owner(owner: Connection, folder: str, shared: str | None) -> None:
+    """Show the owner that this process runs. Once it is gone so are we, whatever file may be waited for; also when it
+    says so, having replaced us."""
+    try:
+        while owner.recv_bytes() == PING:
+            owner.send_bytes(PONG)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        remove_behind_parent(shared)
+    os._exit(0)
+
+
+class _Rank:
+    """A rank at the other end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.frames = Frames(MAX_ASK_BYTES)
+        self.arena: mmap.mmap | None = None
+        self.note = 0
+        self.asked: deque[Ask] = deque()
+
+    def notes(self, ticket: int, since: float, sample: str = "") -> None:
+        """Tell the rank what this process is at, also should it end by that. ticket: -1 for another rank's."""
+        if self.arena is not None:
+            with memoryview(self.arena) as arena, arena[self.note : self.note + NOTE_BYTES] as note:
+                write_note(note, ticket, since, sample)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.asked.clear()
+        if self.arena is not None:
+            self.arena.close()
+
+
+class _Worker:
+    def __init__(
+        self, listener: socket.socket, job: bytes, decode_seconds: float, deaths: list[Death]
+    ) -> None:
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._job = job
+        self._datasets: Mapping[str, Dataset] = {}
+        self._encoding: Encoding | None = None
+        self._decode_seconds = decode_seconds
+        self._deaths = deaths
+        self._ranks: deque[_Rank] = deque()  # who was served last stands last
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        while True:
+            busy = any(rank.asked for rank in self._ranks)
+            for key, _ in self._selector.select(0 if busy else None):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._guarded(key.data, self._receive)
+            for _ in range(len(self._ranks)):
+                rank = self._ranks[0]
+                self._ranks.rotate(-1)
+                if rank.asked:
+                    self._guarded(rank, self._answer)
+                    break
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it left again
+            return
+        # Beyond it, a rank that does not read is given up: others wait.
+        connection.settimeout(max(1.0, self._decode_seconds))
+        rank = _Rank(connection)
+        self._ranks.append(rank)
+        self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def _guarded(self, rank: _Rank, step: Callable[[_Rank], None]) -> None:
+        try:
+            step(rank)
+        except STRANGE:  # it is gone, or sends what is none of ours
+            self._selector.unregister(rank.connection)
+            self._ranks.remove(rank)
+            rank.close()
+
+    def _receive(self, rank: _Rank) -> None:
+        descriptors: list[int] = []
+        if rank.arena is None:
+            data, descriptors, _, _ = socket.recv_fds(rank.connection, 1 << 16, 1)
+        else:
+            data = rank.connection.recv(1 << 16)
+        try:
+            if not data:
+                raise ConnectionError("it left")
+            for body in rank.frames.feed(data):
+                message = to_worker.decode(body)
+                if isinstance(message, Hello):
+                    if not 0 <= message.note <= message.arena_bytes - NOTE_BYTES:
+                        raise ProtocolError("a note outside the arena")
+                    rank.arena = mmap.mmap(descriptors[0] if descriptors else -2, message.arena_bytes)
+                    rank.note = message.note
+                    rank.connection.sendall(framed(Greeting(os.getpid(), self._decode_seconds, self._deaths)))
+                elif isinstance(message, Forget):
+                    rank.connection.sendall(framed(Forgotten([ask.ticket for ask in rank.asked])))
+                    rank.asked.clear()
+                elif rank.arena is None or not 0 <= message.offset <= message.offset + message.room <= len(
+                    rank.arena
+                ):
+                    raise ProtocolError("a slot outside the arena")
+                else:
+                    rank.asked.append(message)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _answer(self, rank: _Rank) -> None:
+        ask, since = rank.asked.popleft(), time.monotonic()
+        for other in self._ranks:
+            other.notes(ask.ticket if other is rank else -1, since)
+
+        def read(sample: Sample) -> None:
+            rank.notes(ask.ticket, since, sample.id)
+
+        rank.connection.sendall(self._answered(ask, rank, read))
+
+    def _answered(self, ask: Ask, rank: _Rank, read: Callable[[Sample], None]) -> bytes:
+        request = Request(ask.draw, ask.index, frozenset(ask.parts), ask.dataset)
+        try:
+            if self._encoding is None:
+                self._datasets, self._encoding = unpickled(self._job)
+            # Not by a handler, which would wait for C code to return: the signal ends this process.
+            signal.setitimer(signal.ITIMER_REAL, self._decode_seconds)
+            try:
+                message, arrays = answer(ask.ticket, request, self._datasets, self._encoding, read)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            if isinstance(message, Encoded):
+                nbytes = message.nbytes
+                if nbytes <= ask.room and rank.arena is not None:
+                    with memoryview(rank.arena) as arena, arena[ask.offset : ask.offset + nbytes] as slot:
+                        write(slot, message.places, arrays)
+                else:
+                    message.inline = packed(message, arrays)
+            return framed(message)
+        except WorkerError as error:
+            return framed(Failed(ask.ticket, f"a data worker failed: {error}"))
+        except BaseException:
+            return framed(Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))

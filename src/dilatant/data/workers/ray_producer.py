@@ -1,0 +1,36 @@
+"""A process of a Ray cluster that makes samples."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+
+import numpy as np
+
+from dilatant.config.environment import compute_in_one_thread
+from dilatant.data.media.freed_memory import keep_freed_memory
+from dilatant.data.workers.pool import Request
+from dilatant.data.workers.pool_answer import answer
+from dilatant.data.workers.pool_wire import Encoded, framed, packed
+
+
+class Producer:
+    """An actor. job: pickled (data sets by name, encoding)."""
+
+    def __init__(self, job: bytes) -> None:
+        compute_in_one_thread()
+        keep_freed_memory()
+        warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
+        self._datasets, self._encoding = pickle.loads(job)
+
+    def greet(self) -> str:
+        """What messages call it."""
+        return f"process {os.getpid()} on {os.uname().nodename}"
+
+    def make(self, draw: int, index: int, parts: list[str], dataset: str) -> tuple[bytes, np.ndarray]:
+        """A message as the pool's workers send it, and the arrays of a sample: uint8 [bytes]."""
+        request = Request(draw, index, frozenset(parts), dataset)
+        message, arrays = answer(0, request, self._datasets, self._encoding)
+        held = packed(message, arrays) if isinstance(message, Encoded) else b""
+        return framed(message), np.frombuffer(held, np.uint8)

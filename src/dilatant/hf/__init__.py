@@ -1,0 +1,1 @@
+"""Hugging Face in and out: reading stored weights, exporting models and adapters."""

@@ -1,0 +1,118 @@
+"""Adapters on disk as peft has them: what plain peft loads on the plain model, and what it has saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.config.files.own_files import read_text
+from dilatant.config.model import LoraConfig, ModelConfig
+from dilatant.models.adapters.lora import MAGNITUDE, PREFIX, adapter_config, beside, is_adapter, plain_key
+from dilatant.models.core.stage import stage_tensors
+from dilatant.models.core.unit import Unit
+from dilatant.models.core.weights import Weight
+from dilatant.models.multimodal import MultimodalModel
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTERS = "adapter"
+"""The folder of an export that holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A model of transformers with adapters. folder: of its files, within that of all adapters. units: that are parts
+    of it. key_of: what its own state dict calls a weight of one of them, None for one that is not of it. source: the id
+    or folder that it came from."""
+
+    folder: str
+    units: tuple[Unit, ...]
+    key_of: Callable[[Unit, Weight], str | None]
+    source: str | None = None
+
+
+def adapted_models(model: MultimodalModel, config: ModelConfig) -> Iterator[Adapted]:
+    """A whole model is one; of a model of parts each unit with adapters."""
+    if config.lora is None:
+        return
+    whole = model.whole
+    if whole is not None:
+        yield Adapted("", tuple(model.units.values()), whole.key_of, config.id)
+        return
+    sources = {name: entry.id for name, entry in config.encoders.items()}
+    sources[model.graph.anchor] = config.text.id
+    for name, unit in model.units.items():
+        if any(is_adapter(weight.name) for weight in unit.weights):
+            yield Adapted(name, (unit,), _of_part, sources[name])
+
+
+def write_adapter(adapted: Adapted, lora: LoraConfig, folder: Path) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, with what trained whole besides."""
+    state: dict[str, Tensor] = {}
+    names, saved = set(), set()
+    for unit, weight, key in _weights(adapted):
+        if is_adapter(weight.name):
+            names.add(beside(key).removesuffix(".weight"))
+        elif weight.canonical in unit.trained_names:  # peft ties no copies, so a tied weight is written twice
+            saved.add(key.rpartition(".")[0])
+        else:
+            continue
+        tensor = stage_tensors(unit)[weight.canonical].detach().contiguous()
+        state[_stored(key)] = tensor if weight.tied_to is None else tensor.clone()
+    folder.mkdir(parents=True, exist_ok=True)
+    adapter_config(lora, names, saved, adapted.source).save_pretrained(str(folder))
+    save_file(state, folder / ADAPTER_FILE, {"format": "pt"})
+
+
+def adapter_keys(adapted: Adapted, files: Iterable[str], lora: LoraConfig, folder: Path) -> dict[str, str]:
+    """Stored key → logical name of what a folder of peft's holds of a model. files: the keys that are stored. Raises
+    UserError for another adapter than the model's."""
+    settings = adapter_settings(folder)
+    own: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA"}
+    own |= {"use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
+    settings = {"use_rslora": False, "use_dora": False, **settings}
+    wrong = [
+        f"{key} is {settings.get(key)!r} there and {value!r} here"
+        for key, value in own.items()
+        if settings.get(key) != value
+    ]
+    keys = {_stored(key): weight.name for _, weight, key in _weights(adapted)}
+    stored = set(files)
+    wrong += [f"it has {key!r}, which this model has not" for key in stored if key not in keys]
+    wrong += [f"it lacks {key!r}" for key, name in keys.items() if is_adapter(name) and key not in stored]
+    if wrong:
+        more = [f"and {len(wrong) - 8} more"] if len(wrong) > 8 else []
+        raise list_problems(f"model.lora.adapter: {str(folder)!r} does not fit:", [*wrong[:8], *more])
+    return {key: keys[key] for key in stored}
+
+
+def adapter_settings(folder: Path) -> Mapping[str, Any]:
+    """What `adapter_config.json` says. Raises UserError."""
+    try:
+        settings = json.loads(read_text(folder / "adapter_config.json"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"model.lora.adapter: {str(folder)!r} is no adapter of peft: {error}") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def _weights(adapted: Adapted) -> Iterator[tuple[Unit, Weight, str]]:
+    for unit in adapted.units:
+        for weight in unit.weights:
+            key = adapted.key_of(unit, weight)
+            if key is not None:
+                yield unit, weight, key
+
+
+def _stored(key: str) -> str:
+    """A key in an adapter's file; there a magnitude is no module's weight."""
+    return PREFIX + (key.removesuffix(".weight") if MAGNITUDE in key else key)
+
+
+def _of_part(unit: Unit, weight: Weight) -> str | None:
+    return plain_key(weight.key) if weight.part == "model" else None

@@ -1,0 +1,179 @@
+"""A whole vision-language model as it came: the same class of transformers, weights under the names of the hub.
+
+What a run never reads (a block behind the layer that the family looks at) comes from the source's files, and all that
+was written is read again and compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.config.files.exports import read_object
+from dilatant.hf.stored_weights import (
+    INDEX,
+    open_tensors,
+    pretrained_files,
+    tensor_files,
+)
+from dilatant.models.adapters.lora import main_dtype, tied_keys
+from dilatant.models.core.materialize import seeded
+from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained_keys import stored_keys
+from dilatant.models.families.pretrained_weights import load_whole, weights_of
+from dilatant.models.multimodal import MultimodalModel
+
+_UNREAD = "model-unread.safetensors"
+_ROTARY = ("rope_theta", "rope_scaling")
+_OF_OTHERS = re.compile(r"visual|vision|audio|inv_freq|attn\.(masked_)?bias")
+"""In the keys of towers, which are no part of a language model, and of what is computed."""
+_BESIDE = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "chat_template.jinja", "generation_config.json"),
+)
+"""Files of a source that go along unchanged."""
+
+
+def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> None:
+    """Write `config.json`, the weights and the tokenizer. source: the id or folder that the model came from. Raises
+    UserError, also where what was read again is not what was written."""
+    whole = model.whole
+    assert whole is not None
+    if whole.lora is None or whole.lora.merge:
+        _write_model(model, whole, folder, source)
+    for name in _BESIDE if source is not None else ():
+        file = _file(str(source), name)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(str(folder))
+
+
+def keep_beside(source: str, model: PreTrainedModel, folder: Path) -> None:
+    """Let the export of a model keep what its source has besides: settings of generation, weights that transformers
+    leaves unread (what predicts more than one token), and rotary settings under the names of transformers 4, without
+    which readers of that time take their own defaults. Raises UserError."""
+    before, now = _file(source, "config.json"), folder / "config.json"
+    if before is not None:
+        old, new = read_object(before), read_object(now)
+        for of_source, of_export in ((old, new), (old.get("text_config"), new.get("text_config"))):
+            if isinstance(of_source, dict) and isinstance(of_export, dict):
+                kept = {key: of_source[key] for key in _ROTARY if key in of_source}
+                of_export |= {key: value for key, value in kept.items() if key not in of_export}
+        now.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
+    settings = _file(source, "generation_config.json")
+    if settings is not None:
+        shutil.copyfile(settings, folder / "generation_config.json")
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    files, written = pretrained_files(source) or {}, tensor_files(folder)
+    unread = {}
+    for key in files:
+        if key in written or _OF_OTHERS.search(key):
+            continue
+        if any(re.search(pattern, key) for pattern in patterns):
+            with open_tensors(files[key]) as tensors:
+                unread[key] = tensors.get_tensor(key)
+    if not unread:
+        return
+    save_file(unread, folder / _UNREAD, {"format": "pt"})
+    weight_map = {key: file.name for key, file in written.items()} | dict.fromkeys(unread, _UNREAD)
+    size = sum(file.stat().st_size for file in {*written.values(), folder / _UNREAD})
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str | None) -> None:
+    trained, frozen = weights_of(model.weights_of_whole(), whole)
+    composite = whole.composite()
+    expected = composite.state_dict()
+    tied = tied_keys(composite)
+    lacking = [key for key in expected if key not in trained and key not in tied]
+    state = {key: tensor for key, tensor in trained.items() if key not in tied or tied[key] not in trained}
+    unread = _of_source(whole, source, lacking) if source is not None else _drawn(whole, lacking)
+    dtype: Any = main_dtype(trained.values())  # transformers types `to` wrongly
+    for key in lacking:
+        tensor = unread[key]
+        state[key] = tensor.to(dtype) if source is None and tensor.is_floating_point() else tensor
+    composite.to(dtype)  # on the meta device; what the config is to say
+    composite.save_pretrained(folder, state_dict=state)
+    _check(whole, folder, state, source, {*frozen, *lacking})
+    if source is not None:
+        keep_beside(source, composite, folder)
+
+
+def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:
+    files = pretrained_files(source) or {}
+    stored = stored_keys(whole, files) if files else {}
+    found = {}
+    for key in keys:
+        if key in stored:
+            with open_tensors(files[stored[key]]) as tensors:
+                found[key] = tensors.get_tensor(stored[key])
+    if len(found) < len(keys):
+        everything = load_whole(whole, source)
+        found |= {key: everything[key] for key in keys if key not in found}
+    return found
+
+
+@torch.no_grad()
+def _drawn(whole: Whole, keys: list[str]) -> dict[str, Tensor]:
+    """What the family begins with."""
+    if not keys:
+        return {}
+    composite: Any = whole.composite()
+    parents = dict.fromkeys(key.rpartition(".")[0] for key in keys)
+    for path in parents:
+        composite.get_submodule(path).to_empty(device="cpu", recurse=False)
+    with seeded(0, "unread"):
+        for path in parents:
+            composite._init_weights(composite.get_submodule(path))
+    state = composite.state_dict()
+    return {key: state[key] for key in keys}
+
+
+def _check(
+    whole: Whole, folder: Path, state: Mapping[str, Tensor], source: str | None, unchanged: set[str]
+) -> None:
+    """Raises UserError unless the files hold `state` to the bit, and what is `unchanged` is as in the source."""
+    problems = _differences(whole, tensor_files(folder), state, "was not written as it is")
+    if source is not None:
+        files = pretrained_files(source) or {}
+        kept = {key: tensor for key, tensor in state.items() if key in unchanged}
+        problems += _differences(whole, files, kept, "is frozen, but no longer what it was")
+    if problems:
+        shown = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
+        raise list_problems("the export was checked and is not right:", shown)
+
+
+def _differences(
+    whole: Whole, files: Mapping[str, Path], state: Mapping[str, Tensor], what: str
+) -> list[str]:
+    stored = stored_keys(whole, files)
+    problems = []
+    for key, tensor in state.items():
+        if key not in stored:  # merged or split as it is written, or tied
+            continue
+        with open_tensors(files[stored[key]]) as tensors:
+            read = tensors.get_tensor(stored[key])
+        if read.dtype != tensor.dtype or not torch.equal(read, tensor.cpu()):
+            problems.append(f"{key} {what}")
+    return problems
+
+
+def _file(source: str, name: str) -> Path | None:
+    try:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise UserError(f"{source!r}: {name} cannot be read: {error}") from None
+    return None if found is None else Path(str(found))

@@ -1,0 +1,371 @@
+"""Weights from safetensors files: a rank opens the files of its units and reads its own tensors, nothing else.
+
+Checkpoints that transformers converts while it loads them (renamed or merged weights) cannot be read by name. Their
+units are read whole by transformers, and what belongs elsewhere is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from dilatant.config import Config, ModelConfig
+from dilatant.config.errors import UserError
+from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
+from dilatant.config.model import EncoderConfig, GeneratorConfig
+from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
+from dilatant.models.adapters.lora import MAGNITUDE, beside, is_adapter, magnitude_of, plain_key
+from dilatant.models.core.materialize import seeded
+from dilatant.models.core.unit import Unit
+from dilatant.models.encoders.stored_projectors import misfit, stored_projector
+from dilatant.models.families.pretrained_keys import stored_keys
+from dilatant.models.families.pretrained_weights import load_whole
+from dilatant.models.generators.denoiser_source import source_of_entry
+from dilatant.models.generators.denoisers import pretrained_weights
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.sources import load_encoder, load_language_model
+from dilatant.plan.boxes import Box
+from dilatant.runtime.state.holders import part
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def first_weights(
+    model: MultimodalModel, config: Config, held: Mapping[str, Box], zeros: bool
+) -> dict[str, Tensor]:
+    """What a rank begins with of what it holds, whole or parts: as it was trained before, or `zeros` to be filled in.
+    Raises UserError."""
+    if not zeros:
+        return read_pretrained(model, config.model, held, config.seed) if held else {}
+    four_bit = {name for unit in model.units.values() for name in unit.four_bit}  # these are no state
+    weights = {name: torch.zeros(box.shape) for name, box in held.items() if name not in four_bit}
+    read = {name: box for name, box in held.items() if name in four_bit}
+    return weights | (read_pretrained(model, config.model, read, config.seed) if read else {})
+
+
+def read_pretrained(
+    model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box], seed: int
+) -> dict[str, Tensor]:
+    """What is `held` (logical name → box) of the weights that come from the pretrained ids of the config; others are
+    left out.
+
+    Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
+    """
+    given, held = held, _with_whole_rows(held)
+    if config.is_whole:
+        whole = {} if config.id is None else read_whole(model, config.id, held)
+        own = _with_magnitudes(whole, given)
+        return own | _of_generators(model, config, held) | read_adapters(model, config, held)
+    sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
+    language = model.graph.anchor
+    sources[language] = (config.text.id, config.text.trust_remote_code)
+    weights: dict[str, Tensor] = {}
+    for name, (source, own_code) in sources.items():
+        unit = model.units[name]
+        if name in config.encoders:
+            weights |= _of_projector(unit, name, config.encoders[name], held)
+        wanted = {
+            weight.name: held[weight.name]
+            for weight in unit.weights
+            if weight.part == "model" and weight.name in held and not is_adapter(weight.name)
+        }
+        if source is None or own_code or not wanted:
+            continue
+        files = pretrained_files(source)
+        found = read_unit(unit, "model", wanted, files) if files is not None else {}
+        if found.keys() != wanted.keys():
+            load = load_language_model if name == language else load_encoder
+            with seeded(seed, name):
+                whole = load(source, f"model {name!r}", dtype=torch.float32).state_dict()
+            found = {
+                w.name: part(whole[plain_key(w.key)], wanted[w.name])
+                for w in unit.weights
+                if w.part == "model" and w.name in wanted
+            }
+        weights |= found
+    weights = _with_magnitudes(weights, given)
+    return weights | _of_generators(model, config, held) | read_adapters(model, config, held)
+
+
+def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torch.dtype]:
+    """Logical name → floating dtype of the weights that the files of pretrained ids hold by name, which may differ from
+    weight to weight (fp32 norms in a bf16 model)."""
+    places: dict[str, tuple[Path, str]] = {}
+    if config.is_whole:
+        files = pretrained_files(config.id) if config.id is not None else None
+        whole = model.whole
+        if files and whole is not None:
+            stored = stored_keys(whole, files)
+            for unit, weight in model.weights_of_whole():
+                if (key := stored.get(whole.key_of(unit, weight))) is not None:
+                    places[weight.canonical] = (files[key], key)
+    else:
+        sources = {name: entry.id for name, entry in config.encoders.items()}
+        for name, source in {**sources, model.graph.anchor: config.text.id}.items():
+            files = pretrained_files(source) if source is not None else None
+            for own, key in _stored_names(model.units[name], "model", files or {}).items():
+                places[own] = ((files or {})[key], key)
+    dtypes: dict[str, torch.dtype] = {}
+    for file in {file for file, _ in places.values()}:
+        with open_tensors(file) as tensors:
+            for name, (place, key) in places.items():
+                if place == file and (kind := tensors.get_slice(key).get_dtype()) in _DTYPES:
+                    dtypes[name] = _DTYPES[kind]
+    return dtypes
+
+
+def _stored_names(unit: Unit, module: str, files: Mapping[str, Path]) -> dict[str, str]:
+    """Logical name → stored key of the weights of one module of a unit."""
+    own = [weight for weight in unit.weights if weight.part == module]
+    stored_as = _by_own_key([plain_key(weight.key) for weight in own], files)
+    return {w.name: stored_as[plain_key(w.key)] for w in own if plain_key(w.key) in stored_as}
+
+
+def _check_ties(pairs: Iterable[tuple[str, str, Box]], files: Mapping[str, Path], source: str | Path) -> None:
+    """Raise UserError where files hold two unlike tensors for one weight. pairs: both stored keys, and what is held."""
+    for tied, first, box in pairs:
+        with open_tensors(files[tied]) as one, open_tensors(files[first]) as other:
+            if not torch.equal(_read(one, tied, box).float(), _read(other, first, box).float()):
+                raise UserError(
+                    f"{str(source)!r}: config.json ties {tied!r} to {first!r}, but the files hold unlike weights for "
+                    "them; write tie_word_embeddings: false there (also in its text_config) to train both, or remove "
+                    f"{tied!r} from the files"
+                )
+
+
+def _of_projector(unit: Unit, name: str, entry: EncoderConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    file = stored_projector(name, entry)
+    if file is None or misfit(file, unit.get_submodule("projector")) is not None:  # the latter was said
+        return {}
+    return read_unit(unit, "projector", held, _keys(file))
+
+
+def _of_generators(model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for name, entry in config.generators.items():
+        weights |= _of_generator(model, name, entry, held)
+    return weights
+
+
+def _with_whole_rows(held: Mapping[str, Box]) -> dict[str, Box]:
+    """What is `held`, and of weights that magnitudes lie beside all columns, which these begin with."""
+    names = [beside(name) for name in held if MAGNITUDE in name]
+    wider = {
+        name: Box(name, box.whole, (box.intervals[0], *Box.of(name, box.whole).intervals[1:]))
+        for name in names
+        if (box := held.get(name)) is not None
+    }
+    return {**held, **wider}
+
+
+def _with_magnitudes(weights: dict[str, Tensor], held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is `held` of weights that were read with whole rows, and what the magnitudes beside them begin with."""
+    found: dict[str, Tensor] = {}
+    for name in [name for name in held if MAGNITUDE in name and beside(name) in weights]:
+        whole, box = weights[beside(name)], held[beside(name)]
+        found[name] = magnitude_of(whole)
+        columns = Box("columns", tuple(whole.shape), (Box.of("", whole.shape).intervals[0], box.intervals[1]))
+        found[beside(name)] = part(whole, columns)
+    return weights | found
+
+
+def _of_generator(
+    model: MultimodalModel, name: str, entry: GeneratorConfig, held: Mapping[str, Box]
+) -> dict[str, Tensor]:
+    """diffusers reads a net whole, whatever part of it is held here."""
+    unit = model.units[name]
+    wanted = [weight for weight in unit.weights if weight.part == "model" and weight.name in held]
+    where = f"model.generators.{name}"
+    source = source_of_entry(entry, where)
+    if not wanted or not source.has_weights:
+        return {}
+    stored = pretrained_weights(source, where)
+    return {w.name: part(stored[w.key], held[w.name]) for w in wanted if w.key in stored}
+
+
+def read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is `held` of a whole model's own weights in a folder or under an id. Raises UserError."""
+    whole = model.whole
+    assert whole is not None
+    wanted = {
+        weight.name: whole.key_of(unit, weight)
+        for unit, weight in model.weights_of_whole()
+        if weight.name in held and not is_adapter(weight.name)
+    }
+    files = pretrained_files(source) or {}
+    stored = stored_keys(whole, files) if files else {}
+    pairs = [
+        (stored[key], stored[wanted[first]], held[first])
+        for unit, weight in model.weights_of_whole()
+        if (first := weight.tied_to) is not None and first in wanted and wanted[first] in stored
+        if (key := whole.key_of(unit, weight)) in stored
+    ]
+    _check_ties(pairs, files, source)
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name, key in wanted.items():
+        if key in stored:
+            by_file[files[stored[key]]].append(name)
+    weights = {}
+    for file, names in by_file.items():
+        with open_tensors(file) as tensors:
+            for name in names:
+                weights[name] = _read(tensors, stored[wanted[name]], held[name])
+    if len(weights) < len(wanted):
+        everything = load_whole(whole, source)
+        weights |= {n: part(everything[key], held[n]) for n, key in wanted.items() if n not in weights}
+    return weights
+
+
+def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is `held` of the weights in `model.lora.adapter`. Raises UserError for another adapter than the model's."""
+    weights: dict[str, Tensor] = {}
+    lora = config.lora
+    if lora is None or lora.adapter is None:
+        return weights
+    all_adapted = list(adapted_models(model, config))
+    for adapted in all_adapted:
+        folder = Path(lora.adapter) / adapted.folder
+        if len(all_adapted) == 1 and not folder.exists():  # of peft, which knows no parts
+            folder = Path(lora.adapter)
+        keys = adapter_keys(adapted, _keys(folder / ADAPTER_FILE), lora, folder)
+        with open_tensors(folder / ADAPTER_FILE) as tensors:
+            weights |= {name: _read(tensors, key, held[name]) for key, name in keys.items() if name in held}
+    return weights
+
+
+def pretrained_files(source: str) -> Mapping[str, Path] | None:
+    """Stored key → file of a pretrained folder or id, fetched when it is asked for; None without safetensors."""
+    if Path(source).is_dir():
+        folder = Path(source)
+        return tensor_files(folder) if any(folder.glob("*.safetensors")) else None
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    index = cached_file(source, INDEX, **options)
+    if index is not None:
+        return _Fetched(source, _shards(Path(index)))
+    single = cached_file(source, SINGLE, **options)
+    return None if single is None else _keys(Path(single))
+
+
+class _Fetched(Mapping[str, Path]):
+    """Stored key → its shard, which is fetched (or found in the cache) at its first mention."""
+
+    def __init__(self, source: str, shards: Mapping[str, str]) -> None:
+        self._source = source
+        self._shards = shards
+
+    def __getitem__(self, key: str) -> Path:
+        return Path(str(cached_file(self._source, self._shards[key])))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def read_unit(
+    unit: Unit, module: str, held: Mapping[str, Box], files: Mapping[str, Path]
+) -> dict[str, Tensor]:
+    """Of the weights `held` (logical name → box) those that belong to one module of a unit and are stored. files:
+    stored key → file.
+
+    Stored keys may have a prefix that the unit's own keys lack, or the reverse, as in the files of a larger model.
+    """
+    names = _stored_names(unit, module, files)
+    found: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for name, stored in names.items():
+        if name in held:
+            found[files[stored]].append((name, stored))
+    ties = [(n, first) for n, first in unit.tied.items() if n in names and first in names and first in held]
+    pairs = [(names[n], names[first], held[first]) for n, first in ties if names[n] != names[first]]
+    _check_ties(pairs, files, files[pairs[0][0]].parent if pairs else "")
+    weights = {}
+    for file, entries in found.items():
+        with open_tensors(file) as tensors:
+            for name, stored in entries:
+                weights[name] = _read(tensors, stored, held[name])
+    return weights
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Stored key → file, of a model in the Hugging Face layout, in one file or sharded. Raises UserError."""
+    index = folder / INDEX
+    if index.is_file():
+        return {key: folder / file for key, file in _shards(index).items()}
+    return _keys(folder / SINGLE)
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Stored key → name of its file. Raises UserError."""
+    try:
+        shards = json.loads(index.read_bytes())["weight_map"]
+        if not all(isinstance(name, str) for name in shards.values()):
+            raise TypeError
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{str(index)!r} does not say which file has which weight; fetch it again") from None
+    return shards
+
+
+def _keys(file: Path) -> dict[str, Path]:
+    with open_tensors(file) as tensors:
+        return dict.fromkeys(tensors.keys(), file)
+
+
+def _read(tensors: Any, stored: str, box: Box) -> Tensor:
+    """A stored tensor, or of one with the weight's shape the box, of which nothing else is read."""
+    view = tensors.get_slice(stored)
+    if box.is_whole or tuple(view.get_shape()) != box.whole:  # other shapes are refused when they are used
+        return tensors.get_tensor(stored)
+    whole = Box.of(box.name, box.whole)
+    reads = {cell: view[whole.place(cell)] for cell in box.cells()}
+    own = next(iter(reads.values())).new_empty(box.shape)
+    for cell, read in reads.items():
+        own[box.place(cell)] = read
+    return own
+
+
+def open_tensors(file: Path) -> safe_open:
+    """A safetensors file. Raises UserError."""
+    if not file.is_file():
+        raise UserError(f"weights cannot be read from {str(file)!r}: there is no such file")
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        with file.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise UserError(f"{str(file)!r} {FETCH_LFS}") from None
+        raise UserError(
+            f"weights cannot be read from {str(file)!r}: {' '.join(str(error).split())}"
+        ) from None
+
+
+def _by_own_key(own: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Own key → stored key: the same, or the only one that ends with it or that it ends with."""
+    keys = list(stored)
+    same = set(keys)
+    by_last: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        by_last[key.rsplit(".", 1)[-1]].append(key)
+    matched = {}
+    for key in own:
+        if key in same:
+            matched[key] = key
+            continue
+        near = [
+            other
+            for other in by_last[key.rsplit(".", 1)[-1]]
+            if other.endswith("." + key) or key.endswith("." + other)
+        ]
+        if len(near) == 1:
+            matched[key] = near[0]
+    return matched

@@ -1,0 +1,1 @@
+"""Adapters: LoRA, DoRA and four-bit base weights."""

@@ -1,0 +1,234 @@
+"""Text models that look at images by cross attention (Mllama): rows of the encoder go to blocks, not into the text.
+
+In a packed row each sample's tokens see the rows of its own images, by the family's own rule: a text between two images
+sees the one before it. Samples without images pass by these blocks, as they do alone. Rows that later stages need come
+behind the tokens of their sample, so a plan need know nothing of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilatant.attention.context_parallel import ContextParallelRow, Ranks
+from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.data.media_units.aspect_image_unit import TILES
+from dilatant.data.sample import EncodedSample
+
+STATES = "cross_attention_states"
+"""The keyword of the text model."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossRows:
+    """In the place of a batch's rows. lengths: tokens of each sample. seen: of each sample with images its rows,
+    [1, rows, hidden], and the family's two masks: what is added to scores, [1, 1, tokens, rows], and which tokens see
+    anything, [1, 1, tokens, 1]. unseen: rows of other ranks' tokens alone, whose gradients these ranks wait for."""
+
+    lengths: tuple[int, ...]
+    seen: tuple[tuple[Tensor, Tensor, Tensor] | None, ...]
+    unseen: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Which rows which blocks look at. unit: the encoder. blocks: those that look, of the whole model. rows_of_tile:
+    of each tile of an image."""
+
+    unit: str
+    placeholder_id: int
+    blocks: tuple[int, ...]
+    rows_of_tile: int
+
+    def passes(self, block: int) -> bool:
+        """Whether rows pass the border before a block."""
+        return any(own >= block for own in self.blocks)
+
+    def count(self, sample: EncodedSample) -> int:
+        """Rows of a sample."""
+        return sample.sizes.get(self.unit, 0)
+
+    def split(self, arrived: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and rows, apart: [tokens + rows, hidden] of samples one behind the other."""
+        is_row = _is_row(lengths, rows).to(arrived.device)
+        return arrived[~is_row], arrived[is_row]
+
+    def join(self, hidden: Tensor, rows: Tensor, lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The reverse of `split`."""
+        order = torch.argsort(_is_row(lengths, counts), stable=True).argsort()
+        return torch.cat([hidden, rows])[order.to(hidden.device)]
+
+    def token_of_rows(self, sample: EncodedSample, tokens: int) -> NDArray[np.int64]:
+        """Of each row of a sample the token that it lies with: ranks that share tokens have equally much of both."""
+        rows = self.count(sample)
+        return np.arange(rows) * tokens // max(1, rows)
+
+    def divide(
+        self, samples: Sequence[EncodedSample], lengths: Sequence[int], share: ContextParallelRow
+    ) -> list[NDArray[np.int64]]:
+        """Which of all rows of a packed row each rank has that shares its tokens."""
+        starts = np.cumsum([0, *lengths])
+        tokens = [
+            start + self.token_of_rows(sample, length)
+            for sample, start, length in zip(samples, starts, lengths, strict=False)
+        ]
+        at = np.concatenate(tokens)
+        return [np.flatnonzero(np.isin(at, of_rank)) for of_rank in share.of_rank]
+
+    def look(
+        self, rows: Tensor, samples: Sequence[EncodedSample], own_tokens: Sequence[NDArray[np.int64]]
+    ) -> CrossRows:
+        """What blocks of a packed row of `samples` see of their `rows`, [rows, hidden]. own_tokens: those of each
+        sample that are here; where there are none at all, one of padding is."""
+        seen: list[tuple[Tensor, Tensor, Tensor] | None] = []
+        of_samples = rows.split([self.count(sample) for sample in samples])
+        for sample, own, here in zip(samples, of_samples, own_tokens, strict=True):
+            if not len(own) or not len(here):
+                seen.append(None)
+                continue
+            tiles = np.asarray(sample.media[self.unit][TILES])
+            sees = torch.as_tensor(tiles_seen(sample.input_ids, self.placeholder_id, tiles)[here])
+            sees = sees.flatten(1).repeat_interleave(self.rows_of_tile, 1).to(own.device)
+            # Who sees no image is not kept from any, and has no second half of the block: as the family has it.
+            some = sees.any(1, keepdim=True)
+            added = torch.zeros(sees.shape, dtype=own.dtype, device=own.device)
+            added.masked_fill_(~sees & some, torch.finfo(own.dtype).min)
+            seen.append((own[None], added[None, None], some.to(own.dtype)[None, None]))
+        lengths = [len(here) for here in own_tokens]
+        if not any(lengths):
+            lengths, seen = [*lengths, 1], [*seen, None]
+        is_seen = any(one is not None for one in seen)
+        return CrossRows(tuple(lengths), tuple(seen), None if is_seen or not len(rows) else rows)
+
+    def prepare(self, decoder: nn.Module, first: int) -> nn.Module:
+        """A slice of the text model from block `first` on, which keeps numbers of blocks."""
+        model: Any = copy.copy(decoder)
+        model.cross_attention_layers = [block - first for block in self.blocks]
+        return model
+
+
+def gather_rows(own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Ranks) -> Tensor:
+    """All rows of which each rank has its `own`, [rows, hidden]; gradients of all ranks are summed. of_rank: which
+    each has, see `Crossing.divide`."""
+    return _GatherRows.apply(own, of_rank, ranks)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Ranks) -> Tensor:
+        ctx.ranks, ctx.places = ranks, [torch.from_numpy(rows).to(own.device) for rows in of_rank]
+        most = max(map(len, of_rank))
+        parts = own.new_empty(len(of_rank), most, own.shape[1])
+        padded = functional.pad(own, (0, 0, 0, most - len(own)))
+        ranks.all_gather(parts, padded, "rows of an encoder of context-parallel ranks").wait()
+        whole = own.new_empty(sum(map(len, of_rank)), own.shape[1])
+        for places, part in zip(ctx.places, parts, strict=True):
+            whole[places] = part[: len(places)]
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        most = max(map(len, ctx.places))
+        parts = gradient.new_zeros(len(ctx.places), most, gradient.shape[1], dtype=torch.float32)
+        for places, part in zip(ctx.places, parts, strict=True):
+            part[: len(places)] = gradient[places]
+        own = parts.new_empty(parts.shape[1:])
+        what = "gradients of an encoder's rows of context-parallel ranks"
+        ctx.ranks.reduce_scatter(own, parts, what).wait()
+        return own[: len(ctx.places[ctx.ranks.index])].to(gradient.dtype), None, None
+
+
+def tiles_seen(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which tiles each token sees, [tokens, images, tiles]: those of the last image before it, and of images that
+    stand directly before that one. tiles: [images, tiles], 1 at those that there are.
+
+    Raises ValueError where the text has more or fewer images.
+    """
+    places = np.flatnonzero(ids == placeholder_id)
+    if len(places) != len(tiles):
+        raise ValueError(f"{len(places)} images in the text, {len(tiles)} that were loaded")
+    ends = np.append(places[1:], len(ids))
+    for number in range(len(places) - 2, -1, -1):
+        if places[number] + 1 == places[number + 1]:
+            ends[number] = ends[number + 1]
+    at = np.arange(len(ids))[:, None]
+    return ((at >= places) & (at < ends))[..., None] & (tiles != 0)
+
+
+def cross_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks that look at rows of an encoder."""
+    return [module for module in model.modules() if is_crossing(module)]
+
+
+def is_crossing(block: nn.Module) -> bool:
+    """Whether a block looks at rows of an encoder."""
+    return hasattr(block, "cross_attn_attn_gate")
+
+
+def look_by_sample(model: nn.Module) -> None:
+    """Let the cross attention of `model` take `CrossRows`, under transformers' own attention."""
+    for module in cross_layers(model):
+        module.__class__ = _by_sample(cast(Any, type(module)))
+        attention: Any = cast(Any, module).cross_attn
+        attention.config = copy.deepcopy(attention.config)
+        attention.config._attn_implementation = "sdpa"
+
+
+class _BySample:
+    """Mixed into the class of a block."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        run = cast(Any, super()).forward
+        given = kwargs.pop(STATES, None)
+        if not isinstance(given, CrossRows):
+            return run(hidden_states, **{STATES: given, **kwargs})
+        kwargs = {name: each for name, each in kwargs.items() if name not in _OF_ROWS}
+        made = []
+        for part, seen in zip(hidden_states.split(given.lengths, 1), given.seen, strict=True):
+            if seen is None:
+                made.append(part)
+                continue
+            rows, added, some = seen
+            made.append(
+                run(
+                    part,
+                    attention_mask=None,
+                    cross_attention_mask=added,
+                    full_text_row_masked_out_mask=some,
+                    **{STATES: rows},
+                    **kwargs,
+                )
+            )
+        hidden = torch.cat(made, 1)
+        return hidden if given.unseen is None else hidden + 0 * given.unseen.sum()
+
+
+_OF_ROWS = ("attention_mask", "cross_attention_mask", "full_text_row_masked_out_mask", PLAN_KEYWORD)
+
+
+@cache
+def _by_sample(own: Any) -> type[nn.Module]:
+    if issubclass(own, _BySample):
+        return own
+    return type(own.__name__, (_BySample, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+
+
+def _is_row(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
+    kinds = np.tile([False, True], len(lengths))
+    return torch.from_numpy(np.repeat(kinds, np.stack([lengths, counts], 1).ravel()))
+
+
+def crossing_of(config: Any, unit: str, placeholder_id: int) -> Crossing:
+    """From the config of a whole model."""
+    vision = config.vision_config
+    rows = (vision.image_size // vision.patch_size) ** 2 + 1
+    return Crossing(unit, placeholder_id, tuple(config.text_config.cross_attention_layers), rows)

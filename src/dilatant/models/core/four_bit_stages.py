@@ -1,0 +1,82 @@
+"""Which weights stages hold in four bits, from when they are read.
+
+What is held so is no state: checkpoints lack it, and whoever comes later reads it from where the model came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.config.errors import UserError
+from dilatant.models.adapters.four_bit import FourBitLinear
+from dilatant.models.core.parallel_linear import ParallelFourBit, ParallelLinear
+from dilatant.models.core.stage import Stage
+from dilatant.models.core.unit import Unit
+
+
+def require_four_bit() -> None:
+    """Raises UserError where bitsandbytes is not installed; imports nothing."""
+    if find_spec("bitsandbytes") is None:
+        raise UserError(
+            "model.lora.load_in_4bit needs bitsandbytes, which is not installed; `pip install 'dilatant[bnb]'`, or "
+            "leave the key out"
+        )
+
+
+def four_bit_names(unit: Unit) -> frozenset[str]:
+    """Logical names of the weights that a unit holds in four bits: of linear layers in its blocks of which nothing
+    trains."""
+    if unit.structure is None:
+        return frozenset()
+    names = {weight.key: weight.canonical for weight in unit.weights if weight.part == "model"}
+    return frozenset(
+        names[f"{path}.weight"]
+        for path, module in unit.model.named_modules()
+        if path.startswith(unit.structure.blocks + ".")
+        and type(module) is nn.Linear
+        and not any(parameter.requires_grad for parameter in module.parameters())
+        and names.get(f"{path}.weight") not in unit.tied.values()
+    )
+
+
+@torch.no_grad()
+def quantize(
+    stage: Stage, names: Set[str], device: torch.device, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Hold those of a stage's weights with logical `names` in four bits on `device`, one by one: the stage's own, or
+    those of `weights`. Raises UserError for one of another shape."""
+    for weight in stage.weights:
+        if weight.part != "model" or weight.canonical not in names:
+            continue
+        model: Any = stage.model
+        parent, _, last = weight.key.removesuffix(".weight").rpartition(".")
+        linear = model.get_submodule(parent)._modules[last]
+        given = (weights or {}).get(weight.canonical, linear.weight)
+        require_shape(weight.canonical, given, linear.weight)
+        own = given.to(device, linear.weight.dtype)
+        made = ParallelFourBit if isinstance(linear, ParallelLinear) else FourBitLinear
+        model.get_submodule(parent)._modules[last] = made(linear, own)
+
+
+def forget(unit: Unit) -> None:
+    """Have plain layers without memory in the place of those that a unit holds in four bits."""
+    for parent in list(unit.model.modules()):
+        for last, layer in parent.named_children():
+            if isinstance(layer, FourBitLinear):
+                plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+                plain.weight = nn.Parameter(plain.weight.to(layer.dtype), requires_grad=False)
+                plain.bias = layer.bias
+                setattr(parent, last, plain)
+
+
+def require_shape(name: str, given: Tensor, own: Tensor) -> None:
+    """Raises UserError: a copy would broadcast some."""
+    if given.shape != own.shape:
+        raise UserError(
+            f"weight {name!r} has shape {list(given.shape)} where it is read, and {list(own.shape)} in the model"
+        )

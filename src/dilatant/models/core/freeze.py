@@ -1,0 +1,111 @@
+"""Freezing: the one place that decides which weights train.
+
+Frozen is a set of logical parameter names, kept by each unit. Whoever copies, shards or reloads weights applies it
+again with `Stage.set_frozen` and proves it with `check`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from dilatant.config.errors import list_problems
+from dilatant.models.core.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class PartAudit:
+    """One part of a unit: "vision.encoder", "vision.projector" or "language".
+
+    parameters: how many numbers it has, tied ones once; trainable: how many of them train; bytes: what all take.
+    """
+
+    part: str
+    parameters: int
+    trainable: int
+    bytes: int
+
+
+def select(units: Mapping[str, Unit], patterns: Iterable[str]) -> frozenset[str]:
+    """Logical names of the parameters that the patterns mean.
+
+    A pattern is a unit ("vision": encoder and projector), a part ("vision.encoder", "vision.projector"), a layer or
+    module ("language.layers.0", "language.layers.0.mlp"), a parameter, or a glob over parameter names
+    ("vision.layers.[01].*"). A tied weight is meant by any of its names. Raises UserError that lists the patterns
+    without a match, with the nearest name.
+    """
+    known: dict[str, tuple[str, str]] = {}
+    for unit in units.values():
+        parameters = dict(unit.named_logical_parameters())
+        for weight in unit.weights:
+            if weight.canonical in parameters:
+                known[weight.name] = (unit.part_name(weight.part), weight.canonical)
+    chosen: set[str] = set()
+    unmatched = []
+    for pattern in patterns:
+        matched = {canonical for name, (part, canonical) in known.items() if _matches(pattern, name, part)}
+        chosen |= matched
+        if not matched:
+            names = {prefix for name, (part, _) in known.items() for prefix in (part, *_prefixes(name))}
+            near = difflib.get_close_matches(pattern, sorted(names), n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the units are {', '.join(units)}"
+            unmatched.append(f"{pattern!r} names no weight; {hint}")
+    if unmatched:
+        raise list_problems("cannot choose weights to freeze:", unmatched)
+    return frozenset(chosen)
+
+
+def freeze(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
+    """Stop the chosen weights from training, besides those that were frozen before. Raises UserError (`select`)."""
+    names = select(units, patterns)
+    for unit in units.values():
+        unit.freeze_names(names)
+
+
+def thaw(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
+    """Let the chosen weights train again, but for those that have no say. Raises UserError (`select`)."""
+    names = select(units, patterns)
+    for unit in units.values():
+        unit.thaw_names(names)
+
+
+def check(parameters: Iterable[tuple[str, nn.Parameter]], frozen: frozenset[str]) -> None:
+    """Raise RuntimeError when a transformation changed what trains. parameters: (logical name, parameter)."""
+    wrong = sorted(name for name, parameter in parameters if parameter.requires_grad == (name in frozen))
+    if wrong:
+        raise RuntimeError(
+            f"{len(wrong)} weights train although frozen, or the reverse: {', '.join(wrong[:8])}"
+        )
+
+
+def audit(units: Mapping[str, Unit]) -> tuple[PartAudit, ...]:
+    """What trains, for each part of each unit, in order."""
+    audits = []
+    for unit in units.values():
+        part_of = {weight.canonical: unit.part_name(weight.part) for weight in reversed(unit.weights)}
+        held: dict[str, list[nn.Parameter]] = {unit.part_name(part): [] for part in unit.parts}
+        for name, parameter in unit.named_logical_parameters():
+            held[part_of[name]].append(parameter)
+        audits += [
+            PartAudit(
+                part=part,
+                parameters=sum(p.numel() for p in parameters),
+                trainable=sum(p.numel() for p in parameters if p.requires_grad),
+                bytes=sum(p.numel() * p.element_size() for p in parameters),
+            )
+            for part, parameters in held.items()
+        ]
+    return tuple(audits)
+
+
+def _matches(pattern: str, name: str, part: str) -> bool:
+    return pattern in (part, name) or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

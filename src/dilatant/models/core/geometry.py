@@ -1,0 +1,166 @@
+"""What an encoder makes of one item, told from its config alone: no weights, no torch.
+
+The data room counts tokens and prepares media from this; the model room merges as many rows as it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dilatant.config.errors import UserError
+
+Features = Literal["all", "patch"]
+
+# Tokens in front of the patches (class, distillation and register tokens), by `model_type`.
+_LEADING_TOKENS = {
+    "siglip_vision_model": 0,
+    "clip_vision_model": 1,
+    "vit": 1,
+    "dinov2": 1,
+    "dinov2_with_registers": 1,
+    "dinov3_vit": 1,
+    "ijepa": 0,
+    "internvl_vision": 1,
+    "idefics3_vision": 0,
+    "smolvlm_vision": 0,
+    "deit": 2,
+}
+
+MERGING_TOWERS: dict[str, Literal["image", "audio"]] = {
+    "qwen2_vl_vision": "image",
+    "qwen2_5_vl_vision": "image",
+    "qwen3_5_vision": "image",
+    "qwen2_audio_encoder": "audio",
+}
+"""Towers of whole models that are encoders of other language models, too (see `merging_parts`): what they read."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderGeometry:
+    """The shapes at both ends of an encoder.
+
+    input_name: the keyword of the encoder's forward. One encoder row is one image or one clip:
+    image rows are float [channels, height, width]; audio rows are float [mel_bins, frames].
+    tokens_per_row: tokens that the language model receives for one row; leading_tokens of the encoder's output
+    (class and register tokens) are already taken off when features are "patch".
+    encoder_tokens: tokens that the encoder's blocks work on for one row.
+    width: size of one output token before the projector.
+    kind: "image", "audio", or a word of the user's own. example: keyword → tensor [1, ...], a row of each input of a
+    module of the user's own.
+    """
+
+    kind: str
+    input_name: str
+    tokens_per_row: int
+    encoder_tokens: int
+    leading_tokens: int
+    width: int
+    height: int = 0
+    row_width: int = 0
+    patch_size: int = 0
+    channels: int = 0
+    mel_bins: int = 0
+    frames: int = 0
+    example: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one encoder row, of the input called `input_name`."""
+        if self.example is not None:
+            return tuple(self.example[self.input_name].shape[1:])
+        return (
+            (self.channels, self.height, self.row_width)
+            if self.kind == "image"
+            else (self.mel_bins, self.frames)
+        )
+
+
+def encoder_geometry(config: Any, features: Features = "all") -> EncoderGeometry:
+    """The geometry of a transformers encoder config (`config` is only read by attribute).
+
+    features "patch" leaves class and register tokens to the encoder; "all" hands every token on.
+    Raises UserError when the config is not that of an image or audio encoder of fixed row size.
+    """
+    if _is_audio(config):
+        return _audio(config)
+    if getattr(config, "image_size", None) is None or getattr(config, "patch_size", None) is None:
+        raise UserError(
+            f"model_type {config.model_type!r} does not look like an encoder of fixed-size images or audio: "
+            "its config has neither image_size and patch_size nor num_mel_bins and max_source_positions"
+        )
+    height, width = height_and_width(config.image_size)
+    patch_height, patch_width = height_and_width(config.patch_size)
+    if height < patch_height or width < patch_width:
+        raise UserError(
+            f"image_size {height}x{width} is smaller than patch_size {patch_height}x{patch_width}"
+        )
+    leading = leading_tokens(config)
+    patches = (height // patch_height) * (width // patch_width)
+    return EncoderGeometry(
+        kind="image",
+        input_name="pixel_values",
+        tokens_per_row=patches + (leading if features == "all" else 0),
+        encoder_tokens=patches + leading,
+        leading_tokens=leading,
+        width=config.hidden_size,
+        height=height,
+        row_width=width,
+        patch_size=patch_height,
+        channels=_channels(config),
+    )
+
+
+def leading_tokens(config: Any) -> int:
+    """Tokens that an image encoder puts before its patches (class, distillation and register tokens). Raises UserError
+    if it cannot be told."""
+    known = _LEADING_TOKENS.get(config.model_type)
+    if known is None:
+        # A family that the table does not list: count on its skeleton instead.
+        from dilatant.models.core.family_probe import count_tokens
+
+        height, width = height_and_width(config.image_size)
+        patch_height, patch_width = height_and_width(config.patch_size)
+        tokens = count_tokens(config, "pixel_values", (_channels(config), height, width))
+        leading = tokens - (height // patch_height) * (width // patch_width)
+        if leading < 0:
+            raise UserError(
+                f"model_type {config.model_type!r} returns {tokens} tokens for {height}x{width} pixels, fewer than it "
+                "has patches; such an encoder is not supported"
+            )
+        return leading
+    return known + int(getattr(config, "num_register_tokens", 0) or 0)
+
+
+def _is_audio(config: Any) -> bool:
+    return (
+        getattr(config, "num_mel_bins", None) is not None
+        and getattr(config, "max_source_positions", None) is not None
+    )
+
+
+def _audio(config: Any) -> EncoderGeometry:
+    # Whisper: the second convolution halves the frames, and the forward accepts no other length.
+    return EncoderGeometry(
+        kind="audio",
+        input_name="input_features",
+        tokens_per_row=config.max_source_positions,
+        encoder_tokens=config.max_source_positions,
+        leading_tokens=0,
+        width=config.hidden_size,
+        mel_bins=config.num_mel_bins,
+        frames=2 * config.max_source_positions,
+    )
+
+
+def _channels(config: Any) -> int:
+    return int(getattr(config, "num_channels", 3))
+
+
+def height_and_width(size: Any) -> tuple[int, int]:
+    """A config's size, one number or two."""
+    if isinstance(size, int):
+        return size, size
+    height, width = size
+    return int(height), int(width)

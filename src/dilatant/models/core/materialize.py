@@ -1,0 +1,216 @@
+"""Random weights for layers on the meta device, fixed by seed and layer alone, whoever holds the other layers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.config.errors import UserError
+from dilatant.models.adapters.lora import reset_adapters
+from dilatant.models.core.four_bit_stages import forget
+from dilatant.models.core.stage import stage_tensors
+from dilatant.models.core.unit import Unit
+
+
+@torch.no_grad()
+def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Collection[str] = ()) -> None:
+    """Give layers `first <= layer < end` of `unit` CPU memory and their family's own random weights, once.
+
+    A model or projector that is real already keeps what it has; other layers stay on the meta device. Every layer
+    draws from a generator fixed by `seed` and its logical name, and torch's global generator is left as it was;
+    with seed None the global generator draws. given: logical names of weights that the caller sets afterwards, so that
+    nothing need be drawn for them. Cut stages afterwards, for parameters become new objects. Raises UserError.
+    """
+    model = cast(PreTrainedModel, unit.model)  # or a module of the user's, of which nothing is asked below
+    held = set(unit.layers[first:end])
+    named = {weight.name: weight for weight in unit.weights}
+    # A tied weight is drawn where it has its name, and nothing else of that layer.
+    tied = [named[weight.tied_to] for weight in unit.weights if weight.tied_to and weight.layer in held]
+    tied_paths = tuple(f"{weight.part}.{weight.key}" for weight in tied)
+    pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
+    inside = {id(module) for _, _, piece in pieces for module in piece.modules()}
+    fresh = [
+        (layer, path, piece)
+        for layer, path, piece in pieces
+        if _is_meta(piece) and (layer in held or any(place.startswith(f"{path}.") for place in tied_paths))
+    ]
+    own = _of_own_making(unit, held, pieces)
+    if own:  # it draws all that is in it, and what is computed once
+        fresh = [entry for entry in fresh if entry[1].partition(".")[0] != "model"]
+    here = {
+        id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
+    }
+    for layer, _, piece in fresh:
+        _give_memory(piece, layer)
+    if own:
+        _give_memory(model, unit.unit, own)
+        with seeded(seed, f"{unit.unit}.generator/model"):
+            cast(Any, model).draw_weights(own)
+    if any(_family_of(unit, path) is model for _, path, _ in fresh):
+        # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
+        # in them begins (Whisper's encoder sets its positions), so they come last.
+        shared = [module for module in model.modules() if id(module) not in inside]
+        for module in shared:
+            module.to_empty(device="cpu", recurse=False)
+        model.tie_weights()
+    else:
+        shared = []
+    held_here = dict(model.named_parameters(remove_duplicate=False))
+    skipping = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
+    skipped = {id(held_here[key]): held_here[key] for key in skipping}.values()  # a tied weight once
+    with kept(skipped):
+        drawn = here  # a tied weight may have come with another layer, in an earlier call
+        for layer, path, piece in fresh:
+            with seeded(seed, f"{layer}/{path}"):
+                family = _family_of(unit, path)
+                if family is not None:
+                    _draw(models_of(family), piece, drawn)
+                else:
+                    _reset(piece, layer)
+            with seeded(seed, f"{layer}/{path}/adapters"):
+                reset_adapters(piece)
+        with seeded(seed, unit.unit):
+            owners = models_of(model)
+            for module in reversed(shared):
+                owners[id(module)]._init_weights(module)
+
+
+def allocate(units: Mapping[str, Unit], seed: int = 0) -> dict[str, Tensor]:
+    """Give every layer of all units memory, for weights that the caller sets: logical name → tensor, tied ones once.
+    What stages hold in four bits is drawn."""
+    tensors: dict[str, Tensor] = {}
+    for unit in units.values():
+        forget(unit)
+        materialize(unit, 0, len(unit.layers), seed, {weight.name for weight in unit.weights} - unit.four_bit)
+        tensors |= stage_tensors(unit)
+    return tensors
+
+
+@contextmanager
+def seeded(seed: int | None, name: str) -> Iterator[None]:
+    """Inside, torch's global generator draws what belongs to (seed, name); afterwards it is as it was before."""
+    if seed is None:
+        yield
+        return
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        # Of the CPU alone: `torch.manual_seed` takes milliseconds to note down who seeds devices that are not used.
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        yield
+
+
+def give_memory(module: nn.Module, names: Collection[str] | None = None) -> bool:
+    """Memory for what a module itself has on the meta device, or for these of it; whether there was any. A tied
+    weight of another layer that has some keeps it."""
+    lacking = False
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta and (names is None or name in names):
+            lacking = True
+            memory = torch.empty_like(parameter, device="cpu")
+            setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_meta and (names is None or name in names):
+            lacking = True
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    return lacking
+
+
+def _of_own_making(
+    unit: Unit, held: Collection[str], pieces: Iterable[tuple[str, str, nn.Module]]
+) -> set[str]:
+    """What of a module that draws its weights itself, parts of it by name, is held and on the meta device."""
+    if not hasattr(unit.model, "draw_weights"):
+        return set()
+    named = (*unit.model.named_parameters(), *unit.model.named_buffers())
+    keys = {weight.key for weight in unit.weights if weight.part == "model" and weight.layer in held}
+    inside = tuple(f"{path}." for layer, path, _ in pieces if layer in held)
+    return {
+        name
+        for name, tensor in named
+        if tensor.is_meta and (name in keys or f"model.{name}".startswith(inside))
+    }
+
+
+def _give_memory(piece: nn.Module, what: str, names: Collection[str] | None = None) -> None:
+    """Memory for what is on the meta device, or for these parts of it; a tied weight of another layer that has some
+    keeps it. Raises UserError where the machine has no more."""
+    try:
+        for path, module in piece.named_modules():
+            before = f"{path}." if path else ""
+            own = None if names is None else [n[len(before) :] for n in names if n.startswith(before)]
+            give_memory(module, own)
+    except RuntimeError as error:  # torch has no other one for memory of the host
+        if "allocate memory" not in str(error):
+            raise
+        size = sum(tensor.nbytes for tensor in piece.parameters() if tensor.is_meta)
+        raise UserError(
+            f"{what} needs another {size / 2**30:,.0f} GiB of this machine's memory, which has not so much left; "
+            "check the sizes in its config, or spread the model over more machines"
+        ) from None
+
+
+def models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
+    """Identity of each module → the innermost model that it is in, which knows how it begins: a whole model knows
+    nothing of what is in its text model."""
+    owners: dict[int, PreTrainedModel] = defaultdict(lambda: model)
+    for inner in model.modules():
+        if isinstance(inner, PreTrainedModel):
+            owners |= dict.fromkeys(map(id, inner.modules()), inner)
+    return owners
+
+
+def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[int]) -> None:
+    """Initialise what is in `module`, then itself, as transformers does; a tied weight is drawn once."""
+    for name, child in module.named_children():
+        if not name.startswith("lora_"):  # see `reset_adapters`
+            _draw(models, child, drawn)
+    own = list(module.parameters(recurse=False))
+    again = [parameter for parameter in own if id(parameter) in drawn]  # of a tied head with a bias, say
+    if not own or len(again) < len(own):
+        with kept(again):
+            models[id(module)]._init_weights(module)
+        drawn |= {id(parameter) for parameter in own}
+
+
+@contextmanager
+def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, transformers draws nothing for these."""
+    marked = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
+    for parameter in marked:
+        vars(parameter)["_is_hf_initialized"] = True
+    try:
+        yield
+    finally:
+        for parameter in marked:
+            del vars(parameter)["_is_hf_initialized"]
+
+
+def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:
+    """The model that knows how to draw the weights of a module; None where torch's own way is wanted."""
+    part, *_ = path.split(".")
+    holder = unit.model if part == "model" else getattr(getattr(unit, part), "drawn_by", None)
+    return holder if isinstance(holder, PreTrainedModel) else None
+
+
+def _reset(piece: nn.Module, layer: str) -> None:
+    """torch's own initialisation, for what belongs to no family. Raises UserError where a module has none."""
+    for name, module in piece.named_modules():
+        if hasattr(module, "reset_parameters"):
+            cast(Any, module).reset_parameters()
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise UserError(
+                f"{layer}: {type(module).__name__} {name!r} has weights but no reset_parameters(), so they cannot be "
+                "drawn; give it the method, or a module that is not on the meta device"
+            )
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))

@@ -1,0 +1,112 @@
+"""A transformers model with fewer blocks: the same forward, the same weights.
+
+The slice shares every parameter with the model it is taken from. Only the modules on the way to the blocks are
+copied (as shells), so that they can hold a shorter list, and stand-ins where other stages do the work.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.models.core.structure import DEPTH_KEYS, PER_LAYER_KEYS, Structure
+
+
+class StandIn(nn.Module):
+    """Stands for a module whose work another stage does, and answers for its attributes (a dtype, a patch size).
+
+    A table of embeddings is added to its input by whoever calls it, so its stand-in returns 0; any other module's
+    returns its first argument, whatever else it is given.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        # Not registered: the stage must not hold the original's weights.
+        self.__dict__["original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(self.__dict__["original"], nn.Embedding):
+            return torch.zeros((), device=hidden_states.device)
+        return hidden_states
+
+
+def slice_model(
+    model: PreTrainedModel,
+    structure: Structure,
+    first: int,
+    end: int,
+    keep_before: bool,
+    keep_after: bool,
+    passes: bool = False,
+) -> PreTrainedModel:
+    """A module of the same class with blocks `first <= block < end`, sharing weights with `model`.
+
+    Without `keep_before` (`keep_after`) the modules before (after) the blocks are stand-ins. passes: a slice without
+    blocks has the config of one block, as it is run with one that changes nothing (see `passage.PassingBlock`).
+    Choose the attention implementation before slicing: the slice has its own config, the blocks keep theirs.
+    """
+    configs: dict[int, Any] = {}
+    shown = (min(first, structure.num_blocks - 1), max(end, 1)) if passes and first == end else (first, end)
+    root = shell = _shell(model, structure, configs, *shown)
+    original = model
+    for part in structure.blocks.split(".")[:-1]:
+        original = getattr(original, part)
+        child = _shell(original, structure, configs, *shown)
+        shell._modules[part] = child
+        shell = child
+    name = structure.blocks.rsplit(".", 1)[-1]
+    shell._modules[name] = nn.ModuleList(list(getattr(original, name))[first:end])
+    for paths, keep in ((structure.before, keep_before), (structure.after, keep_after)):
+        if not keep:
+            for path in paths:
+                parent, _, child_name = path.rpartition(".")
+                root.get_submodule(parent)._modules[child_name] = StandIn(model.get_submodule(path))
+    if not keep_before:
+        # Weights that sit on a container itself (class tokens, position tables) belong to the embedding.
+        for path in structure.containers:
+            container = root.get_submodule(path)
+            container._parameters = {}
+    return cast(PreTrainedModel, root)
+
+
+def _shell(
+    module: nn.Module, structure: Structure, configs: dict[int, Any], first: int, end: int
+) -> nn.Module:
+    """A copy of `module` that shares children with weights, with the config of a model of fewer blocks."""
+    shell = copy.copy(module)
+    for registry in ("_modules", "_parameters", "_buffers"):
+        shell.__dict__[registry] = dict(module.__dict__[registry])
+    for name, child in module._modules.items():
+        # Dropout between layers, which trains in one slice and may not in another.
+        if child is not None and not (
+            any(True for _ in child.parameters()) or any(True for _ in child.buffers())
+        ):
+            shell._modules[name] = copy.copy(child)
+    config = getattr(module, "config", None)
+    if config is not None:
+        if id(config) not in configs:
+            configs[id(config)] = _shorter_config(config, structure.num_blocks, first, end)
+        shell.__dict__["config"] = configs[id(config)]
+    return shell
+
+
+def _shorter_config(config: Any, num_blocks: int, first: int, end: int) -> Any:
+    shorter = copy.deepcopy(config)
+    for key in PER_LAYER_KEYS:
+        entries = getattr(shorter, key, None)
+        own = getattr(type(shorter), key, None)
+        if isinstance(own, property) and own.fset is None:  # it follows the depth
+            continue
+        if entries is not None and len(entries) == num_blocks:
+            setattr(shorter, key, list(entries)[first:end])
+    for key in DEPTH_KEYS:
+        if getattr(shorter, key, None) == num_blocks:
+            setattr(shorter, key, end - first)
+    return shorter

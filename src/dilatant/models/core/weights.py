@@ -1,0 +1,107 @@
+"""Logical names of weights: stable names that say unit, layer and weight, whatever rank or stage holds them.
+
+`vision.layers.0.mlp.fc1.weight` is weight `mlp.fc1.weight` of block 0 of unit `vision`, and
+`encoder.layers.0.mlp.fc1.weight` in the state dict of the Hugging Face model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from dilatant.models.adapters.lora import plain_key
+from dilatant.models.core.structure import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight (parameter or persistent buffer) of a unit.
+
+    name: logical name, `<layer>.<rest>`. layer: logical layer that holds it. part: which module of the unit it is
+    in ("model", "projector", "connector"). key: its name in that module's own state dict. tied_to: the logical name of
+    the weight it is the same tensor as, if it is held a second time here.
+    """
+
+    name: str
+    layer: str
+    part: str
+    key: str
+    tied_to: str | None = None
+
+    @property
+    def canonical(self) -> str:
+        """The one logical name of the tensor: its own, or that of the weight it is tied to."""
+        return self.tied_to or self.name
+
+
+def name_weights(
+    unit: str, model: nn.Module, structure: Structure, tail: str, projector: nn.Module | None
+) -> tuple[Weight, ...]:
+    """Every weight of a unit, in layer order; names and keys are one to one.
+
+    Layers are `<unit>.embedding`, `<unit>.layers.<i>`, `<unit>.<tail>` and, with a projector, `<unit>.projector`.
+    """
+    weights: list[Weight] = []
+    for key in model.state_dict():
+        layer = f"{unit}.{_layer_of(key, structure, tail)}"
+        weights.append(Weight(f"{layer}.{plain_key(_rest(key, structure))}", layer, "model", key))
+    if projector is not None:
+        layer = f"{unit}.projector"
+        weights += [
+            Weight(f"{layer}.{plain_key(key)}", layer, "projector", key) for key in projector.state_dict()
+        ]
+    names = [weight.name for weight in weights]
+    if len(set(names)) != len(names):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise RuntimeError(f"two weights of unit {unit!r} share a logical name: {', '.join(repeated)}")
+    return _mark_tied(model, _in_layer_order(weights, structure, unit, tail))
+
+
+def name_module_weights(unit: str, modules: Mapping[str, tuple[str, nn.Module]]) -> tuple[Weight, ...]:
+    """Every weight of a unit whose layers are whole modules. modules: layer → (part, module), in layer order."""
+    return tuple(
+        Weight(f"{unit}.{layer}.{plain_key(key)}", f"{unit}.{layer}", part, key)
+        for layer, (part, module) in modules.items()
+        for key in module.state_dict()
+    )
+
+
+def _layer_of(key: str, structure: Structure, tail: str) -> str:
+    if key.startswith(structure.blocks + "."):
+        return f"layers.{key[len(structure.blocks) + 1 :].split('.', 1)[0]}"
+    if any(key == path or key.startswith(path + ".") for path in structure.after):
+        return tail
+    return "embedding"
+
+
+def _rest(key: str, structure: Structure) -> str:
+    """The key without what the layer's name says already: block path and index, or the containers' path."""
+    if key.startswith(structure.blocks + "."):
+        return key[len(structure.blocks) + 1 :].split(".", 1)[1]
+    inside = [path for path in structure.containers if path and key.startswith(path + ".")]
+    return key[len(inside[-1]) + 1 :] if inside else key
+
+
+def _in_layer_order(weights: list[Weight], structure: Structure, unit: str, tail: str) -> list[Weight]:
+    layers = ["embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), tail, "projector"]
+    order = {f"{unit}.{layer}": position for position, layer in enumerate(layers)}
+    return sorted(weights, key=lambda weight: order[weight.layer])
+
+
+def _mark_tied(model: nn.Module, weights: list[Weight]) -> tuple[Weight, ...]:
+    """The first holder in layer order gives a tied weight its name."""
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    first_name: dict[int, str] = {}
+    marked = []
+    for weight in weights:
+        if weight.part == "model":
+            first = first_name.setdefault(id(tensors[weight.key]), weight.name)
+            if first != weight.name:
+                weight = Weight(weight.name, weight.layer, weight.part, weight.key, tied_to=first)
+        marked.append(weight)
+    return tuple(marked)

@@ -1,0 +1,1 @@
+"""Dropout whose random numbers are keyed by seed, sample and layer."""

@@ -1,0 +1,142 @@
+"""Gemma 4's tower of sounds: convolutions make one row of four frames, conformer blocks see some rows back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.data.media_units.sound_unit import FRAMES
+from dilatant.data.sample import EncodedSample
+from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.stage import Boundary, in_dtype_of
+from dilatant.models.core.structure import find_structure
+from dilatant.models.core.weights import name_weights
+from dilatant.models.encoders.encoder import Callbacks, EncoderStage
+from dilatant.models.encoders.sound_encoder import FEATURES, TYPICAL_FRAMES, SoundEncoderUnit, SoundStage
+
+EMBEDDING = "subsample_conv_projection"
+PADDED = 0.25
+"""Sounds go through the blocks together while the shortest of them lacks no more of the longest."""
+
+
+class ConformerStage(SoundStage):
+    """Layers of the tower and its embedder, by the tower's own forward around stand-ins for what other stages do."""
+
+    def _encode_sounds(self, model: nn.Module, fed: Tensor, lengths: Tensor, is_hidden: bool) -> Tensor:
+        counts = lengths[:, 0].tolist()
+        counts = [conformer_rows(count) for count in counts] if is_hidden else counts
+        sounds = in_dtype_of(model, fed).split(counts)
+        made: dict[int, Tensor] = {}
+        for group in _alike(counts):
+            padded = nn.utils.rnn.pad_sequence([sounds[number] for number in group], batch_first=True)
+            own = torch.tensor([counts[number] for number in group], device=padded.device)
+            is_there = torch.arange(padded.shape[1], device=padded.device) < own[:, None]
+            output = _around(model, is_hidden)(padded, is_there).last_hidden_state
+            for number, sound in zip(group, output, strict=True):
+                made[number] = sound[: counts[number] if is_hidden else conformer_rows(counts[number])]
+        return torch.cat([made[number] for number in range(len(sounds))])
+
+
+class ConformerEncoderUnit(SoundEncoderUnit):
+    """Layers `embedding`, `layers.<i>`, `norm` (the tower's last projection), `projector` (its embedder)."""
+
+    stage_type = ConformerStage
+
+    def __init__(
+        self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
+    ) -> None:
+        config: Any = tower.config
+        # 5.17's mask is right with one of these alone, later versions have the other alone.
+        config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
+        structure = find_structure(tower)
+        layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
+        rows = conformer_rows(TYPICAL_FRAMES)
+        geometry = EncoderGeometry(
+            kind="audio",
+            input_name=FEATURES,
+            tokens_per_row=rows,
+            encoder_tokens=rows,
+            leading_tokens=0,
+            width=config.hidden_size,
+            mel_bins=mel_bins_of(config),
+            frames=TYPICAL_FRAMES,
+        )
+        EncoderStage.__init__(
+            self,
+            unit=name,
+            layers=tuple(f"{name}.{layer}" for layer in layers),
+            weights=name_weights(name, tower, structure, "norm", projector),
+            model=tower,
+            projector=projector,
+            geometry=geometry,
+            callbacks=Callbacks(),
+        )
+        self.structure = structure
+        self.width = geometry.width
+        self.width_projected = config.output_proj_dims
+        self.width_out = width_out
+        self.placeholder_id = placeholder_id
+        self.unused = frozenset()
+        self._freeze_at_start()
+
+    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        """Sounds of the typical length; what is left makes one shorter."""
+        one = self.geometry.encoder_tokens
+        rows = [one] * (tokens // one) + ([tokens % one] if tokens % one else [])
+        given = {FRAMES: torch.tensor([[4 * each] * 2 for each in rows], device=device)}
+        if layer == 0:
+            return torch.randn(4 * sum(rows), self.geometry.mel_bins, device=device), given
+        width = self.width_projected if layer == len(self.layers) - 1 else self.width
+        return torch.randn(sum(rows), width, device=device), given
+
+    def boundary(self, end: int, consumer: str) -> Boundary:
+        last = len(self.layers)
+        width = {last: self.width_out, last - 1: self.width_projected}.get(end, self.width)
+        return Boundary(width=width, dtype=self.row_dtype, rows_of=partial(_rows, self.unit))
+
+
+def mel_bins_of(config: Any) -> int:
+    """What its convolutions leave a quarter of."""
+    return int(config.subsampling_conv_channels[0])
+
+
+def conformer_rows(frames: int) -> int:
+    """Rows of a sound behind the convolutions."""
+    return -(-frames // 4)
+
+
+def _rows(unit: str, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0)
+
+
+def _alike(counts: Sequence[int]) -> list[list[int]]:
+    """Numbers of sounds of about the same length."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(counts)), key=lambda number: -counts[number]):
+        if groups and counts[number] >= (1 - PADDED) * counts[groups[-1][0]]:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+class _Passed(nn.Module):
+    """Stands for the convolutions where they have run."""
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, mask
+
+
+def _around(model: nn.Module, is_hidden: bool) -> Any:
+    """The tower; where its convolutions have run, with a stand-in for them that leaves the mask as it is."""
+    if not is_hidden:
+        return model
+    tower = cast(Any, copy.copy(model))
+    tower.__dict__["_modules"] = {**model._modules, EMBEDDING: _Passed()}
+    return tower

@@ -1,0 +1,290 @@
+"""Encoders: a transformers tower, or any module, with the projector into the language model's width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.config.errors import UserError
+from dilatant.data.sample import EncodedSample
+from dilatant.models.adapters.lora import beside
+from dilatant.models.core.family_probe import unused_parameters
+from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.slicing import slice_model
+from dilatant.models.core.stage import Boundary, Inputs, Stage, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.structure import find_structure
+from dilatant.models.core.unit import Unit
+from dilatant.models.core.weights import Weight, name_module_weights, name_weights
+from dilatant.models.encoders.encoder_adapters import ADAPTERS, Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """What a user runs around one encoder (Cornstarch, Listing 2). Each may be None.
+
+    before_encoder(inputs) → inputs; after_encoder(inputs, hidden) → hidden, before the projector;
+    after_projector(inputs, hidden) → hidden. `inputs` are the encoder's keyword inputs after `before_encoder`; on a
+    stage that does not receive them it is empty. hidden: [encoder rows, tokens, width].
+    """
+
+    before_encoder: Callable[[Inputs], Inputs] | None = None
+    after_encoder: Callable[[Inputs, Tensor], Tensor] | None = None
+    after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
+
+
+class EncoderStage(Stage):
+    """Layers of an encoder and its projector, run on all items of the samples in one batch.
+
+    model: the encoder or a slice of it, None on a stage of the projector alone. projector: None before the last stage.
+    adapter: how a slice is run, for families whose forward does more.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        layers: tuple[str, ...],
+        weights: tuple[Weight, ...],
+        model: nn.Module | None,
+        projector: nn.Module | None,
+        geometry: EncoderGeometry,
+        callbacks: Callbacks,
+        skip_tokens: int = 0,
+        is_first: bool = True,
+        adapter: Adapter | None = None,
+    ) -> None:
+        super().__init__(unit, layers, weights)
+        self.model = model
+        self.projector = projector
+        self.geometry = geometry
+        self.callbacks = callbacks
+        self.skip_tokens = skip_tokens
+        self.is_first = is_first
+        self.adapter = adapter
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        """All items of the samples in one batch; no rows where none of them has any."""
+        if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
+            return StageOutput()
+        items = self.own(data, samples)
+        if items is not None and not items.size:
+            return StageOutput()
+        if self.is_first:
+            output = self(media_of(data, samples, self, items))
+        else:
+            output = self(None, inbound[self.unit].unflatten(0, (-1, self.geometry.encoder_tokens)))
+        return StageOutput(output.flatten(0, -2))
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return Spread(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
+
+    def items(self, sizes: Mapping[str, int]) -> int:
+        return sizes.get(self.unit, 0) // self.geometry.encoder_tokens
+
+    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+        return self({self.geometry.input_name: value, **given}) if self.is_first else self(None, value)
+
+    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
+        """The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones `hidden`.
+
+        Returns [encoder rows, tokens, width]; after the projector, width is that of the language model.
+        """
+        given: Inputs = dict(inputs or {})
+        if self.is_first and self.callbacks.before_encoder is not None:
+            given = self.callbacks.before_encoder(given)
+        if self.is_first:
+            self._check_rows(given)
+        if self.model is not None:
+            hidden = self._encode(self.model, given, hidden)
+        assert hidden is not None
+        if self.projector is None:
+            return hidden
+        hidden = hidden[:, self.skip_tokens :] if self.skip_tokens else hidden
+        if self.callbacks.after_encoder is not None:
+            hidden = self.callbacks.after_encoder(given, hidden)
+        hidden = self.projector(in_dtype_of(self.projector, hidden))
+        if self.callbacks.after_projector is not None:
+            hidden = self.callbacks.after_projector(given, hidden)
+        return hidden
+
+    def recording(self, model: nn.Module, fed: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around a forward of `model` on these: one that is frozen, with nothing trainable before it, keeps no
+        activations."""
+        records = any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in fed)
+        return torch.set_grad_enabled(torch.is_grad_enabled() and records)
+
+    def _check_rows(self, inputs: Inputs) -> None:
+        """Raises UserError for rows of another shape than the encoder's."""
+        name, expected = self.geometry.input_name, self.geometry.row_shape
+        shape = tuple(inputs[name].shape[1:]) if name in inputs else expected
+        if shape != expected:
+            raise UserError(
+                f"{self.unit}: rows of {name!r} have the shape {list(shape)}, but this encoder takes {list(expected)}; "
+                "resize them, as the encoder's processor does"
+            )
+        for name, like in (self.geometry.example or {}).items():
+            row = inputs.get(name)
+            found = None if row is None else (row.shape[1:], row.is_floating_point())
+            if row is None or found != (like.shape[1:], like.is_floating_point()):
+                what = "missing" if row is None else f"{list(row.shape[1:])} of {row.dtype}"
+                raise UserError(
+                    f"{self.unit}: rows of {name!r} are {what}, but its example says {list(like.shape[1:])} of "
+                    f"{like.dtype}"
+                )
+
+    def _encode(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+        with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
+            if hidden is None and (self.adapter is None or self.adapter.embed is None):
+                return _hidden_of(model(**{name: in_dtype_of(model, t) for name, t in inputs.items()}))
+            if self.adapter is not None:
+                if hidden is None:
+                    assert self.adapter.embed is not None
+                    hidden = self.adapter.embed(model, in_dtype_of(model, inputs[self.geometry.input_name]))
+                return self.adapter.resume(model, hidden)
+            return _hidden_of(model(**{self.geometry.input_name: hidden}))
+
+
+class EncoderUnit(Unit, EncoderStage):
+    """An encoder and its projector: layers `embedding`, `layers.<i>`, `norm` (if it has any), `projector`; or
+    `encoder` and `projector`, where the encoder is a module that is no transformers model.
+
+    width_out: that of the language model. skip_tokens: leading tokens of the encoder's output that do not go on.
+    """
+
+    parts = ("model", "projector")
+    model: nn.Module
+    projector: nn.Module
+    geometry: EncoderGeometry
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        projector: nn.Module,
+        geometry: EncoderGeometry,
+        width_out: int,
+        callbacks: Callbacks | None = None,
+        skip_tokens: int = 0,
+        adapter: Adapter | None = None,
+    ) -> None:
+        unused: frozenset[str] = frozenset()
+        if isinstance(model, PreTrainedModel):
+            structure = find_structure(model)
+            adapter = adapter or ADAPTERS.get(model.config.model_type)
+            blocks = (f"layers.{i}" for i in range(structure.num_blocks))
+            layers = ("embedding", *blocks, *(("norm",) if structure.after else ()), "projector")
+            weights = name_weights(name, model, structure, "norm", projector)
+            # Pooling heads and mask tokens cannot influence the tokens we use: they never get a gradient.
+            unused = unused_parameters(model, geometry.input_name, geometry.row_shape)
+        else:
+            structure, layers = None, ("encoder", "projector")
+            weights = name_module_weights(
+                name, {"encoder": ("model", model), "projector": ("projector", projector)}
+            )
+        super().__init__(
+            unit=name,
+            layers=tuple(f"{name}.{layer}" for layer in layers),
+            weights=weights,
+            model=model,
+            projector=projector,
+            geometry=geometry,
+            callbacks=callbacks or Callbacks(),
+            skip_tokens=skip_tokens,
+            adapter=adapter,
+        )
+        self.structure = structure
+        self.width = geometry.width
+        self.width_out = width_out
+        self.unused = frozenset(
+            weight.name for weight in weights if weight.part == "model" and beside(weight.key) in unused
+        )
+        self._freeze_at_start(self.unused)
+
+    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens are rounded to whole items."""
+        rows = max(1, round(tokens / self.geometry.encoder_tokens))
+        if layer == 0 and self.geometry.example is not None:
+            inputs = {k: v.to(device).repeat_interleave(rows, 0) for k, v in self.geometry.example.items()}
+            return inputs.pop(self.geometry.input_name), inputs
+        shape = self.geometry.row_shape if layer == 0 else (self.geometry.encoder_tokens, self.geometry.width)
+        return torch.randn(rows, *shape, device=device), {}
+
+    def part_name(self, part: str) -> str:
+        return f"{self.unit}.encoder" if part == "model" else f"{self.unit}.projector"
+
+    def pieces(self) -> Iterator[tuple[str, str]]:
+        yield from super().pieces()
+        yield self.layers[-1], "projector"
+
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit} if first == 0 else ())
+
+    def freeze(self, part: Literal["encoder", "projector", "all"] = "encoder") -> None:
+        """Stop the encoder from training and leave its projector trainable, or as `part` says."""
+        self.freeze_parts(
+            *{"encoder": ("model",), "projector": ("projector",), "all": ("model", "projector")}[part]
+        )
+
+    def boundary(self, end: int, consumer: str) -> Boundary:
+        is_output = end == len(self.layers)
+        tokens = self.geometry.tokens_per_row if is_output else self.geometry.encoder_tokens
+        return Boundary(
+            width=self.width_out if is_output else self.geometry.width,
+            dtype=self.row_dtype,
+            rows_of=partial(_rows, self.unit, self.geometry.encoder_tokens, tokens),
+        )
+
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
+        items = self.items(sample.sizes)
+        return np.repeat(np.arange(items), rows // max(1, items))
+
+    def stage(self, first: int, end: int) -> EncoderStage:
+        self._check_stage(first, end)
+        last = len(self.layers) - 1
+        model: nn.Module | None = None
+        if first < last:
+            model = self._slice(self.model, first, end)
+        return EncoderStage(
+            unit=self.unit,
+            layers=self.layers[first:end],
+            weights=self._weights_between(first, end),
+            model=model,
+            projector=self.projector if end > last else None,
+            geometry=self.geometry,
+            callbacks=self.callbacks,
+            skip_tokens=self.skip_tokens,
+            is_first=first == 0,
+            adapter=self.adapter,
+        )
+
+    def _slice(self, model: nn.Module, first: int, end: int) -> nn.Module:
+        if self.structure is None:
+            return model
+        first_block, end_block = self._blocks(first, end)
+        assert isinstance(model, PreTrainedModel)
+        return slice_model(
+            model,
+            self.structure,
+            first_block,
+            end_block,
+            keep_before=first == 0,
+            keep_after=end >= len(self.layers) - 1,
+        )
+
+
+def _rows(unit: str, encoder_tokens: int, tokens: int, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0) // encoder_tokens * tokens
+
+
+def _hidden_of(output: Any) -> Tensor:
+    """[rows, tokens, width], from a module that returns it or a transformers output that holds it."""
+    return output if isinstance(output, Tensor) else output.last_hidden_state

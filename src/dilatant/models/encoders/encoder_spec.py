@@ -1,0 +1,200 @@
+"""What a user says about an encoder, and the unit that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.config.signatures import require_call
+from dilatant.models.core.geometry import MERGING_TOWERS, EncoderGeometry, Features, encoder_geometry
+from dilatant.models.core.stage import Inputs
+from dilatant.models.encoders.encoder import Callbacks, EncoderUnit
+from dilatant.models.encoders.encoder_adapters import Adapter
+from dilatant.models.encoders.patch_merger import merging_part, refuse_options
+from dilatant.models.encoders.projector import build_projector
+from dilatant.models.sources import load_encoder
+
+_CALLED = {
+    "before_encoder": ("inputs",),
+    "after_encoder": ("inputs", "hidden"),
+    "after_projector": ("inputs", "hidden"),
+}
+"""What callbacks are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What a user says about one encoder.
+
+    model: a transformers model, a config (random weights), or an id or folder; or any module that maps keyword tensors
+    [rows, ...] to [rows, tokens, width]. projector: "linear", "mlp", "identity", or a module from the encoder's width
+    to the language model's. placeholder_id: the token id that stands for one encoder token in the text; by default an
+    id of its own outside the vocabulary, so that any tokenizer does. merge: at the placeholders, or in front of the
+    text. features: "patch" leaves out class and register tokens. Callbacks: see `Callbacks`. adapter: see `adapters`.
+    processor: saved with the model.
+
+    What cannot be told of a module that is no transformers model: kind, "image", "audio" or a word of your own, which
+    our readers of data do not know; input_name, the keyword of its forward (default as in transformers); row_shape, of
+    one encoder row, [channels, height, width] or [mel_bins, frames] or any of another kind; width, of an output token;
+    tokens_per_row, how many of them a row gives. example: in the place of input_name and row_shape, one row of each
+    input, keyword → tensor [1, ...] of any rank and dtype; the layer is measured with it, so ids in it must be valid.
+    tokens_per_row is also what the language model receives of a row where a projector or callback of yours changes
+    their number.
+    """
+
+    model: Any
+    projector: str | nn.Module = "mlp"
+    placeholder_id: int | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    features: Features = "all"
+    before_encoder: Callable[[Inputs], Inputs] | None = None
+    after_encoder: Callable[[Inputs, Tensor], Tensor] | None = None
+    after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
+    adapter: Adapter | None = None
+    processor: Any = None
+    kind: str | None = None
+    input_name: str | None = None
+    row_shape: tuple[int, ...] | None = None
+    width: int | None = None
+    tokens_per_row: int | None = None
+    example: Mapping[str, Tensor] | None = None
+
+
+def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
+    """The unit, with a projector to `hidden_size`; built ones are on the meta device. Raises UserError."""
+    where = f"encoder {name!r}"
+    if isinstance(encoder.model, nn.Module) and not isinstance(encoder.model, PreTrainedModel):
+        model: nn.Module = encoder.model
+        geometry = _stated_geometry(encoder, where)
+    else:
+        model = load_encoder(encoder.model, where)
+        if model.config.model_type in MERGING_TOWERS:
+            return _merging_part(name, model, encoder, hidden_size, where)
+        geometry = encoder_geometry(model.config, encoder.features)
+        _refuse_stated(encoder, where)
+        if encoder.tokens_per_row is not None:
+            geometry = replace(geometry, tokens_per_row=encoder.tokens_per_row)
+    for key, takes in _CALLED.items():
+        if (callback := getattr(encoder, key)) is not None:
+            require_call(f"{where}: {key}", callback, *takes)
+    projector = encoder.projector
+    if isinstance(projector, str):
+        with torch.device("meta"):
+            projector = build_projector(projector, geometry.width, hidden_size, where)
+    elif encoder.after_encoder is None:
+        _check_projector(projector, geometry.encoder_tokens, geometry.width, hidden_size, where)
+    return EncoderUnit(
+        name,
+        model,
+        projector,
+        geometry,
+        hidden_size,
+        Callbacks(encoder.before_encoder, encoder.after_encoder, encoder.after_projector),
+        skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
+        adapter=encoder.adapter,
+    )
+
+
+def _merging_part(
+    name: str, tower: PreTrainedModel, encoder: Encoder, hidden_size: int, where: str
+) -> EncoderUnit:
+    _refuse_stated(encoder, where)
+    assert encoder.placeholder_id is not None
+    refuse_options(
+        where,
+        **{key: getattr(encoder, key) is not None for key in (*_CALLED, "adapter", "tokens_per_row")},
+        **{"merge: prepend": encoder.merge == "prepend", "features: patch": encoder.features == "patch"},
+    )
+
+    def projector(width: int) -> nn.Module:
+        given = encoder.projector
+        if isinstance(given, nn.Module):
+            _check_projector(given, 1, width, hidden_size, where)
+            return given
+        with torch.device("meta"):
+            return build_projector(given, width, hidden_size, where)
+
+    return merging_part(name, tower, projector, hidden_size, encoder.placeholder_id)
+
+
+def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
+    kind, own = encoder.kind or "", encoder.example
+    usual = {"image": "pixel_values", "audio": "input_features"}
+    name = next(iter(own), None) if own else encoder.input_name or usual.get(kind)
+    shape = encoder.row_shape if own is None else tuple(next(iter(own.values()), torch.empty(0)).shape[1:])
+    problems = [
+        f"{key} is missing; {what}"
+        for key, what, said in (
+            ("kind", "'image', 'audio' or a word of your own", encoder.kind),
+            ("row_shape", "of one encoder row: (channels, height, width) or (mel_bins, frames)", shape),
+            ("input_name", "the keyword of its forward", name or not kind),
+            ("width", "of one output token", encoder.width),
+            ("tokens_per_row", "how many tokens one row gives", encoder.tokens_per_row),
+        )
+        if not said and said != ()
+    ]
+    if own is not None:
+        if encoder.row_shape is not None or encoder.input_name is not None:
+            problems.append("row_shape and input_name are told by the example; leave them out")
+        problems += [
+            f"the example of {key!r} is no tensor of one row: [1, ...]"
+            for key, row in own.items()
+            if not isinstance(row, Tensor) or not row.shape or row.shape[0] != 1
+        ]
+    dimensions = {"image": 3, "audio": 2}.get(kind)
+    if shape is not None and dimensions not in (None, len(shape)):
+        problems.append(f"row_shape is {shape}; rows of kind {kind!r} have {dimensions} dimensions")
+    if encoder.features == "patch":
+        problems.append("features 'patch' is for transformers encoders; leave out those tokens in the module")
+    if encoder.adapter is not None:
+        problems.append("an adapter is for encoders that are cut; this one is a single layer")
+    if problems:
+        raise list_problems(f"{where}: of {type(encoder.model).__name__} cannot be told:", problems)
+    assert shape is not None
+    assert name is not None
+    assert encoder.width is not None
+    assert encoder.tokens_per_row is not None
+    of_kind = {"image": ("channels", "height", "row_width"), "audio": ("mel_bins", "frames")}.get(kind, ())
+    return EncoderGeometry(
+        kind=kind,
+        input_name=name,
+        tokens_per_row=encoder.tokens_per_row,
+        encoder_tokens=encoder.tokens_per_row,
+        leading_tokens=0,
+        width=encoder.width,
+        example=own if own is not None or of_kind else {name: torch.zeros(1, *shape)},
+        **dict(zip(of_kind, shape)),
+    )
+
+
+def _refuse_stated(encoder: Encoder, where: str) -> None:
+    stated = [
+        key
+        for key in ("kind", "input_name", "row_shape", "width", "example")
+        if getattr(encoder, key) is not None
+    ]
+    if stated:
+        raise UserError(
+            f"{where}: {', '.join(stated)} is for a module of your own; a transformers model's config says it"
+        )
+
+
+@torch.no_grad()
+def _check_projector(projector: nn.Module, tokens: int, width: int, hidden_size: int, where: str) -> None:
+    weight = next(projector.parameters(), torch.empty(0))
+    rows = torch.zeros(1, tokens, width, dtype=weight.dtype, device=weight.device)
+    try:
+        given = projector(rows).shape[-1]
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{where}: the projector does not take the encoder's width {width}: {reason}"
+        ) from None
+    if given != hidden_size:
+        raise UserError(f"{where}: the projector gives width {given}, the language model takes {hidden_size}")

@@ -1,0 +1,31 @@
+"""Encoders whose items, of unlike sizes, are packed in one row: what their units have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.stage import StageOutput, StepData
+from dilatant.models.encoders.encoder import EncoderStage, EncoderUnit
+from dilatant.models.parallel.shared_samples import SharesSamples
+
+
+class PackedEncoderUnit(SharesSamples, EncoderUnit):
+    """The whole unit runs as the stage that holds all of it."""
+
+    packs = True
+
+    def whole_stage(self) -> EncoderStage:
+        """All layers."""
+        return self.stage(0, len(self.layers))
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        return self.whole_stage().run(data, samples, inbound)
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return self.whole_stage().spread(data, samples)
+
+    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
+        return self.whole_stage()(inputs, hidden)

@@ -1,0 +1,47 @@
+"""Towers of Qwen-VL and Qwen-Audio as encoders of any language model: items of unlike sizes packed in one row, whose
+tokens the tower itself merges before a projector of ours takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from dilatant.config.errors import list_problems
+from dilatant.models.core.geometry import MERGING_TOWERS
+from dilatant.models.encoders.native_encoder import NativeEncoderUnit, merging_inside, width_of_merged
+from dilatant.models.encoders.sound_encoder import SoundEncoderUnit
+
+
+def merged_width(config: Any) -> int:
+    """Numbers in a row that the tower hands on."""
+    return int(config.d_model) if MERGING_TOWERS[config.model_type] == "audio" else width_of_merged(config)
+
+
+def merging_part(
+    name: str,
+    tower: PreTrainedModel,
+    projector: Callable[[int], nn.Module],
+    hidden_size: int,
+    placeholder_id: int,
+) -> NativeEncoderUnit | SoundEncoderUnit:
+    """The unit. projector: made for the width of the rows that the tower hands on. hidden_size: of the language model.
+    placeholder_id: of the token that stands for a row in the text."""
+    made = projector(merged_width(tower.config))
+    if MERGING_TOWERS[tower.config.model_type] == "audio":
+        return SoundEncoderUnit(name, tower, made, hidden_size, placeholder_id)
+    return merging_inside(name, tower, made, hidden_size)
+
+
+def refuse_options(where: str, **given: bool) -> None:
+    """Raise UserError that lists the options which need rows of one size. given: option → whether it was asked for."""
+    problems = [
+        f"{option}: its items are of unlike sizes, which this needs to be one; leave it out"
+        for option, is_given in given.items()
+        if is_given
+    ]
+    if problems:
+        raise list_problems(f"{where} cannot have:", problems)

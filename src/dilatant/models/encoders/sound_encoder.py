@@ -1,0 +1,238 @@
+"""Encoders of sounds of any length: frames of unlike sounds in one row, none of them padded to a window.
+
+The Whisper-like towers of Qwen: two convolutions halve the frames, blocks attend inside a sound (or inside chunks of
+it, where the tower has them), neighbours are averaged at the end. A sound is computed as the family does with one that
+is padded to 30 s: what the padding says at the end of a sound comes with its frames (see `data.sound_unit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from dilatant.data.media_units.sound_unit import FRAMES
+from dilatant.data.sample import EncodedSample
+from dilatant.data.text.encoding import grid_part
+from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.structure import find_structure
+from dilatant.models.core.weights import name_weights
+from dilatant.models.encoders.encoder import Callbacks, EncoderStage
+from dilatant.models.encoders.packed_encoder import PackedEncoderUnit
+from dilatant.models.parallel.shared_samples import SharesSamples
+
+FEATURES = "input_features"
+TYPICAL_FRAMES = 1000
+"""Frames of a sound that layers are measured with: 10 s."""
+
+
+class Held(nn.Module):
+    """A module under its name in the whole model, for a linear layer has no place for adapters by itself."""
+
+    drawn_by: PreTrainedModel
+    """Knows how its weights begin."""
+
+    def __init__(self, name: str, module: nn.Module, tower: PreTrainedModel) -> None:
+        super().__init__()
+        self._name = name
+        self.add_module(name, module)
+        # Not registered: the tower is another part of the unit.
+        self.__dict__["drawn_by"] = tower
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.get_submodule(self._name)(hidden)
+
+
+class SoundStage(SharesSamples, EncoderStage):
+    """Layers of a tower and its projector, run on all frames of the samples in one row."""
+
+    blocks_path = "layers"
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        samples = self.chosen(data, samples)
+        if not samples:
+            return StageOutput()
+        if self.is_first:
+            return StageOutput(self(media_of(data, samples, self)))
+        return StageOutput(self(media_of(data, samples, self, names=(FRAMES,)), inbound[self.unit]))
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return Spread(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
+
+    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+        return self({FEATURES: value, **given}) if self.is_first else self(given, value)
+
+    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
+        """inputs: `feature_lens` int64 [sounds, 2], frames of each and those that come with it; for the first stage
+        `input_features` [all that come, mel bins]. hidden: [rows, width].
+
+        Returns such hidden states; after the norm, half as many; after the projector, rows of the text.
+        """
+        inputs = inputs or {}
+        if self.model is not None:
+            fed = inputs[FEATURES] if hidden is None else hidden
+            with self.recording(self.model, [fed]):
+                hidden = self._encode_sounds(self.model, fed, inputs[FRAMES], hidden is not None)
+        assert hidden is not None
+        return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
+
+    def _encode_sounds(self, model: nn.Module, fed: Tensor, lengths: Tensor, is_hidden: bool) -> Tensor:
+        hidden = in_dtype_of(model, fed)
+        if not is_hidden:
+            hidden = _convolved(model, hidden, lengths)
+        hidden = _through_blocks(model, in_dtype_of(model, hidden), lengths[:, 0])
+        return _averaged(model, hidden, lengths[:, 0]) if f"{self.unit}.norm" in self.layers else hidden
+
+
+class SoundEncoderUnit(PackedEncoderUnit):
+    """A tower of sounds: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
+
+    stage_type: type[SoundStage] = SoundStage
+
+    def __init__(
+        self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
+    ) -> None:
+        config: Any = tower.config
+        structure = find_structure(tower)
+        layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
+        rows = rows_of(TYPICAL_FRAMES)
+        geometry = EncoderGeometry(
+            kind="audio",
+            input_name=FEATURES,
+            tokens_per_row=rows // 2,
+            encoder_tokens=rows,
+            leading_tokens=0,
+            width=config.d_model,
+            mel_bins=config.num_mel_bins,
+            frames=TYPICAL_FRAMES,
+        )
+        EncoderStage.__init__(
+            self,
+            unit=name,
+            layers=tuple(f"{name}.{layer}" for layer in layers),
+            weights=name_weights(name, tower, structure, "norm", projector),
+            model=tower,
+            projector=projector,
+            geometry=geometry,
+            callbacks=Callbacks(),
+        )
+        self.structure = structure
+        self.width = geometry.width
+        self.width_out = width_out
+        self.placeholder_id = placeholder_id
+        # Omni's tower has embeddings of beginnings and ends, which the thinker takes from its text.
+        self.unused = frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)
+        self._freeze_at_start(self.unused)
+
+    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        """Sounds of the typical length; what is left makes one shorter."""
+        one = self.geometry.encoder_tokens
+        merges = layer == len(self.layers) - 1
+        rows = [one] * (tokens // one) + (
+            [max(2, tokens % one // 2 * 2)] if tokens % one or tokens < one else []
+        )
+        frames = torch.tensor([[2 * each, 2 * each] for each in rows], device=device)
+        if layer == 0:
+            return torch.randn(2 * sum(rows), self.geometry.mel_bins, device=device), {FRAMES: frames}
+        count = sum(rows) // 2 if merges else sum(rows)
+        return torch.randn(count, self.geometry.width, device=device), {FRAMES: frames}
+
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit if first == 0 else grid_part(self.unit)})
+
+    def boundary(self, end: int, consumer: str) -> Boundary:
+        is_output = end == len(self.layers)
+        halved = end >= len(self.layers) - 1
+        return Boundary(
+            width=self.width_out if is_output else self.geometry.width,
+            dtype=self.row_dtype,
+            rows_of=partial(_halved, self.unit, self.placeholder_id) if halved else partial(_rows, self.unit),
+        )
+
+    def stage(self, first: int, end: int) -> SoundStage:
+        self._check_stage(first, end)
+        last = len(self.layers) - 1
+        stage = self.stage_type(
+            unit=self.unit,
+            layers=self.layers[first:end],
+            weights=self._weights_between(first, end),
+            model=self._slice(self.model, first, end) if first < last else None,
+            projector=self.projector if end > last else None,
+            geometry=self.geometry,
+            callbacks=self.callbacks,
+            is_first=first == 0,
+        )
+        stage.training = self.training
+        return stage
+
+
+def rows_of(frames: Any) -> Any:
+    """Rows of a sound behind the convolutions."""
+    return (frames - 1) // 2 + 1
+
+
+def _rows(unit: str, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0)
+
+
+def _halved(unit: str, placeholder_id: int, sample: EncodedSample) -> int:
+    """Of several sounds not half of all rows: each may lose its last. Whoever has no sounds has the text."""
+    if not sample.sizes.get(unit, 0):
+        return 0
+    frames = sample.media.get(unit, {}).get(FRAMES)
+    if frames is None:
+        return int((sample.input_ids == placeholder_id).sum())
+    return int((rows_of(np.asarray(frames)[:, 0]) // 2).sum())
+
+
+def _convolved(model: Any, features: Tensor, lengths: Tensor) -> Tensor:
+    """What the embedding makes of [frames, mel bins]: [rows, width]."""
+    own, given = lengths.T.tolist()
+    chunk = 2 * model.n_window if hasattr(model, "n_window") else max(given)
+    pieces, rows = [], []
+    for sound, frames in zip(features.split(given), own, strict=True):
+        parts = sound.split(chunk)
+        pieces += parts
+        rows += [rows_of(min(len(part), frames - chunk * number)) for number, part in enumerate(parts)]
+    padded = nn.utils.rnn.pad_sequence(pieces, batch_first=True).transpose(1, 2)
+    within = torch.arange(padded.shape[2]) < torch.tensor([len(piece) for piece in pieces])[:, None]
+    hidden = functional.gelu(model.conv1(padded)) * within[:, None].to(padded.device)
+    hidden = functional.gelu(model.conv2(hidden)).transpose(1, 2)
+    places = getattr(model, "embed_positions", None)
+    table = places.weight if places is not None else model.positional_embedding.positional_embedding
+    hidden = hidden + table[: hidden.shape[1]].to(hidden.dtype)
+    return torch.cat([piece[:count] for piece, count in zip(hidden, rows, strict=True)])
+
+
+def _through_blocks(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
+    """[rows, width] both; a sound, or chunk of one, sees itself alone."""
+    if hasattr(model, "n_window"):
+        chunk = 2 * model.n_window
+        lengths = [min(chunk, each - at) for each in frames.tolist() for at in range(0, each, chunk)]
+        borders = rows_of(torch.tensor(lengths)).cumsum(0)
+        borders = functional.pad(borders, (1, 0)).to(hidden.device, torch.int32)
+        for block in model.layers:
+            (hidden,) = block(hidden, cu_seqlens=borders)
+        return hidden
+    made = []
+    for sound in hidden.split(rows_of(frames).tolist()):
+        sound = sound[None]
+        for block in model.layers:
+            sound = block(sound, None)
+        made.append(sound[0])
+    return torch.cat(made)
+
+
+def _averaged(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
+    """Pairs of neighbours as one, normed: [rows, width] to about half as many."""
+    pairs = [sound[: len(sound) // 2 * 2] for sound in hidden.split(rows_of(frames).tolist())]
+    norm = model.ln_post if hasattr(model, "ln_post") else model.layer_norm
+    return norm(torch.cat(pairs).unflatten(0, (-1, 2)).mean(1))

@@ -1,0 +1,1 @@
+"""Families of pretrained multimodal models: where their encoders, projectors and language models are."""

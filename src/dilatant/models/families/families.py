@@ -1,0 +1,212 @@
+"""Families of whole vision-language models: where their units are, and what their forwards do besides.
+
+Everything else is read off the model. transformers' own code projects the rows of a tower (`Projection`) and computes
+the logits; nothing of a family's forward is repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from dilatant.config.errors import UserError, list_problems
+
+MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix", "in_windows"]
+Clips = Literal["patches", "patches apart", "pooled", "counted", "timed", "introduced"]
+"""Patches of time as one item (Qwen), or apart with text between them; frames of which neighbouring patches are one row
+of the text (LLaVA-OneVision); or frames that are images each, with the texts of this name around them (see
+`data.frame_texts`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """An encoder inside a whole model; paths are those of the ...ForConditionalGeneration class.
+
+    path: of the encoder. projector: of the modules and parameters that make its rows fit the text. token: the config's
+    key of the id that stands for one row. features: the method that projects. batched: whether it takes pixels of
+    samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in
+    them is the text of the token whose id the config has under this key; written is that of `token` unless said
+    otherwise.
+    settings: of the image processor, that are changed. native: whether images, or sounds, of unlike sizes are
+    packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the tower itself, or,
+    pooled, averaged and then projected (see `PooledEncoderUnit`).
+    conformer: whether a tower of sounds is one (see `ConformerEncoderUnit`).
+    crossing: whether its rows go to blocks of the text model, and not into the text (see `Crossing`).
+    anyres: whether tiles and rows of an image follow from its shape (see `AnyresEncoderUnit`).
+    """
+
+    path: str
+    projector: tuple[str, ...]
+    token: str = "image_token_id"
+    kind: Literal["image", "audio"] = "image"
+    features: str = "get_image_features"
+    batched: bool = False
+    written: str = ""
+    opens: str = ""
+    closes: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    native: bool = False
+    pooled: bool = False
+    conformer: bool = False
+    crossing: bool = False
+    anyres: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type` of transformers.
+
+    towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
+    (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
+    it; "prefix": all tokens before the first that is to be written see each other; "in_windows": those of an item see
+    each other in layers with a window, if the config's `use_bidirectional_attention` says so. first_position: of a
+    sample.
+    behind_time: see `spatial_positions`. seconds: path in the config of how many positions a second of a clip takes;
+    empty where they follow its frames; seconds_keyword: by which the family's forward is given the seconds of a patch
+    of time. clips: how they are seen, if they are (see `Clips`).
+    """
+
+    towers: Mapping[str, Tower]
+    decoder: str = "model.language_model"
+    spatial: bool = False
+    media_attention: MediaAttention = "causal"
+    first_position: int = 0
+    behind_time: bool = False
+    seconds: str = ""
+    seconds_keyword: str = ""
+    clips: Clips | None = None
+
+    @property
+    def frames_apart(self) -> bool:
+        """Whether texts that say the time stand between the patches of time of a clip."""
+        return self.clips == "patches apart"
+
+
+_PLAIN = Tower("model.vision_tower", ("model.multi_modal_projector",))
+_CONNECTED = Tower(
+    "model.vision_model",
+    ("model.connector",),
+    batched=True,
+    opens="<fake_token_around_image><global-img>",
+    closes="<fake_token_around_image>",
+    settings={"do_image_splitting": False},  # its tiles have texts between them
+)
+
+_VISUAL = Tower("model.visual", (), native=True)
+_QWEN = Family({"vision": _VISUAL}, spatial=True, clips="patches")
+_QWEN3 = replace(_QWEN, clips="patches apart")
+_SOUND = Tower(
+    "model.audio_tower",
+    ("model.multi_modal_projector",),
+    token="audio_token_id",
+    kind="audio",
+    native=True,
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": replace(
+        _QWEN, seconds="vision_config.tokens_per_second", seconds_keyword="second_per_grid_ts"
+    ),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen2_5_omni_thinker": Family(
+        {"vision": _VISUAL, "audio": replace(_SOUND, projector=("model.audio_tower.proj",))},
+        spatial=True,
+        clips="patches",
+        behind_time=True,
+        seconds="position_id_per_seconds",
+        seconds_keyword="video_second_per_grid",
+    ),
+    "qwen2_audio": Family({"audio": _SOUND}),
+    "llava": Family({"vision": _PLAIN}),
+    "llava_onevision": Family(
+        {
+            "vision": replace(
+                _PLAIN, projector=("model.multi_modal_projector", "model.image_newline"), anyres=True
+            )
+        },
+        clips="pooled",
+    ),
+    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}, clips="counted"),
+    "gemma3": Family(
+        {
+            "vision": replace(
+                _PLAIN,
+                written="{boi_token_index}",
+                opens="\n\n{boi_token_index}",
+                closes="{eoi_token_index}\n\n",
+                settings={"do_pan_and_scan": False},  # its crops have texts between them
+            )
+        },
+        media_attention="bidirectional",
+    ),
+    "gemma4": Family(
+        {
+            "vision": Tower(
+                "model.vision_tower",
+                ("model.embed_vision",),
+                native=True,
+                pooled=True,
+                opens="{boi_token_id}",
+                closes="{eoi_token_id}",
+            ),
+            "audio": replace(
+                _SOUND,
+                projector=("model.embed_audio",),
+                conformer=True,
+                opens="{boa_token_id}",
+                closes="{eoa_token_index}",
+            ),
+        },
+        media_attention="in_windows",
+        clips="timed",
+    ),
+    # Of all tokens before the answer each sees every other.
+    "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
+    "mllama": Family(
+        {
+            "vision": Tower(
+                "model.vision_model",
+                ("model.multi_modal_projector",),
+                token="image_token_index",
+                crossing=True,
+            )
+        }
+    ),
+    "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
+    "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model", clips="introduced"),
+}
+
+
+def family_of(config: Any, where: str) -> Family:
+    """The family of a config. Raises UserError that says what is missing for one that is not known, or that has
+    settings which are not."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise UserError(
+            f"{where}: {config.model_type!r} is not a family that opens whole; known are {', '.join(FAMILIES)}. Name "
+            "its encoder and its language model under model.encoders and model.language_model, or add a Family to "
+            "dilatant.models.families.families: where its towers, projectors and text model are"
+        )
+    if getattr(config, "audio_config", None) is None:  # which the large ones of some families lack
+        family = replace(family, towers={k: t for k, t in family.towers.items() if t.kind != "audio"})
+    problems = []
+    layer = getattr(config, "vision_feature_layer", None)
+    for key in {tower.token for tower in family.towers.values()}:
+        token = getattr(config, key, None)
+        if not isinstance(token, int) or token < 0:
+            problems.append(
+                f"{key} is {token!r}; it must be the id of the token that stands for a row of an encoder"
+            )
+    if isinstance(layer, list | tuple):
+        problems.append(f"vision_feature_layer {list(layer)}: rows of one layer can be used, not of several")
+    everywhere = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    if family.media_attention == "in_windows" and everywhere not in (None, False, "vision"):
+        problems.append(f"use_bidirectional_attention {everywhere!r}: it must be None or 'vision'")
+    if problems:
+        raise list_problems(f"{where}: {config.model_type} has settings that are not supported:", problems)
+    return family

@@ -1,0 +1,39 @@
+"""The keys that a whole model's files have: those of the hub's first upload, which transformers renames as it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dilatant.models.families.pretrained import Whole
+
+
+def stored_keys(whole: Whole, stored: Iterable[str]) -> dict[str, str]:
+    """Key of the composite's state → the key it is stored under. Weights that transformers computes from several stored
+    ones are left out; so are all where its table of names cannot be read.
+    """
+    model = whole.composite()
+    own = dict(model.state_dict())
+    keys = list(stored)
+    found = {key: key for key in keys if key in own}
+    inner = "thinker."  # of Omni's files, which also hold what speaks
+    listens = any(key.startswith(inner) for key in keys)
+    try:
+        # No public API: where it changes, whoever asks loads the whole model instead.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        table: list[Any] = get_model_conversion_mapping(model)
+        renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+        for key in keys:
+            if key not in own and (key.startswith(inner) or not listens):
+                plain = key.removeprefix(inner)
+                name, converted = rename_source_key(
+                    plain, renamings, converters, model.base_model_prefix, own
+                )
+                if converted is None and name in own:
+                    found[name] = key
+    except (ImportError, AttributeError, TypeError, ValueError):
+        pass
+    return found

@@ -1,0 +1,77 @@
+"""The weights of a whole model's units under the names that transformers' own model has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dilatant.config.errors import UserError
+from dilatant.models.adapters.lora import beside, is_adapter, merged_state, plain_key
+from dilatant.models.core.materialize import give_memory, kept, models_of, seeded
+from dilatant.models.core.unit import Unit
+from dilatant.models.core.weights import Weight
+from dilatant.models.families.pretrained import Whole
+from dilatant.models.sources import without_bars
+
+
+def weights_of(
+    weights: Iterable[tuple[Unit, Weight]], whole: Whole
+) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """Weights by the composite's key, what adapters add to them included, and the keys of those that are what they
+    were. weights: see `MultimodalModel.weights_of_whole`."""
+    held = tuple(weights)
+    merged = {
+        (unit, part): merged_state(getattr(unit, part)) for unit, part in {(u, w.part) for u, w in held}
+    }
+    trains = {name for unit in {unit for unit, _ in held} for name in unit.trained_names}
+    adapted = {(unit, beside(weight.key)) for unit, weight in held if is_adapter(weight.key)}
+    state: dict[str, Tensor] = {}
+    frozen = set()
+    for unit, weight in held:
+        if is_adapter(weight.key):
+            continue
+        key = whole.key_of(unit, weight)
+        state[key] = merged[unit, weight.part][plain_key(weight.key)]
+        if weight.canonical not in trains and (unit, plain_key(weight.key)) not in adapted:
+            frozen.add(key)
+    return state, frozenset(frozen)
+
+
+def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
+    """All weights of a whole model by its own keys, as transformers reads them. Raises UserError."""
+    try:
+        with without_bars(source):
+            loader: Any = type(whole.composite())
+            model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the weights of {source!r} cannot be loaded: {reason}") from None
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{source!r} lacks {missing[0]!r}{more} of the weights of its model; fetch it again, or begin with random "
+            "weights (model.config)"
+        )
+    return model.state_dict()
+
+
+@torch.no_grad()
+def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: Whole) -> PreTrainedModel:
+    """transformers' own model with the very weights of units that are real, on their device; what no unit reads (a
+    block behind the layer that the family looks at) is drawn. Raises UserError."""
+    composite = whole.composite()
+    state, _ = weights_of(weights, whole)
+    composite.load_state_dict(state, strict=False, assign=True)
+    composite.tie_weights()
+    given = [parameter for parameter in composite.parameters() if not parameter.is_meta]
+    owners = models_of(composite)
+    with seeded(0, "unread"), kept(given):  # and what is computed, such as rotary frequencies
+        for module in reversed([*composite.modules()]):
+            if give_memory(module):
+                owners[id(module)]._init_weights(module)
+    device: Any = given[0].device  # transformers types `to` wrongly
+    return composite.to(device)

@@ -1,0 +1,168 @@
+"""Make a config of a language model small, as a plain dictionary: few blocks, narrow, with every feature it had.
+
+All kinds of blocks stay, and so do windows, caps and kinds of positions. A multiplier that is 1, which would hide where
+and how often it is applied, becomes another number. Token ids are folded into the small vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dilatant.models.core.structure import DEPTH_KEYS
+
+_VOCABULARY, _WIDTH, _HEAD_WIDTH, _MULTIPLIER = 128, 64, 16, 1.25
+_AT_MOST = {
+    r"(key_value|kv|key)_heads$|^num_query_groups$": 2,
+    r"^(n_heads?|.*num_(attention_|q_)?heads|.*attention_heads|linear_num_value_heads)$": 4,
+    r"(head_dim|_head_size|^kv_channels|lora_rank|^rotary_dim|^qk_.*_dim)$": _HEAD_WIDTH,
+    r"(num_experts|num_local_experts|n_routed_experts)$": 4,
+    r"(experts_per_tok(en)?|moe_k|moe_topk)$": 2,
+    r"^(n_group|topk_group|num_expert_group)$": 1,
+    r"^(sliding_window(_size)?|attention_chunk_size|attention_window_size|window_size)$": 4,
+    r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len)$": 1024,
+    r"vocab_size": _VOCABULARY,
+}
+"""Settings, by pattern, and the most that they are in a small model. A window is shorter than a sample."""
+_WIDTHS = re.compile(
+    r"^(.*hidden_size.*|.*intermediate_size.*|d_model|n_embd|n_inner|.*ffn_dim|.*ffn_hidden_size|d_inner|dim_ff|dff"
+    r"|word_embed_proj_dim|embedding_size|embedding_dim|laurel_rank|lru_width)$"
+)
+_DEPTH = re.compile(rf"^({'|'.join(DEPTH_KEYS)}|n_layers)$")
+_OF_BLOCKS = re.compile(
+    r"layer_types|layers_block_type|block_types|attention_layers|indexer_types|_per_layer|sparsity|^no_rope_layers$"
+)
+_NUMBERS_OF_BLOCKS = re.compile(r"(_layers|_layer_ids|_idxs)$")
+_BORDERS = re.compile(r"^(max_window_layers|moe_layer_(start|end)_index)$")
+_IDS = re.compile(r"(token_id|token_index)s?$")
+_MULTIPLIERS = re.compile(r"(multiplier|_scale|_scaling|scaling_factor)$|^scale_(emb|depth)$")
+
+
+def shrink(config: Any) -> dict[str, Any]:
+    """The settings of a small model like that of `config`, as `type(config).from_dict` takes them; of a whole model its
+    text model is made small, and its towers stay."""
+    settings = config.to_dict()
+    for key in ("quantization_config", "dtype", "torch_dtype"):
+        settings.pop(key, None)
+    text = config.get_text_config()
+    for key in config.sub_configs:
+        if getattr(config, key, None) is text:
+            settings[key] = _shrink_text(settings[key])
+            _fold_ids(settings)
+            return settings
+    return _shrink_text(settings)
+
+
+def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:
+    """The token ids that settings name, in whatever part."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from special_ids(value)
+        elif isinstance(key, str) and _IDS.search(key):  # numbers are those of labels
+            yield from (each for each in (value if isinstance(value, list) else [value]) if each is not None)
+
+
+def _shrink_text(settings: Mapping[str, Any]) -> dict[str, Any]:
+    small = dict(settings)
+    depth = next((value for key, value in small.items() if _DEPTH.match(key) and isinstance(value, int)), 0)
+    if depth:
+        _cut_blocks(small, depth)
+    _narrow(small)
+    _fold_ids(small)
+    for key, value in small.items():
+        if _MULTIPLIERS.search(key) and value == 1 and not isinstance(value, bool):
+            small[key] = _MULTIPLIER
+    return small
+
+
+def _cut_blocks(small: dict[str, Any], depth: int) -> None:
+    """Keep the first blocks, and one of each kind, in all that is said of single blocks."""
+    lists = [
+        key
+        for key, value in small.items()
+        if isinstance(value, list) and len(value) == depth and _OF_BLOCKS.search(key)
+    ]
+    kept = list(range(min(depth, 3)))
+    for key in lists:
+        kinds = [repr(kind) for kind in small[key]]
+        kept += [kinds.index(kind) for kind in dict.fromkeys(kinds) if len(set(kinds)) < 8]
+    shared = min(int(small.get("num_kv_shared_layers") or 0), 2)
+    kept = sorted({*kept, *range(depth - shared, depth)})
+    for key, value in small.items():
+        if key in lists:
+            small[key] = [value[index] for index in kept]
+        elif _DEPTH.match(key) and value == depth:
+            small[key] = len(kept)
+        elif _NUMBERS_OF_BLOCKS.search(key) and isinstance(value, list):
+            small[key] = [kept.index(index) for index in value if index in kept]
+        elif key == "per_layer_config" and isinstance(value, dict):
+            small[key] = {kept.index(int(index)): own for index, own in value.items() if int(index) in kept}
+            for own in small[key].values():
+                _narrow(own)
+        elif _BORDERS.match(key) and isinstance(value, int):
+            small[key] = sum(index < value for index in kept)
+    if shared:
+        small["num_kv_shared_layers"] = shared
+
+
+def _narrow(small: dict[str, Any]) -> None:
+    """Fewer heads, narrower ones, and all other widths by one divisor."""
+    heads = next((small[key] for key in ("num_attention_heads", "n_head", "n_heads") if small.get(key)), None)
+    wide = next((small[key] for key in ("hidden_size", "d_model", "n_embd") if small.get(key)), 0)
+    divisor = max(1, wide // _WIDTH) if isinstance(wide, int) else 1
+    for key, value in small.items():
+        if isinstance(value, dict) and key.startswith("rope"):
+            small[key] = _narrow_positions(value)
+        elif isinstance(value, dict) and key in ("attn_config", "ffn_config"):
+            _narrow(value)
+        elif isinstance(value, list) and _WIDTHS.match(key):
+            small[key] = [_divided(each, divisor) for each in value]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            continue
+        most = next((most for pattern, most in _AT_MOST.items() if re.search(pattern, key)), None)
+        if most == 2 and value == heads:  # every head has keys of its own
+            most = 4
+        if divisor == 1 and "heads" in key:  # whose width may follow from their number
+            continue
+        if most is not None:
+            small[key] = min(value, most)
+        elif _WIDTHS.match(key):
+            small[key] = _divided(value, divisor)
+    if small.get("qk_rope_head_dim"):
+        if small.get("qk_head_dim"):
+            small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+        if small.get("head_dim"):
+            small["head_dim"] = small["qk_rope_head_dim"]
+
+
+def _divided(width: int, divisor: int) -> int:
+    return width if divisor == 1 or width < 8 else max(16, width // divisor // 8 * 8)
+
+
+def _narrow_positions(rope: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of rotary positions for narrow heads; those of each kind of layer, where they are told apart."""
+    pairs = int(_HEAD_WIDTH * float(rope.get("partial_rotary_factor") or 1)) // 2
+    narrow = dict(rope)
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            narrow[key] = _narrow_positions(value)
+        elif key in ("short_factor", "long_factor"):
+            narrow[key] = value[:pairs]
+        elif key == "mrope_section" and sum(value) > pairs:
+            parts = [max(1, pairs * part // sum(value)) if part else 0 for part in value]
+            narrow[key] = [pairs - sum(parts[1:]), *parts[1:]]
+    return narrow
+
+
+def _fold_ids(settings: dict[str, Any]) -> None:
+    """Ids beyond the small vocabulary become its last ones, each its own."""
+    seen: dict[int, int] = {}
+    for key, value in settings.items():
+        if _IDS.search(key) and value is not None:
+            ids = value if isinstance(value, list) else [value]
+            ids = [
+                each if each < _VOCABULARY else seen.setdefault(each, _VOCABULARY - 1 - len(seen))
+                for each in ids
+            ]
+            settings[key] = ids if isinstance(value, list) else ids[0]

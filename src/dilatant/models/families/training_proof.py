@@ -1,0 +1,231 @@
+"""Prove on a small copy of a language model that packed rows and stages train the model that transformers has.
+
+The copy has the family and the settings of the user's own model (see `shrink`) and random weights. The loss and all
+gradients of a few samples, each alone in the family's own forward, are held against those of the samples in one packed
+row, and of stages of a single layer each. What was proven is kept in the cache folder, by settings and versions.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+from transformers.utils import logging as transformers_logging
+
+from dilatant.config.environment import cache_folder
+from dilatant.config.files.durable import write_durably
+from dilatant.data.sample import EncodedSample
+from dilatant.models.core.materialize import materialize, seeded
+from dilatant.models.core.stage import StepData
+from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.shrink import shrink, special_ids
+from dilatant.models.language.language import LanguageUnit
+from dilatant.models.language.proven_traits import Proof
+
+LENGTHS = (13, 5, 9)
+"""Tokens of the samples: two are longer than a window of the small model."""
+_LARGEST = 50_000_000
+"""Parameters of a copy that is still proven; of a family whose widths are not known it may stay wide."""
+_LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
+"""Relative differences that are taken for rounding in fp32: of the loss, and of a gradient to its own largest number or
+to that of all gradients. A wrong mask, position or scale changes them by parts of 1."""
+
+
+def prove(
+    unit: LanguageUnit,
+    whole: Whole | None,
+    how: str,
+    attach: Callable[[LanguageUnit], None] | None = None,
+) -> Proof:
+    """Prove a language model, with the attention that it has now or that `attach` gives it.
+
+    whole: the model that it is the text model of. how: names that attention in the cache.
+    """
+    begin = time.perf_counter()
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # of ids that are none of the small model's
+    try:
+        settings = shrink(unit.model.config)
+        path = _path(unit, settings, how)
+        kept = _read(path)
+        if kept is not None:
+            return kept
+        with seeded(0, "proof"), torch.enable_grad():
+            proof = _prove(unit, whole, settings, attach)
+    except Exception as error:
+        return Proof(*(_one_line(error),) * 3, seconds=time.perf_counter() - begin)
+    finally:
+        transformers_logging.set_verbosity(level)
+    proof = replace(proof, seconds=time.perf_counter() - begin)
+    with suppress(OSError):  # where the cache cannot be written, it is just not kept
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(asdict(proof)))
+    return proof
+
+
+def _prove(
+    unit: LanguageUnit,
+    whole: Whole | None,
+    settings: Mapping[str, Any],
+    attach: Callable[[LanguageUnit], None] | None,
+) -> Proof:
+    small = _copy_of(unit, whole, settings)
+    head = cast(Any, small.model.get_output_embeddings())
+    samples = _samples(head.weight.shape[0], [*special_ids(settings)])
+    wanted = _of_transformers(small, samples)
+    if attach is not None:
+        attach(small)
+    problems: list[str | None] = []
+    largest = (0.0, 0.0)
+    everything = tuple(range(len(samples)))
+    borders = range(len(small.layers) + 1)
+    for cuts in ([0, len(small.layers)], borders):
+        rows = [everything] if not problems or problems[0] is None else [(one,) for one in everything]
+        try:
+            found = _of_stages(small, samples, rows, list(pairwise(cuts)))
+            problem, differences = _differ(wanted, found)
+        except Exception as error:
+            problem, differences = _one_line(error), largest
+        problems.append(problem)
+        if problem is None:
+            largest = (max(largest[0], differences[0]), max(largest[1], differences[1]))
+    packed, cut = problems
+    return Proof(packed, cut, differences=largest)
+
+
+def _copy_of(unit: LanguageUnit, whole: Whole | None, settings: Mapping[str, Any]) -> LanguageUnit:
+    """The small model with random weights, none of which is 0 or 1 by chance of its beginning."""
+    config = type(unit.model.config).from_dict(dict(settings))
+    if whole is None:
+        with torch.device("meta"):
+            model = cast(Any, type(unit.model))(config)
+        model.set_attn_implementation(_attention(unit))
+        small = LanguageUnit(unit.unit, model, {})
+    else:
+        part = replace(
+            whole, config=config, attn_implementation=_named(whole), dtype=torch.float32, lora=None
+        )
+        small = LanguageUnit(unit.unit, part.language_model(), part.placeholder_ids, **part.of_language)
+    count = sum(parameter.numel() for parameter in small.model.parameters())
+    if count > _LARGEST:
+        raise ValueError(f"its small copy still has {count:,} parameters")
+    materialize(small, 0, len(small.layers), 0)
+    with torch.no_grad():
+        for parameter in small.model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    small.loss_chunk = 8
+    return small.eval()
+
+
+def _attention(unit: LanguageUnit) -> str:
+    own = unit.generating_attention or unit.model.config._attn_implementation
+    return own if own in ("eager", "sdpa") else "sdpa" if unit.model._supports_sdpa else "eager"
+
+
+def _named(whole: Whole) -> str | None:
+    return whole.attn_implementation if whole.attn_implementation in ("eager", "sdpa") else None
+
+
+def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
+    plain = np.setdiff1d(np.arange(vocabulary), [*special])
+    samples = []
+    for number, length in enumerate(LENGTHS):
+        ids = plain[torch.randint(len(plain), (length,)).numpy()]
+        labels = np.concatenate([[-100], ids[1:]])
+        samples.append(EncodedSample(f"{number}", ids, labels, draw=number + 1))
+    return samples
+
+
+def _of_transformers(
+    small: LanguageUnit, samples: Sequence[EncodedSample]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Loss and gradients of each sample alone in the family's own forward."""
+    loss = torch.zeros(())
+    for sample in samples:
+        ids = torch.as_tensor(sample.input_ids)
+        logits = small.model(input_ids=ids[None], use_cache=False).logits
+        loss = loss + functional.cross_entropy(logits[0, :-1], ids[1:], reduction="sum")
+    return _with_gradients(small, loss / sum(sample.target_tokens for sample in samples))
+
+
+def _of_stages(
+    small: LanguageUnit,
+    samples: Sequence[EncodedSample],
+    rows: Sequence[tuple[int, ...]],
+    stages: Sequence[tuple[int, int]],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The same of packed `rows` of samples that go through `stages` as in training."""
+    sized = [replace(sample, sizes={small.unit: len(sample.input_ids)}) for sample in samples]
+    data = StepData.of(sized, {small.unit: small.losses[small.unit]})
+    parts = [small.stage(first, end).eval() for first, end in stages]
+    loss = torch.zeros(())
+    for row in rows:
+        inbound: dict[str, Tensor] = {}
+        for (_, end), part in zip(stages, parts, strict=True):
+            output = part.run(data, row, inbound)
+            if end < len(small.layers):
+                hidden = cast(Tensor, output.rows)
+                width = small.boundary(end, small.unit).width
+                if hidden.shape[-1] != width:
+                    raise ValueError(
+                        f"layer {end} takes hidden states of {hidden.shape[-1]} numbers, not {width}"
+                    )
+                inbound = {small.unit: hidden}
+        loss = loss + output.losses[small.unit]
+    return _with_gradients(small, loss)
+
+
+def _with_gradients(small: LanguageUnit, loss: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    parameters = [parameter for parameter in small.model.parameters() if parameter.requires_grad]
+    return loss.detach(), list(torch.autograd.grad(loss, parameters, allow_unused=True))
+
+
+def _differ(
+    wanted: tuple[Tensor, list[Tensor | None]], found: tuple[Tensor, list[Tensor | None]]
+) -> tuple[str | None, tuple[float, float]]:
+    """What differs, or None, and how much: relative differences of the loss and of a gradient."""
+    loss = float(abs(wanted[0] - found[0]) / abs(wanted[0]))
+    nothing = torch.zeros(1)
+    pairs = [
+        (nothing if theirs is None else theirs, nothing if ours is None else ours)
+        for theirs, ours in zip(wanted[1], found[1], strict=True)
+    ]
+    least = _OF_LARGEST / _GRADIENT * max(theirs.abs().max() for theirs, _ in pairs)
+    each = [(theirs - ours).abs().max() / theirs.abs().max().clamp(min=least) for theirs, ours in pairs]
+    worst = float(torch.stack(each).max())  # NaN, if any is
+    if not loss < _LOSS:
+        return f"the loss changes from {float(wanted[0]):.5f} to {float(found[0]):.5f}", (loss, worst)
+    if not worst < _GRADIENT:
+        return f"a gradient changes by {worst:.2g} of its largest number", (loss, worst)
+    return None, (loss, worst)
+
+
+def _path(unit: LanguageUnit, settings: Mapping[str, Any], how: str) -> Path:
+    about = [type(unit.model).__qualname__, how, _attention(unit), importlib.metadata.version("dilatant")]
+    about += [transformers.__version__, torch.__version__, json.dumps(settings, sort_keys=True, default=str)]
+    return cache_folder() / "proofs" / f"{sha256(repr(about).encode()).hexdigest()[:24]}.json"
+
+
+def _read(path: Path) -> Proof | None:
+    try:
+        kept = json.loads(path.read_text())
+        return Proof(**{**kept, "differences": tuple(kept["differences"]), "is_kept": True})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

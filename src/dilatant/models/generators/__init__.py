@@ -1,0 +1,1 @@
+"""Generators: diffusion losses, denoisers of diffusers cut in stages, and sampling."""

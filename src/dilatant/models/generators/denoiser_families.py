@@ -1,0 +1,122 @@
+"""Families of nets that draw pictures, from diffusers: how wide their conditions are, how each is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilatant.models.generators.denoiser_cuts import PIXART, SANA, SD3, Cut, size_of_pictures
+from dilatant.models.generators.diffusion import MOMENTS
+
+FOLDED = 2
+"""Places on each side that Flux takes as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A class of diffusers. width(config): of a row of its condition. pooled(config): of the condition that it is told
+    once for a picture, None for none. say: how it is called, see `Diffusion`. problems(config): why we cannot. cut: how
+    it runs in parts; None where every block needs what the first ones made. folded: how many numbers on each side of
+    what it draws are one of the places it is given, whose channels are then `folded`² times as many. sample_size: where
+    its config has none."""
+
+    width: Callable[[Any], int]
+    say: Callable[..., Tensor]
+    pooled: Callable[[Any], int | None] = lambda config: None
+    problems: Callable[[Any], list[str]] = lambda config: []
+    cut: Cut | None = None
+    folded: int = 1
+    sample_size: int | None = None
+
+
+def _say_sd3(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+    return net(
+        seen, encoder_hidden_states=rows, pooled_projections=pooled, timestep=times, return_dict=False
+    )[0]
+
+
+def _say_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+    told = size_of_pictures(net, seen)
+    return net(seen, encoder_hidden_states=rows, timestep=times, added_cond_kwargs=told, return_dict=False)[0]
+
+
+def _say_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+    scale = net.config.timestep_scale
+    return net(seen, encoder_hidden_states=rows, timestep=times * scale, return_dict=False)[0]
+
+
+def _say_flux(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+    """A guided net is told a guidance of 1: that of pictures as they are."""
+    height, width = (size // FOLDED for size in seen.shape[2:])
+    sides = (torch.arange(side, dtype=torch.float32, device=seen.device) for side in (height, width))
+    places = torch.cartesian_prod(*sides).reshape(-1, 2)
+    said = net(
+        F.pixel_unshuffle(seen, FOLDED).flatten(2).transpose(1, 2),
+        encoder_hidden_states=rows,
+        pooled_projections=pooled,
+        timestep=times / MOMENTS,
+        img_ids=F.pad(places, (1, 0)),
+        txt_ids=places.new_zeros(rows.shape[1], 3),
+        guidance=torch.ones_like(times) if net.config.guidance_embeds else None,
+        return_dict=False,
+    )[0]
+    return F.pixel_shuffle(said.transpose(1, 2).unflatten(2, (height, width)), FOLDED)
+
+
+def _say_unet(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+    return net(seen, times, encoder_hidden_states=rows, return_dict=False)[0]
+
+
+def _unet_problems(config: Any) -> list[str]:
+    names = ("addition_embed_type", "class_embed_type", "encoder_hid_dim_type", "time_cond_proj_dim")
+    return [f"{name} is {config[name]!r}, which nobody tells it here" for name in names if config.get(name)]
+
+
+def _flux_problems(config: Any) -> list[str]:
+    problems = []
+    if config.patch_size != 1:
+        problems.append(f"patch_size is {config.patch_size}; its channels hold patches already, so it is 1")
+    if config.in_channels % FOLDED**2:
+        problems.append(f"in_channels is {config.in_channels}, which is no multiple of {FOLDED**2}")
+    return problems
+
+
+def _sana_problems(config: Any) -> list[str]:
+    return ["guidance_embeds is true, which nobody tells it here"] if config.get("guidance_embeds") else []
+
+
+FAMILIES: dict[str, Family] = {
+    "SD3Transformer2DModel": Family(
+        lambda config: config.joint_attention_dim,
+        _say_sd3,
+        lambda config: config.pooled_projection_dim,
+        cut=SD3,
+    ),
+    "PixArtTransformer2DModel": Family(
+        lambda config: config.caption_channels or config.cross_attention_dim, _say_pixart, cut=PIXART
+    ),
+    "SanaTransformer2DModel": Family(
+        lambda config: config.caption_channels, _say_sana, problems=_sana_problems, cut=SANA
+    ),
+    "FluxTransformer2DModel": Family(
+        lambda config: config.joint_attention_dim,
+        _say_flux,
+        lambda config: config.pooled_projection_dim,
+        problems=_flux_problems,
+        folded=FOLDED,
+        sample_size=128,
+    ),
+    "UNet2DConditionModel": Family(
+        lambda config: _one(config.cross_attention_dim), _say_unet, problems=_unet_problems
+    ),
+}
+AUTOENCODERS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+
+
+def _one(value: Any) -> int:
+    return int(value[0] if isinstance(value, (list, tuple)) else value)

@@ -1,0 +1,131 @@
+"""Part of a net that draws: some of its blocks, with what is before them or behind them.
+
+What passes from one part to the next are rows of one width, as many of every item: patches, condition, moment, and
+what the net is to say in the end, which the first part knows and the last compares with.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.models.generators.denoiser_cuts import BLOCKS, Between, Cut, net_width, patches_of, unfolded
+from dilatant.models.generators.diffusion import Diffusion
+
+
+class NetSlice(nn.Module):
+    """Blocks `first <= block < end` of `whole`, sharing its weights. enters: with what is before the blocks (and what
+    makes targets); leaves: with what is behind them. rows: of an item, those of its condition and
+    those that pass between parts."""
+
+    takes_keys = True
+
+    def __init__(
+        self,
+        whole: Diffusion,
+        cut: Cut,
+        rows: tuple[int, int],
+        first: int,
+        end: int,
+        enters: bool,
+        leaves: bool,
+    ) -> None:
+        super().__init__()
+        net: Any = whole.net
+        tokens, self.rows = rows
+        self.net = _shell(net, cut, first, end, enters, leaves)
+        self.pool = whole.pool if enters else None
+        self.encoder = whole.encoder if enters else None
+        self.enters, self.leaves = enters, leaves
+        self._whole = (whole,)  # not registered: weights of other stages
+        self._cut = cut
+        self._parts = (patches_of(net.config, whole.shape), tokens, cut.moments)
+        self._patch = int(net.config.patch_size)
+        self._width = net_width(net.config)
+
+    def forward(self, value: Tensor, **targets: Any) -> Tensor:
+        """value: of the first part [items, k, width of a condition], of others what the part before returned. targets:
+        of the first part, as `Diffusion.forward` takes them. Returns rows for the next part [items, rows, width], or of
+        the last the loss of every item, float32 [items]."""
+        if self.enters:
+            (whole,) = self._whole
+            mixed, rows = whole.shown(value, **targets)
+            between, target = self.enter(mixed.seen, mixed.times, rows), mixed.target
+        else:
+            *parts, target = value.split([*self._parts, value.shape[1] - sum(self._parts)], dim=1)
+            # As the whole net has them: kernels round otherwise over memory with gaps.
+            between = Between(*(part.contiguous() for part in parts))
+        for block in getattr(self.net, BLOCKS).children():
+            between = self._cut.block(self.net, block, between)
+        if self.enters and not self.leaves:
+            target = pack(target, value.dtype, self._width)
+        if not self.leaves:
+            return torch.cat([between.patches, between.condition, between.times, target], dim=1)
+        wanted = target if self.enters else unpack(target, self._whole[0].shape)
+        return (self.leave(between) - wanted).square().flatten(1).mean(dim=1)
+
+    def enter(self, seen: Tensor, times: Tensor, rows: Tensor) -> Between:
+        """What the first block is shown; see `Diffusion.say`."""
+        pooled = None if self.pool is None else self.pool(rows.mean(dim=1))
+        return self._cut.enter(self.net, seen.to(rows.dtype), times, rows, pooled)
+
+    def leave(self, between: Between) -> Tensor:
+        """What the net says, float32 [items, channels, height, width]. (Of a net that also says how sure it is, the
+        first half.)"""
+        shape = self._whole[0].shape
+        patches = self._cut.leave(self.net, between.patches, between.times)
+        return unfolded(patches, self._patch, shape)[:, : shape[0]].float()
+
+
+def rows_between(model: Diffusion, cut: Cut, tokens: int, dtype: torch.dtype) -> int:
+    """How many rows of an item pass between parts."""
+    config: Any = model.net.config
+    target = math.ceil(math.prod(model.shape) * _pieces(dtype) / net_width(config))
+    return patches_of(config, model.shape) + tokens + cut.moments + target
+
+
+def pack(target: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """float32 [items, ...] as rows [items, n, width] of `dtype`, of which they are sums: nothing is rounded."""
+    rest, pieces = target.detach().flatten(1), []
+    for _ in range(_pieces(dtype)):
+        pieces.append(rest.to(dtype))
+        rest = rest - pieces[-1].float()
+    numbers = torch.cat(pieces, dim=1)
+    padded = nn.functional.pad(numbers, (0, -numbers.shape[1] % width))
+    return padded.unflatten(1, (-1, width))
+
+
+def unpack(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The reverse of `pack`: float32 [items, *shape]."""
+    count, size = _pieces(rows.dtype), math.prod(shape)
+    numbers = rows.detach().flatten(1)[:, : count * size].float().unflatten(1, (count, size))
+    total = numbers[:, -1]
+    for piece in reversed(range(count - 1)):  # from the smallest, each sum exact
+        total = numbers[:, piece] + total
+    return total.unflatten(1, shape)
+
+
+def _pieces(dtype: torch.dtype) -> int:
+    """How many numbers of a format hold the 24 bits of a float32."""
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    return math.ceil(24 / bits)
+
+
+def _shell(net: Any, cut: Cut, first: int, end: int, enters: bool, leaves: bool) -> nn.Module:
+    """The net without what others have; blocks keep their numbers, and so their keys."""
+    shell: nn.Module = copy.copy(net)
+    blocks = getattr(net, BLOCKS)
+
+    def keeps(name: str) -> bool:
+        return leaves if name in cut.last else enters
+
+    modules = {name: module for name, module in net._modules.items() if name == BLOCKS or keeps(name)}
+    modules[BLOCKS] = nn.ModuleDict({str(number): blocks[number] for number in range(first, end)})
+    shell.__dict__["_modules"] = modules
+    shell.__dict__["_parameters"] = {k: p for k, p in net._parameters.items() if keeps(k)}
+    shell.__dict__["_buffers"] = {k: b for k, b in net._buffers.items() if keeps(k)}
+    return shell

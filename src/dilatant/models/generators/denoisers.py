@@ -1,0 +1,271 @@
+"""Nets that draw pictures, from diffusers: looked at without their weights, and built.
+
+diffusers is an extra and is imported inside functions: models without generators never need it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.models.generators.autoencoder import encode, latents_of, spread_of
+from dilatant.models.generators.denoiser_families import AUTOENCODERS, FAMILIES, Family
+from dilatant.models.generators.denoiser_source import PictureSource
+from dilatant.models.generators.diffusion import Diffusion, Objective
+from dilatant.models.generators.image_features import features
+from dilatant.models.sources import MOST_BLOCKS
+
+INSTALL = 'pip install "dilatant[generators]"'
+WIDEST = 1 << 20
+"""More is taken for a mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureNet:
+    """A net that was looked at without its weights. width: of a row of its condition. pooled: of what it is told once,
+    or None. shape: of what it draws, [channels, height, width]; pixels: of the picture, the same without an
+    autoencoder. settings, vae_settings: every setting, as diffusers has them."""
+
+    source: PictureSource
+    family: Family = field(repr=False)
+    width: int = 0
+    pooled: int | None = None
+    shape: tuple[int, int, int] = (0, 0, 0)
+    pixels: tuple[int, int, int] = (0, 0, 0)
+    learned_variance: bool = False
+
+
+def look_at(source: PictureSource, where: str) -> PictureNet:
+    """What the settings say, proven by building everything without memory. Raises UserError that lists what does not
+    fit, also where diffusers is not installed."""
+    with torch.device("meta"):
+        net = _build(source.settings, where, tuple(FAMILIES))
+        vae = None
+        if source.vae_settings is not None:
+            vae = _build(source.vae_settings, f"{where}.vae", AUTOENCODERS)
+        drawn = None if source.features is None else source.features.shapes(f"{where}.target.encoder")
+    name = type(net).__name__
+    family = FAMILIES[name]
+    config = net.config
+    channels = int(config.in_channels)
+    out = int(getattr(config, "out_channels", None) or channels)
+    own_size = getattr(config, "sample_size", None)
+    size = own_size or source.sample_size or family.sample_size
+    problems = [f"{name}: {problem}" for problem in family.problems(config)]
+    if out not in (channels, 2 * channels):
+        problems.append(f"{name} takes {channels} channels and gives {out}; it must give as many, or twice")
+    for width in (family.width(config), family.pooled(config)):
+        if width is not None and not (isinstance(width, int) and 1 <= width <= WIDEST):
+            problems.append(f"{name} takes conditions {width!r} wide; widths are 1 to {WIDEST:,}")
+    if own_size is not None and source.sample_size not in (None, own_size):
+        problems.append(f"{name} has a sample_size of its own, {own_size}; leave out {source.sample_size}")
+    if size is None:
+        problems.append(f"{name} has no sample_size, which says how large its pictures are")
+    elif any(side % family.folded for side in _pair(size)):
+        problems.append(f"{name} needs a sample_size that {family.folded} divides, not {size}")
+    if problems:
+        raise list_problems(f"{where} cannot be trained:", problems)
+    height, width = _pair(size)
+    shape = (channels // family.folded**2, height, width)
+    _draw_nothing(net, family, shape, where)
+    if drawn is not None and drawn[0] != shape:
+        raise UserError(
+            f"{where}: {name} draws {list(shape)}, but the features of target.encoder are {list(drawn[0])}; set "
+            f"in_channels and out_channels to {drawn[0][0]} and sample_size to {drawn[0][1]}"
+        )
+    pixels = drawn[1] if drawn is not None else shape if vae is None else _pixels_of(vae, shape, where)
+    if pixels[0] not in (1, 3):
+        raise UserError(
+            f"{where}: {name} draws {channels} channels, which is no picture; name the autoencoder whose latents they "
+            f"are: {where}.vae"
+        )
+    return PictureNet(
+        source, family, family.width(config), family.pooled(config), shape, pixels, out > channels
+    )
+
+
+@torch.no_grad()
+def _draw_nothing(net: nn.Module, family: Family, shape: tuple[int, int, int], where: str) -> None:
+    """One forward without memory. Raises UserError where the settings of a net do not fit one another."""
+    config: Any = net.config
+    pooled = family.pooled(config)
+    with torch.device("meta"):
+        rows = torch.empty(1, 1, family.width(config))
+        told = None if pooled is None else torch.empty(1, pooled)
+        try:
+            said = family.say(net, torch.empty(1, *shape), torch.empty(1), rows, told)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise UserError(
+                f"{where}: {type(net).__name__} with these settings cannot draw pictures of its sample_size "
+                f"{list(shape[1:])}: {reason}"
+            ) from None
+    if tuple(said.shape[2:]) != shape[1:]:
+        raise UserError(
+            f"{where}: {type(net).__name__} with these settings draws {list(said.shape[2:])}, but its sample_size is "
+            f"{list(shape[1:])}"
+        )
+
+
+def _pixels_of(vae: Any, shape: tuple[int, int, int], where: str) -> tuple[int, int, int]:
+    """The picture whose latents have `shape`, found by trying one. Raises UserError for other channels."""
+    channels, tried = int(vae.config.in_channels), 64
+    with torch.no_grad():
+        latents, *_ = spread_of(vae, torch.zeros(1, channels, tried, tried, device="meta"))
+    if latents.shape[1] != shape[0]:
+        raise UserError(
+            f"{where}.vae: its latents have {latents.shape[1]} channels, but the net draws {shape[0]}; name the "
+            "autoencoder that the net was made for"
+        )
+    factor = tried // latents.shape[-1]
+    return channels, shape[1] * factor, shape[2] * factor
+
+
+def build_diffusion(
+    seen: PictureNet,
+    where: str,
+    objective: Objective,
+    drop: float,
+    hollow: bool,
+    keeps_latents: bool = False,
+) -> Diffusion:
+    """The module that learns. hollow: on the meta device; `materialize` or stored weights make it real. Raises
+    UserError where pretrained weights cannot be read."""
+    source = seen.source
+
+    def fresh() -> tuple[nn.Module, nn.Module | None]:
+        net, vae = _build(source.settings, where, tuple(FAMILIES)), source.vae_settings
+        if source.features is not None:
+            return net, source.features.build(f"{where}.target.encoder")
+        return net, None if vae is None else _build(vae, f"{where}.vae", AUTOENCODERS)
+
+    with torch.device("meta"):
+        net, encoder = fresh()
+        pool = None
+        if seen.pooled is not None:
+            pool = nn.Identity() if seen.pooled == seen.width else nn.Linear(seen.width, seen.pooled)
+    config: Any = net.config
+    module = Diffusion(
+        net,
+        _first_half(seen.family.say) if seen.learned_variance else seen.family.say,
+        seen.shape,
+        seen.pixels,
+        objective,
+        drop,
+        pool,
+        encoder,
+        *_seen_by(source),
+        fresh,
+        seen.family.cut if seen.family.cut is not None and seen.family.cut.fits(config) else None,
+        keeps_latents,
+    )
+    if not hollow and source.has_weights:
+        module.to_empty(device="cpu")
+        module.draw_weights()
+        module.load_state_dict(pretrained_weights(source, where), strict=False)
+    return module
+
+
+def _seen_by(source: PictureSource) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
+    """`encode` and `of_spread` of a `Diffusion`."""
+    if source.features is not None:
+        return features, None
+    return (None, None) if source.vae_settings is None else (encode, latents_of)
+
+
+def pretrained_weights(source: PictureSource, where: str) -> dict[str, Tensor]:
+    """The stored weights of net and autoencoder, as `Diffusion` calls them. Raises UserError."""
+    weights: dict[str, Tensor] = {}
+    net = _pretrained(source.settings, source.folder, where)
+    if source.features is None:
+        encoder = pretrained_autoencoder(source, where)
+    else:
+        encoder = source.features.pretrained(f"{where}.target.encoder")
+    for part, model in (("net", net), ("encoder", encoder)):
+        if model is not None:
+            weights |= {f"{part}.{key}": tensor for key, tensor in model.state_dict().items()}
+    return weights
+
+
+def pretrained_autoencoder(
+    source: PictureSource, where: str, dtype: torch.dtype = torch.float32
+) -> nn.Module | None:
+    """The autoencoder with its stored weights; None where it has none. Raises UserError."""
+    return _pretrained(source.vae_settings, source.vae_folder, where, dtype)
+
+
+def _pretrained(
+    settings: Mapping[str, Any] | None,
+    folder: tuple[str, str] | None,
+    where: str,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module | None:
+    if folder is None or settings is None:
+        return None
+    kind = _class_of(settings, where, (*FAMILIES, *AUTOENCODERS))
+    place, below = folder
+    if Path(place).is_dir():  # diffusers takes weights of the folder above, where there are any
+        place, below = str(Path(place, below)), ""
+    try:
+        return kind.from_pretrained(place, subfolder=below or None, torch_dtype=dtype)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{where}: the weights of {folder[0]!r} cannot be loaded: {reason}") from None
+
+
+def _first_half(say: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of a net that also says how sure it is, what it says."""
+
+    def said(*given: Any) -> Tensor:
+        return say(*given).chunk(2, dim=1)[0]
+
+    return said
+
+
+def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> Any:
+    kind = _class_of(settings, where, known)
+    given = {key: value for key, value in settings.items() if not key.startswith("_")}
+    allowed = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+    problems = []
+    for key in given:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            problems.append(f"{key!r} is not a setting of {kind.__name__}{hint}")
+    for key, value in given.items():
+        if "layers" in key and isinstance(value, int) and value > MOST_BLOCKS:
+            raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
+    if problems and "_diffusers_version" not in settings:  # what diffusers wrote, it knows
+        raise list_problems(f"{where}:", problems)
+    try:
+        return kind.from_config(dict(settings))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{where}: {kind.__name__} refuses these settings: {reason}") from None
+
+
+def _class_of(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> Any:
+    name = settings.get("_class_name")
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"{where}: _class_name is {name!r}; {hint}known are {', '.join(known)}")
+    try:
+        import diffusers
+
+        return getattr(diffusers, str(name))
+    except ImportError as error:
+        raise UserError(f"{where}: generators need diffusers ({error}); {INSTALL}") from None
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return int(height), int(width)

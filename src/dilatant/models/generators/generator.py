@@ -1,0 +1,338 @@
+"""Units behind the language model: a connector and a module that makes losses of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.data.sample import EncodedSample
+from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.unit import Unit
+from dilatant.models.core.weights import Weight, name_module_weights
+from dilatant.models.generators.connector import TransformerConnector, build_connector
+from dilatant.models.generators.denoiser_cuts import BLOCKS, Cut, net_width
+from dilatant.models.generators.denoiser_slice import NetSlice, rows_between
+from dilatant.models.generators.diffusion import Diffusion
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """What a user says about a unit behind the language model.
+
+    model: a module, `model(rows, **targets)` → losses [items]; rows: [items, tokens_per_item, width], targets: the
+    samples' media under the unit's name, keyword → [items, ...]. One that draws random numbers says `takes_keys = True`
+    and is also given `seed`, `keys` (one for each item, whatever the layout) and `place` (its unit). token_id: the
+    token of the text at whose places the language model's last hidden states are taken, `tokens_per_item` of them for
+    an item; None: learned queries stand there, a weight of the language model's embedding layer, and the id is one
+    beyond the vocabulary. connector: "linear", "mlp",
+    "identity", "transformer" of `connector_layers` blocks in which the rows of an item see each other, or a module from
+    the language model's width to `width`. The loss is the sum over all items of the global batch over their number, and
+    counts `loss_weight` times.
+    """
+
+    model: nn.Module
+    token_id: int | None
+    width: int
+    connector: str | nn.Module = "linear"
+    tokens_per_item: int = 1
+    loss_weight: float = 1.0
+    connector_layers: int = 2
+
+
+class GeneratorStage(Stage):
+    """connector: None after the first stage. model: None before the last. source: the unit that gives rows. token_id,
+    tokens_per_item: see `Generator`."""
+
+    def __init__(
+        self,
+        unit: str,
+        layers: tuple[str, ...],
+        weights: tuple[Weight, ...],
+        connector: nn.Module | None,
+        model: nn.Module | None,
+        source: str,
+        token_id: int,
+        tokens_per_item: int,
+    ) -> None:
+        super().__init__(unit, layers, weights)
+        self.connector = connector
+        self.model = model
+        self.source = source
+        self.token_id = token_id
+        self.tokens_per_item = tokens_per_item
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        """All items of the samples in one batch; nothing where none of them has any."""
+        rows = inbound[self.unit if self.connector is None else self.source]
+        if data.predicts or not rows.shape[0]:
+            return StageOutput()
+        if self.connector is not None:
+            rows = self.connector(in_dtype_of(self.connector, rows))
+        if self.model is None:
+            return StageOutput(rows)
+        own = self.own(data, samples)
+        targets: dict[str, Any] = {}
+        if self.enters:
+            loaded = [data.samples[s] for s in samples if own is None or data.samples[s].media.get(self.unit)]
+            self._check_items(loaded)
+            targets |= media_of(data, samples, self, own)
+            if getattr(self.model, "takes_keys", False):
+                targets |= self._keys(data, samples, own)
+        made = self(rows, **targets)
+        if not self.leaves:
+            return StageOutput(made)
+        return StageOutput(losses={self.unit: made.float().sum() / data.counts[self.unit]})
+
+    @property
+    def enters(self) -> bool:
+        """Whether it is the stage that is given targets, not one that goes on behind it."""
+        return self.model is not None and getattr(self.model, "enters", True)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether losses leave it."""
+        return self.model is not None and getattr(self.model, "leaves", True)
+
+    def _keys(
+        self, data: StepData, samples: tuple[int, ...], own: NDArray[np.int64] | None
+    ) -> dict[str, Any]:
+        """What random numbers of the items follow from."""
+        items = zip(samples, self.spread(data, samples).lengths)
+        keys = [f"{data.draws[sample]} item {item}" for sample, count in items for item in range(count)]
+        return {
+            "seed": data.seed,
+            "keys": keys if own is None else [keys[item] for item in own],
+            "place": self.unit,
+        }
+
+    def _check_items(self, samples: Sequence[EncodedSample]) -> None:
+        """Raise UserError for samples whose places in the text are not those of their targets."""
+        problems = []
+        for sample in samples:
+            places = _rows(self.unit, sample)
+            given = {len(array) for array in sample.media.get(self.unit, {}).values()} if places else {0}
+            if given != {places / self.tokens_per_item}:
+                listed = " and ".join(str(count) for count in sorted(given))
+                problems.append(
+                    f"sample {sample.id!r} has {places} places in its text, {self.tokens_per_item} for an item, but "
+                    f"targets of {listed} items"
+                )
+        if problems:
+            raise list_problems(f"the targets of {self.unit} do not fit:", problems[:8])
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return Spread(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
+
+    def items(self, sizes: Mapping[str, int]) -> int:
+        return sizes.get(self.unit, 0) // self.tokens_per_item
+
+    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+        if self.connector is not None:
+            return self.connector(value)
+        made = self(value, **given)
+        return made.sum() if self.leaves else made
+
+    def forward(self, rows: Tensor, **targets: Any) -> Tensor:
+        """The losses of items: [items]; of a part of a net that others follow, rows for the next. rows: of the items
+        one after another, behind the connector.
+
+        Raises UserError where the module does not return one loss for each item.
+        """
+        assert self.model is not None
+        each = self.tokens_per_item if self.enters else cast(NetSlice, self.model).rows
+        given = in_dtype_of(self.model, rows).unflatten(0, (-1, each))
+        made = self.model(given, **targets)
+        if not self.leaves:
+            return made.flatten(0, 1)
+        if made.shape != given.shape[:1]:
+            raise UserError(
+                f"{self.unit}: the module returns losses of shape {[*made.shape]} for {given.shape[0]} items; "
+                "return one number for each item"
+            )
+        return made
+
+
+class GeneratorUnit(Unit, GeneratorStage):
+    """A connector and a module: layers `connector` and `generator`; or, of a net that can be cut, `connector`,
+    `embedding`, `layers.0` and so on, and `head`."""
+
+    parts = ("connector", "model")
+    model: nn.Module
+    connector: nn.Module
+    structure = None
+
+    def __init__(self, name: str, generator: Generator, source: str, width_in: int) -> None:
+        connector = generator.connector
+        if isinstance(connector, str):
+            with torch.device("meta"):
+                connector = build_connector(
+                    connector,
+                    width_in,
+                    generator.width,
+                    generator.tokens_per_item,
+                    generator.connector_layers,
+                    f"generator {name!r}: connector",
+                )
+        assert generator.token_id is not None
+        cut: Cut | None = getattr(generator.model, "cut", None)
+        connecting = name_module_weights(name, {"connector": ("connector", connector)})
+        if cut is None:
+            layers = ["connector", "generator"]
+            drawing = name_module_weights(name, {"generator": ("model", generator.model)})
+        else:
+            count = len(net_blocks(generator.model))
+            layers = ["connector", "embedding", *(f"layers.{number}" for number in range(count)), "head"]
+            drawing = _net_weights(name, layers, generator.model, cut)
+        super().__init__(
+            unit=name,
+            layers=tuple(f"{name}.{layer}" for layer in layers),
+            weights=(*connecting, *drawing),
+            connector=connector,
+            model=generator.model,
+            source=source,
+            token_id=generator.token_id,
+            tokens_per_item=generator.tokens_per_item,
+        )
+        self.cut = cut
+        self.inputs = (source,)
+        self.width = generator.width
+        self.width_in = width_in
+        items = partial(_items, name, self.tokens_per_item)
+        self.losses = {name: Loss(items, generator.loss_weight)}
+        self._freeze_at_start()
+
+    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        if not layer:
+            whole = max(1, tokens // self.tokens_per_item) * self.tokens_per_item
+            count = whole if self.rows_see_each_other else tokens
+            return torch.randn(count, self.width_in, device=device), {}
+        if not isinstance(self.model, Diffusion):
+            raise UserError(
+                f"{self.unit}: its module cannot be measured alone, for its targets are not known"
+            )
+        items = max(1, tokens // self.tokens_per_item)
+        if layer > 1:
+            boundary = self.boundary(layer, self.unit)
+            return torch.randn(items * self.rows_between, boundary.width, device=device), {}
+        rows = torch.randn(items * self.tokens_per_item, self.width, device=device)
+        return rows, self.model.example(items, device)
+
+    @property
+    def rows_see_each_other(self) -> bool:
+        """Whether its connector takes the rows of whole items."""
+        return isinstance(self.connector, TransformerConnector)
+
+    def part_name(self, part: str) -> str:
+        return f"{self.unit}.connector" if part == "connector" else f"{self.unit}.generator"
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [self.model] if self.cut is None else net_blocks(self.model)
+
+    @property
+    def first_block(self) -> int:
+        return 1 if self.cut is None else 2
+
+    def pieces(self) -> Iterator[tuple[str, str]]:
+        yield self.layers[0], "connector"
+        if self.cut is None:
+            yield self.layers[1], "model"
+            return
+        for path, module in self.model.named_children():
+            if path != "net":
+                yield self.layers[1], f"model.{path}"
+                continue
+            for name, _ in module.named_children():
+                if name == BLOCKS:
+                    yield from (
+                        (layer, f"model.net.{BLOCKS}.{number}")
+                        for number, layer in enumerate(self.layers[2:-1])
+                    )
+                else:
+                    yield self.layers[-1 if name in self.cut.last else 1], f"model.net.{name}"
+
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit} if first <= 1 < end else ())
+
+    @property
+    def rows_between(self) -> int:
+        """How many rows of an item pass between parts of its net."""
+        if self.cut is None:
+            return self.tokens_per_item
+        return rows_between(cast(Diffusion, self.model), self.cut, self.tokens_per_item, self.row_dtype)
+
+    def boundary(self, end: int, consumer: str) -> Boundary:
+        if end == 1 or self.cut is None:
+            return Boundary(self.width, self.row_dtype, partial(_rows, self.unit))
+        net: Any = cast(Diffusion, self.model).net
+        rows = partial(_rows_between, self.unit, self.tokens_per_item, self.rows_between)
+        return Boundary(net_width(net.config), self.row_dtype, rows)
+
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
+        items = self.items(sample.sizes)
+        return np.repeat(np.arange(items), rows // max(1, items))
+
+    def stage(self, first: int, end: int) -> GeneratorStage:
+        self._check_stage(first, end)
+        model: nn.Module | None = self.model if end > 1 else None
+        if self.cut is not None and model is not None and (first > 1 or end < len(self.layers)):
+            count = len(self.blocks)
+            begin, stop = (min(max(place - 2, 0), count) for place in (first, end))
+            model = NetSlice(
+                cast(Diffusion, self.model),
+                self.cut,
+                (self.tokens_per_item, self.rows_between),
+                begin,
+                stop,
+                enters=first <= 1,
+                leaves=end == len(self.layers),
+            )
+        return GeneratorStage(
+            unit=self.unit,
+            layers=self.layers[first:end],
+            weights=self._weights_between(first, end),
+            connector=self.connector if first == 0 else None,
+            model=model,
+            source=self.source,
+            token_id=self.token_id,
+            tokens_per_item=self.tokens_per_item,
+        )
+
+
+def net_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a `Diffusion` whose net can be cut."""
+    return list(model.get_submodule(f"net.{BLOCKS}").children())
+
+
+def _net_weights(unit: str, layers: Sequence[str], model: nn.Module, cut: Cut) -> tuple[Weight, ...]:
+    """Every weight of a `Diffusion` whose net is cut, in layer order."""
+    found: dict[str, list[Weight]] = {layer: [] for layer in layers}
+    for key in model.state_dict():
+        part, name, *rest = key.split(".")
+        if part == "net" and name == BLOCKS:
+            layer, last = f"layers.{rest[0]}", ".".join(rest[1:])
+        else:
+            layer, last = ("head" if part == "net" and name in cut.last else "embedding"), key
+        found[layer].append(Weight(f"{unit}.{layer}.{last}", f"{unit}.{layer}", "model", key))
+    return tuple(weight for each in found.values() for weight in each)
+
+
+def _rows(unit: str, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0)
+
+
+def _rows_between(unit: str, tokens_per_item: int, rows: int, sample: EncodedSample) -> int:
+    return _rows(unit, sample) // tokens_per_item * rows
+
+
+def _items(unit: str, tokens_per_item: int, sample: EncodedSample) -> float:
+    return _rows(unit, sample) / tokens_per_item

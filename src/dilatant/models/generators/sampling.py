@@ -1,0 +1,69 @@
+"""Drawing: from noise to a picture, step by step, by what a net says."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilatant.models.generators.autoencoder import decode
+from dilatant.models.generators.diffusion import MOMENTS, Diffusion, alphas
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How pictures are drawn. steps: of the way from noise to picture. guidance: how far beyond what the net says
+    without the condition; 1 takes what it says with it."""
+
+    steps: int = 20
+    guidance: float = 2.0
+
+
+@torch.no_grad()
+def draw(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
+    """Pictures of the conditions `rows` [items, k, width] from `noise` [items, *model.shape]: float32 [items, channels,
+    height, width] of -1 to 1, of pixels; of a net that draws features, these as they are."""
+    latents = _flow(model, rows, noise, how) if model.objective == "flow" else _turns(model, rows, noise, how)
+    if model.draws_features:
+        return latents.float()
+    pixels = latents if model.encoder is None else decode(model.encoder, latents)
+    return pixels.float().clamp(-1, 1)
+
+
+def _flow(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
+    """Euler steps along the direction from noise to picture."""
+    seen = noise.float()
+    shares = np.linspace(1.0, 0.0, how.steps + 1)
+    for share, following in itertools.pairwise(shares):
+        seen = seen + (following - share) * _said(model, seen, share * MOMENTS, rows, how.guidance)
+    return seen
+
+
+def _turns(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
+    """Steps of DDIM without new noise (Song, Meng and Ermon): each says picture and noise, and mixes them anew."""
+    left = alphas()
+    moments = (np.arange(how.steps) * (MOMENTS // how.steps)).round()[::-1].astype(int)
+    seen = noise.float()
+    for at, following in zip(moments, [*moments[1:], None]):
+        said = _said(model, seen, float(at), rows, how.guidance)
+        picture_part, noise_part = left[at] ** 0.5, (1 - left[at]) ** 0.5
+        if model.objective == "epsilon":
+            noise_said, picture = said, (seen - noise_part * said) / picture_part
+        else:
+            picture = picture_part * seen - noise_part * said
+            noise_said = picture_part * said + noise_part * seen
+        then = left[0] if following is None else left[following]
+        seen = then**0.5 * picture + (1 - then) ** 0.5 * noise_said
+    return seen
+
+
+def _said(model: Diffusion, seen: Tensor, moment: float, rows: Tensor, guidance: float) -> Tensor:
+    times = torch.full((len(seen),), moment, dtype=torch.float32, device=seen.device)
+    if guidance == 1:
+        return model.say(seen, times, rows).float()
+    both = torch.cat([rows, torch.zeros_like(rows)])
+    told, untold = model.say(seen.repeat(2, 1, 1, 1), times.repeat(2), both).float().chunk(2)
+    return untold + guidance * (told - untold)

@@ -1,0 +1,1 @@
+"""The language model as a unit, and the optional features of its stages."""

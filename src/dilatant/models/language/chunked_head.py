@@ -1,0 +1,114 @@
+"""The head on some positions at a time, so that the logits of a long row never exist at once.
+
+Forward and backward take 8 bytes a logit: 10 GB for 8k targets of 152k tokens. The head runs on chunks of targets, and
+again in their backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), for one more product of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from dilatant.models.core.loss import cross_entropy
+
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+"""Of each position, from logits [positions, vocabulary] and targets [positions]."""
+
+LOSS_CHUNK = 1024
+"""Targets whose logits exist at once, unless something else is asked for."""
+
+
+class _Output:
+    """What blocks would have returned: hidden states, and None for all else that families ask for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Passed(nn.Module):
+    """Stands for the module that holds the blocks, and returns the hidden states that it is given."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:
+    """The head of a causal language model with what its family does there (scales, soft caps): the model's own forward
+    around a module that passes hidden states on. It shares the weights of `model`, and costs nothing to make.
+
+    container: path of the module that holds the blocks and ends with the final norm.
+    """
+    root = shell = _shallow(model)
+    *outer, last = container.split(".")
+    for part in outer:
+        shell._modules[part] = shell = _shallow(cast(nn.Module, shell._modules[part]))
+    shell._modules[last] = _Passed()
+    return cast(PreTrainedModel, root)
+
+
+def logits_of(head: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """[batch, tokens, vocabulary]. hidden: [batch, tokens, width], what the final norm made."""
+    return head(inputs_embeds=hidden, use_cache=False).logits
+
+
+def chunked_loss(
+    head: PreTrainedModel,
+    hidden: Tensor,
+    targets: Tensor,
+    chunk: int | None,
+    cross_entropy: CrossEntropy = cross_entropy,
+) -> Tensor:
+    """Cross entropy in fp32: [positions].
+
+    hidden: [positions, width]; targets: int64 [positions], -100 where there is none. chunk: positions whose logits
+    exist at once, in the backward as well; None: all of them, kept for the backward. No more than one chunk is not
+    worth running the head twice: it is kept, too.
+    """
+    run = partial(_loss, head, cross_entropy)
+    if chunk is None or len(targets) <= chunk:
+        return run(hidden, targets)
+    if torch.is_grad_enabled():
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([run(*some) for some in zip(hidden.split(chunk), targets.split(chunk), strict=True)])
+
+
+def chunked_predictions(
+    head: PreTrainedModel,
+    hidden: Tensor,
+    targets: Tensor,
+    chunk: int | None,
+    argmax: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1),  # noqa: B008  # keeps nothing
+    cross_entropy: CrossEntropy = cross_entropy,
+) -> tuple[Tensor, Tensor]:
+    """The likeliest token after each position, int64 [positions], and the cross entropy of its target, fp32
+    [positions]. hidden: [positions, width]; targets: int64 [positions]."""
+    size = chunk or max(1, len(hidden))
+    tokens, losses = [], []
+    for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        logits = logits_of(head, rows[None])[0]
+        tokens.append(argmax(logits))
+        losses.append(cross_entropy(logits, wanted))
+    return torch.cat(tokens), torch.cat(losses)
+
+
+def _loss(head: PreTrainedModel, cross_entropy: CrossEntropy, hidden: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits_of(head, hidden[None])[0], targets)
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    shell = copy.copy(module)
+    shell.__dict__["_modules"] = dict(module.__dict__["_modules"])
+    return shell

@@ -1,0 +1,446 @@
+"""Layers of the language model: packed rows in, a loss and rows for the units behind it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.attention.kernels.attention_plan import to_device
+from dilatant.attention.masks.placement import place_row
+from dilatant.data.sample import EncodedSample
+from dilatant.models.core.cross_attention import STATES, Crossing
+from dilatant.models.core.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
+from dilatant.models.core.passage import PassingBlock, run_between
+from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.stage import Inputs, Predictions, Stage, StageOutput, StepData
+from dilatant.models.core.weights import Weight
+from dilatant.models.language.chunked_head import (
+    LOSS_CHUNK,
+    chunked_loss,
+    chunked_predictions,
+    head_of,
+    logits_of,
+)
+from dilatant.models.language.cross_attention_rows import RowsHere
+from dilatant.models.language.merge import find_places, merge_rows, without_placeholders
+from dilatant.models.language.packed_row import PackedRow, Positions
+from dilatant.models.language.queries import Queries, number_queries
+from dilatant.models.language.router_loss import router_loss
+from dilatant.models.language.side_states import Carried, DeepStack, PerLayer
+from dilatant.models.parallel.tensor_parallel import VocabularyShard
+
+BeforeLanguageModel = Callable[[dict[str, Tensor], Inputs], Inputs]
+
+
+class PlansAttention(Protocol):
+    """What makes keywords for the attention of every stage (see `row_attention.RowAttention`)."""
+
+    @property
+    def placement(self) -> str:
+        """By which policy context-parallel ranks share a row, see `attention.placement`."""
+        ...
+
+    def __call__(
+        self,
+        samples: Sequence[Any],
+        padding: Sequence[int] | None = None,
+        prefixes: Sequence[int] | None = None,
+    ) -> Mapping[str, Any]:
+        """Of a packed row of samples with these `input_ids`, each after so many tokens of padding, and with so many
+        tokens before the first that it learns to write (default: all)."""
+        ...
+
+    def padded(self, input_ids: Any, attention_mask: Any | None) -> Mapping[str, Any]:
+        """Of a batch with padding, [batch, tokens] both."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalOutput:
+    """loss: scalar, or None without labels. logits: [batch, tokens, vocabulary], or None when not wanted.
+    hidden: [batch, tokens, hidden], what the head is given, where it is wanted. predicted: int64 [positions], the
+    likeliest tokens after them, where they are wanted. token_losses: fp32 [targets], of each before any division, in a
+    packed row; they cannot be differentiated."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+    hidden: Tensor | None = None
+    predicted: Tensor | None = None
+    token_losses: Tensor | None = None
+
+    def __getitem__(self, key: Any) -> Any:
+        """By name, or by place among those that are there, as outputs of transformers are asked by its Trainer."""
+        if isinstance(key, str):
+            return getattr(self, key)
+        values = (self.loss, self.logits, self.hidden, self.predicted, self.token_losses)
+        return tuple(value for value in values if value is not None)[key]
+
+
+class LanguageStage(Stage):
+    """Layers of the language model.
+
+    model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
+    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. queries: what
+    stands at those of some units on the first stage; their ids are beyond the vocabulary. container:
+    path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
+    where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
+    vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
+    reads. blocks_path: of the list of blocks. carried: what lies behind the hidden states of every token, and
+    blocks_before: how many blocks come before those here. crossing: rows that blocks look at by cross attention.
+    before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
+    "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
+    """
+
+    row_attention: PlansAttention | None
+    """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
+    positions alone keep samples apart. Set by `row_attention.use_row_attention`."""
+    vocabulary: VocabularyShard | None = None
+    """Where ranks share the head: what is asked of its logits, of which this rank has some."""
+
+    def __init__(
+        self,
+        unit: str,
+        layers: tuple[str, ...],
+        weights: tuple[Weight, ...],
+        model: PreTrainedModel,
+        placeholder_ids: Mapping[str, int],
+        outputs: Mapping[str, int],
+        container: str,
+        before_language_model: BeforeLanguageModel | None = None,
+        row_attention: PlansAttention | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+        loss_chunk: int | None = LOSS_CHUNK,
+        routers: str | None = None,
+        queries: Queries | None = None,
+        decoder: str | None = None,
+        positions: Positions | None = None,
+        grids: frozenset[str] = frozenset(),
+        carried: Carried | None = None,
+        crossing: Crossing | None = None,
+        blocks_before: int = 0,
+        blocks_path: str = "",
+    ) -> None:
+        super().__init__(unit, layers, weights)
+        self.model = model
+        self.queries = queries
+        self.placeholder_ids = dict(placeholder_ids)
+        self.outputs = dict(outputs)
+        self.container = container
+        self.before_language_model = before_language_model
+        self.row_attention = row_attention
+        self.is_first = is_first
+        self.is_last = is_last
+        self.loss_chunk = loss_chunk
+        self.routers = routers
+        self.decoder = decoder
+        self.positions = positions
+        self.grids = grids
+        self.carried = carried
+        self.crossing = crossing
+        self.blocks_before = blocks_before
+        self.blocks_path = blocks_path
+        self.passing: PassingBlock | None = None  # in the place of the blocks of a stage that has none
+
+    def attention_of(
+        self,
+        samples: Sequence[Any],
+        padding: Sequence[int] | None = None,
+        prefixes: Sequence[int] | None = None,
+    ) -> Mapping[str, Any]:
+        """Keywords for the attention of every stage over a packed row (see `PlansAttention`)."""
+        return {} if self.row_attention is None else self.row_attention(samples, padding, prefixes)
+
+    def attention_over(self, packed: Sequence[EncodedSample]) -> Mapping[str, Any]:
+        """The same for whole samples."""
+        ids = [sample.input_ids for sample in packed]
+        return self.attention_of(ids, prefixes=[sample.prefix_tokens for sample in packed])
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        """The samples packed in one row, of which this rank runs its own tokens."""
+        packed = [data.samples[sample] for sample in samples]
+        # Ids and targets are looked through on the host, which would wait for the device to tell it.
+        row = PackedRow.of(packed, self.unit, self.outputs, self.positions)
+        given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
+        attention = self.attention_over(packed)
+        arrived = inbound.get(self.unit)
+        query_of = None
+        if self.is_first and self.queries is not None:
+            query_of = number_queries(row.ids.numpy(), self.outputs, self.queries.counts)
+        if self.context.ranks is not None:
+            assert self.row_attention is not None
+            row = row.shared(
+                attention[PLAN_KEYWORD],
+                self.context.ranks,
+                [*self.placeholder_ids.values()],
+                self.row_attention.placement,
+            )
+            assert row.share is not None
+            query_of = None if query_of is None else row.share.take(query_of, -1)
+            attention = {PLAN_KEYWORD: row.share}
+            # Also those of which this rank has no row, so that all ranks have the same to differentiate.
+            having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
+            given = {name: inbound[name] for name in having}
+        crossing = None if self.crossing is None else RowsHere.of(self.crossing, packed, row)
+        if crossing is not None:
+            if self.is_first:
+                crossing.rows = given.pop(crossing.unit, None)
+            elif crossing.passes(self.blocks_before):
+                assert arrived is not None
+                arrived = crossing.split(arrived)
+            # Ranks that share blocks meet in all of them, whether or not there is anything to see.
+            seen = crossing.look(self.blocks_before, self._end_block, self.shards is not None)
+            attention = attention if seen is None else {**attention, STATES: seen}
+        wanted = positions_with_targets(row.targets) if data.predicts and self.is_last else None
+        router_logits: list[Tensor] | None = None if self.routers is None or data.predicts else []
+        output = self(
+            to_device(row.ids[None], data.device) if self.is_first else None,
+            given,
+            None if arrived is None or self.is_first else row.padded(arrived)[None],
+            position_ids=to_device(row.position_ids.unsqueeze(-2), data.device),
+            targets=row.targets if self.is_last else None,
+            loss_denominator=data.counts[self.unit] if self.is_last else None,
+            return_logits=False,
+            return_hidden=bool(self.outputs) and not data.predicts,
+            lengths=row.lengths if row.share is None else None,
+            sample_ids=[sample.id for sample in packed] if row.share is None else None,
+            places=find_places(row.ids.numpy(), self.merged_ids, data.device) if self.is_first else None,
+            predicted_at=None if wanted is None else to_device(wanted, data.device),
+            router_logits=router_logits,
+            query_of=query_of,
+            **attention,
+        )
+        losses = {}
+        if router_logits:
+            assert self.routers is not None
+            logits = [row.unpadded(each) for each in router_logits]
+            add_up = None if row.share is None else row.share.sum
+            chosen = self.model.config.num_experts_per_tok
+            of_routers = router_loss(logits, row.sample_of, row.lengths, chosen, add_up)
+            losses[self.routers] = of_routers / data.counts[self.routers]
+        if isinstance(output, Tensor):
+            hidden = row.unpadded(output[0])
+            if crossing is not None and crossing.passes(self._end_block):
+                hidden = crossing.join(hidden)
+            return StageOutput(hidden, losses)
+        if wanted is not None:
+            assert output.token_losses is not None
+            at = wanted.to(data.device)
+            losses_there = row.whole_row(output.token_losses, at)
+            return StageOutput(predicted=Predictions(row.whole_row(output.predicted, at), losses_there))
+        rows = None
+        if output.hidden is not None:
+            rows = {unit: output.hidden[0, at.to(data.device)] for unit, at in row.outputs.items()}
+        assert output.token_losses is not None
+        sample_of = row.sample_of[positions_with_targets(row.targets)].to(data.device)
+        by_sample = output.token_losses.new_zeros(len(samples)).index_add_(0, sample_of, output.token_losses)
+        return StageOutput(rows, {self.unit: output.loss, **losses}, sample_losses={self.unit: by_sample})
+
+    def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
+        packed = [data.samples[sample] for sample in samples]
+        mask = self.attention_over(packed)[PLAN_KEYWORD].mask
+        lengths = [sample.sizes[self.unit] for sample in packed]
+        assert self.row_attention is not None
+        return np.split(place_row(mask, size, self.row_attention.placement).owners, np.cumsum(lengths)[:-1])
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return Spread(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))
+
+    @property
+    def undeferred(self) -> tuple[nn.Module, ...]:
+        """The head: what its weight gradient needs is as large as all logits."""
+        head = self.model.get_output_embeddings() if self.is_last else None
+        return () if head is None else (head,)
+
+    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+        if not value.is_floating_point():
+            return self(value, **given)
+        output = self(None, None, value, return_logits=False, **given)
+        return output if isinstance(output, Tensor) else output.loss
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        rows: Mapping[str, Tensor] | None = None,
+        hidden: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+        loss_denominator: float | Tensor | None = None,
+        return_logits: bool = True,
+        return_hidden: bool = False,
+        predicted_at: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        sample_ids: Sequence[str] | None = None,
+        places: Mapping[str, Tensor] | None = None,
+        router_logits: list[Tensor] | None = None,
+        query_of: Tensor | None = None,
+        **attention_kwargs: Any,
+    ) -> Tensor | MultimodalOutput:
+        """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
+        stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
+        among these says what the mask says.
+
+        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
+        predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
+        nothing else. places: see `merge_rows`; query_of: see `Queries.put`. router_logits: a list that takes those of
+        each router here, [tokens, experts]. targets: int64 [tokens] of a packed row, labels that are shifted already.
+        They may lie on the host, as labels may if `lengths` of a packed row are given: then nothing waits for the
+        device to find the targets. Raises UserError where rows do not fit.
+        """
+        if self.is_first:
+            assert input_ids is not None
+            hidden = self.embed(
+                input_ids,
+                rows or {},
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                lengths=lengths,
+                sample_ids=sample_ids,
+                places=places,
+                query_of=query_of,
+            )
+        run: dict[str, Any] = {
+            "inputs_embeds": hidden,
+            "position_ids": position_ids,
+            "attention_mask": None if PLAN_KEYWORD in attention_kwargs else attention_mask,
+            "use_cache": False,
+            **attention_kwargs,
+        }
+        behind: Tensor | None = None
+        decoder = self._decoder
+        carried, end = self.carried, self._end_block
+        if self.crossing is not None:
+            decoder = self.crossing.prepare(decoder, self.blocks_before)
+        if carried is not None:
+            assert hidden is not None
+            width = hidden.shape[-1] - carried.width(self.blocks_before)
+            run["inputs_embeds"], behind = hidden[..., :width], hidden[..., width:]
+            run |= carried.into(behind, self.blocks_before, end, self.shards)
+            decoder = carried.prepare(decoder)
+        if router_logits is not None:
+            run["output_router_logits"] = True
+        output, hidden = run_between(
+            decoder,
+            cast(nn.ModuleList, self.model.get_submodule(self.blocks_path)),
+            run,
+            enters=not self.is_first,
+            leaves=not self.is_last,
+            passing=self.passing,
+            behind=self.behind_blocks,
+        )
+        if router_logits is not None:
+            router_logits += output.router_logits or ()
+        if not self.is_last:
+            if carried is None:
+                return hidden
+            assert behind is not None
+            return torch.cat([hidden, carried.beyond(behind, run, end, self.shards)], dim=-1)
+        # The head runs where it must: the vocabulary is large.
+        head = head_of(self.model, self.container)
+        predicted = loss = logits = token_losses = None
+        of_targets = cross_entropy if self.vocabulary is None else self.vocabulary.cross_entropy
+        if predicted_at is not None:
+            assert targets is not None
+            argmax = {} if self.vocabulary is None else {"argmax": self.vocabulary.argmax}
+            there = to_device(targets, hidden.device)[predicted_at]
+            chosen = hidden[0, predicted_at]
+            predicted, token_losses = chunked_predictions(
+                head, chosen, there, self.loss_chunk, cross_entropy=of_targets, **argmax
+            )
+        elif labels is not None or targets is not None:
+            if targets is None:
+                assert labels is not None
+                packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
+                targets = shift_labels(labels, position_ids, attention_mask, packed).flatten()
+            if return_logits:
+                logits = logits_of(head, hidden)
+                losses = cross_entropy(logits.flatten(0, 1), to_device(targets, hidden.device))
+            else:
+                at = positions_with_targets(targets)
+                chosen = hidden.flatten(0, 1)[to_device(at, hidden.device)]
+                wanted = to_device(targets[at], hidden.device)
+                losses = chunked_loss(head, chosen, wanted, self.loss_chunk, of_targets)
+                token_losses = losses.detach()
+            loss = divide_loss(losses.sum(), targets, loss_denominator)
+        elif return_logits:
+            logits = logits_of(head, hidden)
+        return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted, token_losses)
+
+    @property
+    def _end_block(self) -> int:
+        """Behind the last block here."""
+        return self.blocks_before + len(cast(Any, self.model.get_submodule(self.blocks_path)))
+
+    @property
+    def merged_ids(self) -> dict[str, int]:
+        """Units whose rows go into the text → the ids at their places."""
+        crossing = None if self.crossing is None else self.crossing.unit
+        return {unit: id_ for unit, id_ in self.placeholder_ids.items() if unit != crossing}
+
+    @property
+    def behind_blocks(self) -> nn.Module | None:
+        """Rows of DeepStack are added to hidden states behind blocks, by the text model."""
+        return cast(Any, self._decoder).norm if isinstance(self.carried, DeepStack) else None
+
+    @property
+    def _decoder(self) -> nn.Module:
+        """The text model, or what is here of it."""
+        return self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
+
+    @property
+    def _outside_vocabulary(self) -> dict[str, int]:
+        """The ids whose embeddings are not looked up."""
+        asked = () if self.queries is None else self.queries.counts
+        return {**self.merged_ids, **{name: self.outputs[name] for name in asked}}
+
+    def embed(
+        self,
+        input_ids: Tensor,
+        rows: Mapping[str, Tensor],
+        lengths: Sequence[int] | None = None,
+        sample_ids: Sequence[str] | None = None,
+        places: Mapping[str, Tensor] | None = None,
+        query_of: Tensor | None = None,
+        **inputs: Tensor | None,
+    ) -> Tensor:
+        """Token embeddings with encoder rows and queries merged in: [batch, tokens, hidden]."""
+        if self.before_language_model is not None:
+            given = {"input_ids": input_ids, **{k: v for k, v in inputs.items() if v is not None}}
+            given = self.before_language_model(dict(rows), given)
+            if given.get("inputs_embeds") is not None:
+                return given["inputs_embeds"]
+            if given["input_ids"] is not input_ids:
+                input_ids, places = given["input_ids"], None
+        look_up = self.model.get_input_embeddings()
+        embeddings = look_up(without_placeholders(input_ids, self._outside_vocabulary))
+        if self.queries is not None:
+            if query_of is None:
+                ids = input_ids.flatten().cpu().numpy()
+                query_of = number_queries(ids, self.outputs, self.queries.counts)
+            embeddings = self.queries.put(embeddings, query_of, self.context.ranks is not None)
+        width = embeddings.shape[-1]
+        deep = isinstance(self.carried, DeepStack)
+        first = {name: each[:, :width] for name, each in rows.items()} if deep else rows
+        merged = merge_rows(embeddings, input_ids, self.merged_ids, first, lengths, sample_ids, places)
+        if self.carried is None:
+            return merged
+        if isinstance(self.carried, PerLayer):
+            padding = self.carried.config.pad_token_id
+            texts = without_placeholders(input_ids, self._outside_vocabulary, padding)
+            behind = self.carried.at_start(self._decoder, texts, merged)
+            return torch.cat([merged, behind], dim=-1)
+        behind = embeddings.new_zeros(*embeddings.shape[:2], self.carried.width(0))
+        besides = {name: each[:, width:] for name, each in rows.items()}
+        behind = merge_rows(behind, input_ids, self.merged_ids, besides, lengths, sample_ids, places)
+        return torch.cat([merged, behind], dim=-1)

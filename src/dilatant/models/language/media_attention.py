@@ -1,0 +1,48 @@
+"""What a user says about whom the tokens of media see inside a row of the language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import get_args
+
+from dilatant.attention.masks.mask import AttentionMask
+from dilatant.attention.masks.packing import RowLayout
+from dilatant.config.errors import UserError
+from dilatant.config.model import MediaMask
+from dilatant.config.signatures import require_call
+
+OwnMask = Callable[[RowLayout], AttentionMask]
+"""Makes the mask of one sample, without a window, from its segments: `modalities` are "text" and the encoders, and
+`instance` numbers items. Called on every rank that attends to the sample; equal segments must give equal masks."""
+
+MediaMasks = str | Mapping[str, str] | OwnMask
+"""A word of `MediaMask` (or of a family, see `families`) for all encoders, encoder → word, or a mask of one's own."""
+
+
+def read_media_attention(said: MediaMasks | None, encoders: Collection[str]) -> MediaMasks:
+    """The same in its shortest form: one word where encoders do not differ. Raises UserError."""
+    if said is None:
+        return "causal"
+    if callable(said):
+        require_call("media_attention", said, "segments")
+        return said
+    words = {"": said} if isinstance(said, str) else said
+    known = get_args(MediaMask)
+    if not isinstance(words, Mapping) or not all(word in known for word in words.values()):
+        raise UserError(
+            f"media_attention is {said!r}; give one of {', '.join(known)}, a word for each encoder, or a function from "
+            "the segments of a sample to an AttentionMask"
+        )
+    if isinstance(said, str):
+        return said
+    if strange := [name for name in words if name not in encoders]:
+        raise UserError(
+            f"media_attention names {strange[0]!r}; the encoders are {', '.join(encoders) or 'none'}"
+        )
+    full = {name: words.get(name, "causal") for name in encoders}
+    return full if len({*full.values()}) > 1 else next(iter(full.values()), "causal")
+
+
+def in_words(media: MediaMasks) -> str:
+    """What a message calls it."""
+    return getattr(media, "__name__", type(media).__name__) if callable(media) else repr(media)

@@ -1,0 +1,1 @@
+"""Tensor and expert parallelism of a stage's modules."""

@@ -1,0 +1,127 @@
+"""A block's mixture of experts as one rank computes it: tokens sorted by expert, and one product for all experts.
+
+The weights are those of transformers: `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden,
+inner]. Ranks that share the experts (see `tensor_plan`) have either a part of every expert's inner features, or whole
+experts to which tokens travel (expert parallelism, dropless).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.comm.expert_group import ExpertGroup
+from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.parallel.grouped_linear import grouped_linear
+
+Product = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]
+"""As `grouped_linear`."""
+
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_OTHERWISE = ("has_bias", "is_transposed", "has_post_expert_norm")
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module is experts whose weights lie as said above, with nothing besides."""
+    if not getattr(module, "has_gate", False):
+        return False
+    own = dict(module.named_parameters())
+    return (
+        set(own) == {*_WEIGHTS}
+        and all(weight.dim() == 3 for weight in own.values())
+        and getattr(module, "is_concatenated", True)
+        and not any(getattr(module, name, False) for name in _OTHERWISE)
+    )
+
+
+def fused_experts(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of the experts in a block."""
+    for path, module in block.named_modules():
+        if is_fused(module):
+            yield path, module
+
+
+class GroupedExperts:
+    """Mixed into the class of such a module.
+
+    product: of rows and a weight. ranks: those that have the same tokens; None where no others have them. holders:
+    those that have other experts; None where this rank has a part of all.
+    """
+
+    product: Product = staticmethod(grouped_linear)
+    ranks: TensorGroup | None = None
+    holders: ExpertGroup | None = None
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum of what its experts make of each token: [tokens, hidden].
+
+        hidden_states: [tokens, hidden]. top_k_index: [tokens, k], experts; top_k_weights: the same, their weights.
+        """
+        if self.ranks is None:
+            return self._mixed(hidden_states, top_k_index, top_k_weights)
+        tokens = len(hidden_states)
+        hidden_states, top_k_weights = self.ranks.copy(hidden_states), self.ranks.copy(top_k_weights)
+        if self.holders is None:
+            return self.ranks.sum(self._mixed(hidden_states, top_k_index, top_k_weights))
+        # All have all tokens; each sends some of them to their experts.
+        first, end = (tokens * place // self.ranks.size for place in (self.ranks.index, self.ranks.index + 1))
+        mixed = self._mixed(hidden_states[first:end], top_k_index[first:end], top_k_weights[first:end])
+        return self.ranks.sum(nn.functional.pad(mixed, (0, 0, first, tokens - end)))
+
+    def _mixed(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        experts = len(self.gate_up_proj) * (1 if self.holders is None else self.holders.size)
+        counts = torch.bincount(flat, minlength=experts)
+        rows = hidden[order // chosen.shape[1]]
+        rows = self._run(rows, counts.tolist()) if self.holders is None else self._travel(rows, counts)
+        # Back in the order of tokens, so that sums have one order: index_add has none on a GPU.
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        made = rows[back].view(*chosen.shape, hidden.shape[-1])
+        return (made * weights[..., None]).sum(dim=1).to(hidden.dtype)
+
+    def _run(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows expert by expert, through the experts held here."""
+        module = cast(Any, self)
+        inner = module._apply_gate(self.product(rows, self.gate_up_proj, counts))
+        return self.product(inner, self.down_proj, counts)
+
+    def _travel(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows through the experts of all holders. counts: rows of each expert, by which they are sorted."""
+        assert self.holders is not None
+        sent = counts.view(self.holders.size, -1)
+        received = self.holders.counts(sent)
+        there = [counts.sum(dim=1).tolist() for counts in (sent, received)]
+        arrived = self.holders.exchange(rows, *there)
+        # They come sender by sender; every expert takes its own of each.
+        numbers = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
+        order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        made = self._run(arrived[order], received.sum(dim=0).tolist())[back]
+        return self.holders.exchange(made, *reversed(there))
+
+
+def group_experts(module: nn.Module) -> GroupedExperts:
+    """Let a module that `is_fused` compute as said here, in place; keys, hooks and `isinstance` stay as they are."""
+    if not isinstance(module, GroupedExperts):
+        module.__class__ = _grouped(cast(Any, type(module)))
+    return cast(GroupedExperts, module)
+
+
+def ungroup_experts(module: nn.Module) -> None:
+    """Undo `group_experts`."""
+    assert isinstance(module, GroupedExperts)
+    module.__class__ = type(module).__mro__[2]
+    for name in ("product", "ranks", "holders"):
+        module.__dict__.pop(name, None)
+
+
+@cache
+def _grouped(own: Any) -> type[nn.Module]:
+    return type(own.__name__, (GroupedExperts, own), {"__module__": own.__module__, "__doc__": own.__doc__})

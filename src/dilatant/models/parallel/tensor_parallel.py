@@ -1,0 +1,342 @@
+"""One tensor-parallel rank's modules of a stage: the family's own, with local weights and fewer heads.
+
+Nothing of a family's forward is copied. Ranks meet at the entry and the exit of every region (see `tensor_plan`), in
+the token embedding, and in the loss, which is taken over the vocabulary's shares.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.comm.expert_group import ExpertGroup
+from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.adapters.lora import adapter_of, plain_linear
+from dilatant.models.core.cross_attention import STATES
+from dilatant.models.core.loss import IGNORED
+from dilatant.models.core.parallel_linear import ParallelLinear
+from dilatant.models.core.recompute import add_contexts
+from dilatant.models.core.sequence_parallel import Ranks, TokenShards
+from dilatant.models.core.slicing import StandIn
+from dilatant.models.parallel.experts import group_experts
+from dilatant.models.parallel.linear_heads import count_linear_heads
+from dilatant.models.parallel.parallel_dora import share_magnitudes
+from dilatant.models.parallel.tensor_regions import Experts, Region
+
+
+class VocabularyShard:
+    """This rank's rows `first <= row < end` of a vocabulary; what is asked of logits of which each rank has some."""
+
+    def __init__(self, ranks: TensorGroup, first: int, end: int) -> None:
+        self.ranks = ranks
+        self.first = first
+        self.end = end
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """As `loss.cross_entropy` of all logits. logits: [positions, own rows]; targets: [positions]."""
+        return _CrossEntropy.apply(logits, targets, self)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The likeliest row of the whole vocabulary, the first of equals: int64 [positions]."""
+        values, rows = logits.max(dim=-1)
+        wins = values == self.ranks.largest(values)
+        beyond = torch.iinfo(torch.int64).min
+        return -self.ranks.largest(torch.where(wins, -(rows + self.first), beyond))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps one number for each logit, as torch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+        largest = shard.ranks.largest(logits.amax(dim=-1).float())
+        weights = torch.sub(logits.float(), largest[:, None])
+        own = (targets >= shard.first) & (targets < shard.end)
+        places = torch.where(own, targets - shard.first, 0)[:, None]
+        picked = weights.gather(-1, places)[:, 0].masked_fill(~own, 0)
+        sums = shard.ranks.sum(torch.stack([weights.exp_().sum(dim=-1), picked]))
+        ctx.save_for_backward(weights, sums[0], places, own, targets != IGNORED)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        weights, sums, places, own, counts = ctx.saved_tensors
+        scale = gradient * counts
+        towards = weights * (scale / sums)[:, None]
+        towards.scatter_add_(-1, places, -(scale * own)[:, None])
+        return towards.to(ctx.dtype), None, None
+
+
+class _VocabularyParallel:
+    """Mixed into the class of a token embedding: it looks up the ids of its shard, and all ranks add up what they
+    found."""
+
+    shard: VocabularyShard
+
+    def forward(self, input: Tensor) -> Tensor:
+        outside = (input < self.shard.first) | (input >= self.shard.end)
+        rows = cast(Any, super()).forward((input - self.shard.first).masked_fill(outside, 0))
+        return self.shard.ranks.sum(rows.masked_fill(outside[..., None], 0))
+
+
+@cache
+def _vocabulary_parallel(own: Any) -> type[nn.Module]:
+    return type(
+        own.__name__, (_VocabularyParallel, own), {"__module__": own.__module__, "__doc__": own.__doc__}
+    )
+
+
+def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
+    """A copy of `model` that has other parameters in the place of its own, and shares no module with it."""
+    memo: dict[int, Any] = {id(own): other for own, other in weights.items()}
+    # Work of other stages, whose modules must not be copied along.
+    memo |= {id(module): module for module in model.modules() if isinstance(module, StandIn)}
+    return copy.deepcopy(model, memo)
+
+
+def share_blocks(
+    blocks: Sequence[nn.Module],
+    regions: Sequence[Sequence[Region]],
+    experts: Sequence[Sequence[Experts]],
+    ranks: TensorGroup,
+    end: nn.Module | None = None,
+) -> TokenShards | None:
+    """Make consecutive blocks with local weights those of one rank, in place. regions, experts: of each block.
+
+    Outside of regions each rank has its part of the tokens, which it is given before the first block and gives back
+    behind the last, or before the module `end`. None without blocks.
+    """
+    if not blocks:
+        return None
+    for block, of_block in zip(blocks, regions, strict=True):
+        for region in of_block:
+            share_heads(block, region, ranks.size)
+    mixtures = [{one.mixture for one in of_block} for of_block in experts]
+    within = [
+        [r for r in of_block if r.whole or r.path.startswith(tuple(f"{path}." for path in paths))]
+        for of_block, paths in zip(regions, mixtures, strict=True)
+    ]
+    beside = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
+    shards = share_tokens(blocks, beside, ranks, end)
+    for block, paths, inner in zip(blocks, mixtures, within, strict=True):
+        if any(region.whole for region in inner):  # it runs sample by sample
+            block.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
+            block.register_forward_hook(_leaving(shards.split), prepend=True)
+        for path in paths:  # all ranks choose experts for all tokens
+            mixture = block.get_submodule(path)
+            mixture.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
+            mixture.register_forward_hook(_leaving(shards.split))
+        for region in inner:
+            _share_whole(block, region, ranks)
+    return shards
+
+
+def share_tokens(
+    blocks: Sequence[nn.Module],
+    regions: Sequence[Sequence[Region]],
+    ranks: Ranks,
+    end: nn.Module | None = None,
+) -> TokenShards:
+    """Let blocks of one rank, with its heads and features, take and give its part of the tokens between regions. end:
+    the module before which all tokens are there again; None for behind the last block."""
+    shards = TokenShards(ranks)
+    for block, of_block in zip(blocks, regions, strict=True):
+        for region in of_block:
+            _share_region(block, region, shards)
+        add_contexts(block, shards.recompute_contexts)
+    blocks[0].register_forward_pre_hook(_entering(shards.split), with_kwargs=True)
+    if end is None:
+        blocks[-1].register_forward_hook(_leaving(shards.join))
+    else:
+        end.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
+    return shards
+
+
+def share_experts(
+    blocks: Sequence[nn.Module],
+    experts: Sequence[Sequence[Experts]],
+    ranks: TensorGroup | None,
+    holders: ExpertGroup | None,
+) -> None:
+    """Let the experts of blocks with local weights be computed with the other ranks. experts: of each block; see
+    `GroupedExperts`."""
+    for block, of_block in zip(blocks, experts, strict=True):
+        for one in of_block:
+            grouped = group_experts(block.get_submodule(one.path))
+            grouped.ranks, grouped.holders = ranks, holders
+
+
+def share_vocabulary(
+    model: PreTrainedModel, rows: int, head_rows: int, ranks: TensorGroup
+) -> VocabularyShard:
+    """Make embedding and head, as far as a slice of a language model has them, those of one rank, in place. Returns
+    what is asked of the head's logits.
+
+    rows, head_rows: of the whole embedding and head (Mllama's embedding has more).
+    """
+    shard, of_head = (
+        VocabularyShard(ranks, count * ranks.index // ranks.size, count * (ranks.index + 1) // ranks.size)
+        for count in (rows, head_rows)
+    )
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.num_embeddings = shard.end - shard.first
+        padding = embedding.padding_idx
+        if padding is not None:
+            embedding.padding_idx = padding - shard.first if shard.first <= padding < shard.end else None
+        embedding.__class__ = cast(Any, _vocabulary_parallel(cast(Any, type(embedding))))
+        cast(Any, embedding).shard = shard
+    if isinstance(head, nn.Linear):
+        _local(head).enter = ranks.copy
+    return of_head
+
+
+def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
+    columns = [_local(plain_linear(block, path)) for path in region.columns]
+    rows = [_local(plain_linear(block, path)) for path in region.rows]
+    if region.exits:
+        _share_module(block, region, shards)
+        return
+    for linear in rows:
+        linear.leave = shards.sum_products
+    _share_adapters(block, region, shards)
+    if not region.path:
+        for linear in columns:
+            linear.enter = shards.gather
+        return
+
+    def enter(own: Tensor) -> Tensor:
+        # Found anew: linear layers are replaced by others that share their weights.
+        linears = [cast(ParallelLinear, plain_linear(block, path)) for path in region.columns]
+        hidden, outputs = shards.gather_products(
+            own, [partial(linear.product, bias=linear.bias) for linear in linears]
+        )
+        for linear, output in zip(linears, outputs):
+            linear.made = hidden, output
+        return hidden
+
+    def forget(*_: Any) -> None:
+        for path in region.columns:
+            cast(ParallelLinear, plain_linear(block, path)).made = None
+
+    entry = block.get_submodule(region.path)
+    entry.register_forward_pre_hook(_entering(enter), with_kwargs=True)
+    entry.register_forward_hook(forget, always_call=True)  # recomputation may end within
+
+
+def _share_module(block: nn.Module, region: Region, shards: TokenShards) -> None:
+    """A region whose products are of parts of a row: all tokens come in before them, and leave behind them. What
+    adapters add is a summand of each rank's, too."""
+    for path in (*region.columns, *region.rows):
+        for linear in adapter_of(block, path) or ():
+            _local(linear)
+    _share_magnitudes(block, region, shards.ranks)
+    module = block.get_submodule(region.path)
+    module.register_forward_pre_hook(_entering(shards.gather), with_kwargs=True)
+    module.register_forward_hook(_leaving(shards.sum_parts))
+
+
+def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> None:
+    """Beside a layer of which each rank has some outputs, so it has of the adapter's; beside one of which it has some
+    inputs, what the adapter's first layer makes of these is summed over ranks, and its second one is given a rank's
+    own tokens."""
+    for path in region.columns:
+        adapter = adapter_of(block, path)
+        if adapter is not None:
+            first, _ = map(_local, adapter)
+            if not region.path:
+                first.enter = shards.gather
+    for path in region.rows:
+        adapter = adapter_of(block, path)
+        if adapter is not None:
+            _local(adapter[0]).leave = shards.sum_products
+    _share_magnitudes(block, region, shards.ranks)
+
+
+def _share_magnitudes(block: nn.Module, region: Region, ranks: Ranks) -> None:
+    for path in region.columns:
+        share_magnitudes(block.get_submodule(path))
+    for path in region.rows:
+        share_magnitudes(block.get_submodule(path), ranks.sum)
+
+
+def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
+    """A region where all ranks have all tokens before and behind it."""
+    for path in region.columns:
+        for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())):
+            _local(linear)
+    for path in region.rows:
+        for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())[:1]):
+            _local(linear).leave = lambda input, product: ranks.sum(product(input))
+    _share_magnitudes(block, region, ranks)
+    entry = block.get_submodule(region.path)
+    entry.register_forward_pre_hook(_entering(ranks.copy), with_kwargs=True)
+    if region.whole:
+        entry.register_forward_pre_hook(_looking(ranks.copy), with_kwargs=True)
+
+
+def share_heads(block: nn.Module, region: Region, size: int) -> None:
+    """Let attention of a block with the weights of one of `size` ranks know its own heads, in place."""
+    if region.key_heads:
+        count_linear_heads(block.get_submodule(region.path), size)
+    if not (region.heads and region.kv_heads):
+        return
+    counts = {"num_key_value_heads": max(1, region.kv_heads // size)}
+    counts |= dict.fromkeys(("num_heads", "num_attention_heads"), region.heads // size)
+    groups = counts["num_heads"] // counts["num_key_value_heads"]
+    for module in block.get_submodule(region.path).modules():
+        _count_heads(cast(Any, module), {**counts, "num_key_value_groups": groups})
+
+
+def _local(linear: nn.Module) -> ParallelLinear:
+    """A linear layer that knows the sizes of its part of the weight, and may be entered and left."""
+    assert isinstance(linear, nn.Linear)
+    linear.out_features, linear.in_features = linear.weight.shape
+    linear.__class__ = ParallelLinear
+    return cast(ParallelLinear, linear)
+
+
+def _entering(take: Callable[[Tensor], Tensor]) -> Any:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (take(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": take(kwargs["hidden_states"])}
+
+    return enter
+
+
+def _looking(take: Callable[[Tensor], Tensor]) -> Any:
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = kwargs.get(STATES)
+        return args, (kwargs if rows is None else {**kwargs, STATES: take(rows)})
+
+    return look
+
+
+def _leaving(give: Callable[[Tensor], Tensor]) -> Any:
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        return (give(output[0]), *output[1:]) if isinstance(output, tuple) else give(output)
+
+    return leave
+
+
+def _count_heads(module: Any, counts: Mapping[str, int]) -> None:
+    """The rank's own numbers of heads, wherever the family keeps them; some ask their config."""
+    config = getattr(module, "config", None)
+    if config is not None:
+        config = module.config = copy.copy(config)
+    for holder in (module, config):
+        for name, count in counts.items():
+            if isinstance(getattr(holder, name, None), int):
+                setattr(holder, name, count)
+    if hasattr(module, "all_head_size"):
+        module.all_head_size = counts["num_heads"] * module.attention_head_size
+    if hasattr(module, "embed_dim") and hasattr(module, "head_dim"):  # of what leaves attention
+        module.embed_dim = counts["num_heads"] * module.head_dim

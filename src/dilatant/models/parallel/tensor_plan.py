@@ -1,0 +1,406 @@
+"""How tensor-parallel ranks share a unit: the part of every weight that each of them holds.
+
+Said by the family's own plan (`base_model_tp_plan` of transformers), by ours for encoders, which have none. A block
+consists of *regions*: between the entry and the exit of attention, or of the feed-forward, each rank computes its heads
+or features; between regions (norms, residuals) it computes its tokens. Of a mixture of experts each rank has some
+features of every expert, or under expert parallelism some experts whole. What is outside of blocks (norms, position
+tables, patch convolutions, projectors, modules of the user's own), and routers, ranks compute alike; token embedding
+and head are divided by the vocabulary. Weights that are not divided each rank holds whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dilatant.models.adapters.four_bit import BLOCK
+from dilatant.models.adapters.lora import beside, has_adapter, is_adapter, layers_of, plain_key, plain_linear
+from dilatant.models.core.cross_attention import is_crossing
+from dilatant.models.core.unit import Unit
+from dilatant.models.parallel.experts import fused_experts
+from dilatant.models.parallel.linear_heads import linear_paths, linear_refusals, linear_region
+from dilatant.models.parallel.tensor_regions import Cut, Experts, Intervals, Part, Region
+from dilatant.models.parallel.tensor_rules import GATED, PARTIAL, rules_of_family
+
+_NORMS_OF_HEADS = ("q_norm", "k_norm")
+_SHARED_EXPERTS = ("shared_expert", "shared_experts")
+"""What every token passes beside its experts; not every family's plan says how it is shared."""
+
+_COLUMNS = ("colwise", "colwise_gather_output")
+_ROWS = ("rowwise", "rowwise_split_input")
+_GATHERED = "colwise_gather_output"
+"""transformers computes such a layer whole on every rank; fused ones we cut, others we refuse."""
+
+_PER_TOKEN = ("Norm", "LayerScale")
+"""In the names of classes of modules between regions."""
+_OF_OWN_INPUTS = ("per_layer_input_gate", "per_layer_projection")
+"""Linear layers of a block that make of a token and its own input what they make (Gemma 3n, 4)."""
+
+_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout")
+_DROPOUTS_OF_BLOCKS = ("activation_dropout",)
+"""Attributes of modules that compute a share, by which they drop some of it."""
+
+_QUERY, _KEY_VALUE = ("q_proj", "query", "q"), ("k_proj", "v_proj", "key", "value", "k", "v")
+_QKV = ("qkv_proj", "qkv")
+_HALVES = ("gate_up_proj", "weights_in")
+_INTERLEAVED = "query_key_value"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """cuts: logical name → how ranks divide the weight; all others are held whole. partial: those of them of whose
+    gradient each rank has a summand; of the others every rank has all of it. regions, experts: of every block.
+    of_experts: logical names of the weights that expert-parallel ranks divide by the expert. problems: why
+    tensor-parallel ranks cannot share the unit at all."""
+
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    regions: tuple[tuple[Region, ...], ...] = ()
+    experts: tuple[tuple[Experts, ...], ...] = ()
+    of_experts: frozenset[str] = frozenset()
+    problems: tuple[str, ...] = ()
+
+    def held(
+        self, name: str, shape: tuple[int, ...], tp: int, index: int, ep: int = 1, expert_index: int = 0
+    ) -> tuple[Intervals | None, bool]:
+        """What rank `index` of `tp`, and `expert_index` of `ep`, holds of a weight, None for all of it; and whether its
+        gradient is a summand: not what the other ranks have, too."""
+        if ep > 1 and name in self.of_experts:
+            return Cut(0, (Part(shape[0]),)).intervals(shape, ep, expert_index), True
+        cut = self.cuts.get(name)
+        if tp == 1 or cut is None:
+            return None, name in self.partial
+        return cut.intervals(shape, tp, index), True
+
+
+def tensor_plan(unit: Unit) -> TensorPlan:
+    """The plan of `unit`, for any degree that divides it (see `degree_problems`)."""
+    if unit.structure is None:
+        return TensorPlan()
+    blocks = list(zip(unit.layers[1:], unit.blocks))
+    mixtures = tuple(tuple(_experts(block)) for block in unit.blocks)
+    cuts: dict[str, Cut] = {}
+    for (layer, _), of_block in zip(blocks, mixtures):
+        for experts in of_block:
+            path, inner = f"{layer}.{experts.path}", Part(experts.inner)
+            cuts[f"{path}.gate_up_proj"], cuts[f"{path}.down_proj"] = Cut(1, (inner, inner)), Cut(2, (inner,))
+    of_experts = frozenset(cuts)
+    rules = rules_of_family(unit)
+    reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
+    for _, block in blocks if rules else ():
+        reason = reason or next(_refusals(block, rules), None)
+    if reason is not None:
+        return TensorPlan(experts=mixtures, of_experts=of_experts, problems=(f"{unit.unit}: {reason}",))
+    partial: set[str] = set()
+    found = []
+    for layer, block in blocks:
+        regions = tuple(_regions(block, rules))
+        found.append(regions)
+        for region in regions:
+            for path, parts in region.columns.items():
+                cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = Cut(0, parts)
+                if has_adapter(block.get_submodule(path)):
+                    of_rows = ("lora_B", "lora_magnitude_vector")
+                    cuts |= {f"{layer}.{path}.{name}.weight": Cut(0, parts) for name in of_rows}
+            for path, part in region.rows.items():
+                cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
+                if has_adapter(block.get_submodule(path)):
+                    cuts[f"{layer}.{path}.lora_A.weight"] = Cut(1, (part,))
+            for path, parts in region.others.items():
+                cuts |= dict.fromkeys(
+                    (f"{layer}.{path}{end}" for end in ("", ".weight", ".bias")), Cut(0, parts)
+                )
+        # The rest of a block has part of the tokens, or of the heads; only beside experts, and where blocks look at an
+        # encoder's rows, all ranks have all tokens.
+        alike = tuple(f"{layer}.{path}." for path in _mixtures(block))
+        crosses = any(region.whole for region in regions)
+        within = tuple(f"{layer}.{region.path}." for region in regions) if crosses else ""
+        behind = {f"{layer}.{path}" for region in regions if region.whole for path in region.rows}
+        partial |= {
+            name
+            for path, _ in block.named_parameters()
+            if (name := f"{layer}.{plain_key(path)}").startswith(within)
+            and not name.startswith(alike)
+            and name not in cuts
+            and not (is_adapter(name) and beside(name).removesuffix(".weight") in behind)
+        }
+    return TensorPlan(
+        {**cuts, **_vocabulary(unit)},
+        frozenset(partial),
+        tuple(found),
+        mixtures,
+        of_experts,
+    )
+
+
+def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
+    """Why `tp` ranks cannot share the unit, each in a line that says what would work."""
+    if plan.problems:
+        return [f"{problem}; give it tp: 1 and more stages or replicas" for problem in plan.problems]
+    counts = {
+        **{f"{region.heads} attention heads": region.heads for region in _all(plan) if region.heads},
+        **{f"{region.kv_heads} key/value heads": region.kv_heads for region in _all(plan) if region.kv_heads},
+        **{
+            f"{region.key_heads} key heads of linear attention": region.key_heads
+            for region in _all(plan)
+            if region.key_heads
+        },
+    }
+
+    def fits(name: str, count: int, degree: int) -> bool:
+        return count % degree == 0 or ("key/value" in name and degree % count == 0)
+
+    wrong = [name for name, count in counts.items() if not fits(name, count, tp)]
+    if wrong:
+        working = [d for d in range(1, tp + 1) if all(fits(name, count, d) for name, count in counts.items())]
+        return [
+            f"{unit.unit}: {' and '.join(wrong)} cannot be shared by {tp} ranks; it takes tp "
+            f"{', '.join(map(str, working))}"
+        ]
+    for name, shape in _four_bit_shapes(unit).items():
+        if not all(_has_whole_blocks(plan, name, shape, tp, index) for index in range(tp)):
+            return [
+                f"{unit.unit}: {tp} ranks would cut {name!r}, {list(shape)}, within the blocks of {BLOCK} numbers "
+                "that have one scale in four bits; give it less tp, or leave model.lora.load_in_4bit out"
+            ]
+    inner = [experts.inner for of_block in plan.experts for experts in of_block]
+    narrow = min(
+        (*(part.count for region in _all(plan) for part in region.rows.values()), *inner), default=tp
+    )
+    if narrow < tp and not any(region.heads == narrow for region in _all(plan)):
+        return [f"{unit.unit}: {narrow} features cannot be shared by {tp} ranks; it takes tp up to {narrow}"]
+    return []
+
+
+def _four_bit_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
+    if not unit.four_bit:
+        return {}
+    return {name: tuple(p.shape) for name, p in unit.named_logical_parameters() if name in unit.four_bit}
+
+
+def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: int, index: int) -> bool:
+    """Whether a rank's part of a weight [out, in], quantised by itself, has the same bits as in the whole."""
+    intervals, _ = plan.held(name, shape, tp, index)
+    if intervals is None:
+        return True
+    (rows, columns), width = intervals, shape[1]
+    if columns == ((0, width),):
+        return all(border * width % BLOCK == 0 for span in rows for border in span)
+    return width % BLOCK == 0 and all(border % BLOCK == 0 for span in columns for border in span)
+
+
+def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> list[str]:
+    """Why `ep` of the `tp * cp` ranks of a stage cannot have different experts, in a line that says what would work."""
+    counts = sorted({experts.count for of_block in plan.experts for experts in of_block})
+    if ep == 1:
+        return []
+    if not counts:
+        return [f"{unit.unit}: ep is {ep}, but it has no experts that ranks could divide; leave ep out"]
+    working = [
+        degree
+        for degree in range(tp, tp * cp + 1, tp)
+        if tp * cp % degree == 0 and all(count % degree == 0 for count in counts)
+    ]
+    if ep in working:
+        return []
+    experts = " and ".join(map(str, counts))
+    takes = ", ".join(map(str, dict.fromkeys((1, *working))))
+    return [
+        f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of tp {tp} and cp {cp}; it takes ep "
+        f"{takes} there (ep is a multiple of tp, and divides tp x cp and the experts)"
+    ]
+
+
+def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:
+    """What would drop other features on every rank than one process drops; nothing in a unit that does not train."""
+    if unit.structure is None or not any(p.requires_grad for p in unit.model.parameters()):
+        return []
+    found = {
+        f"{name} is {rate}"
+        for regions, block in zip(plan.regions, unit.blocks)
+        for region in regions
+        for module in (block.get_submodule(region.path).modules() if region.path else (block,))
+        for name in (_DROPOUTS if region.path else _DROPOUTS_OF_BLOCKS)
+        if isinstance(rate := getattr(module, name, None), float) and rate > 0
+    }
+    found |= {
+        f"model.lora.lora_dropout is {dropout.p}"
+        for _, layer in layers_of(unit.model)
+        for dropout in layer.lora_dropout.values()
+        if isinstance(dropout, nn.Dropout) and dropout.p > 0
+    }
+    return [
+        f"{unit.unit}: {one}, and ranks that share its layers would drop other features than one; set it to 0 in the "
+        "model's config, or give the unit tp: 1"
+        for one in sorted(found)
+    ]
+
+
+def _all(plan: TensorPlan) -> Iterator[Region]:
+    for regions in plan.regions:
+        yield from regions
+
+
+def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """The rules for the linear layers of this block, by path. Experts and linear attention have rules of their own."""
+    experts = [path for path, _ in fused_experts(block)]
+    apart = [*experts, *linear_paths(block)]
+    found = {
+        path: rule
+        for path, rule in rules.items()
+        if _has(block, path) and not any(path == one or path.startswith(one + ".") for one in apart)
+    }
+    for parent in {path.rpartition(".")[0] for path in found}:
+        for norm in _NORMS_OF_HEADS:  # not every plan says that all heads have the same
+            path = f"{parent}.{norm}" if parent else norm
+            width = getattr(block.get_submodule(parent), "head_dim", None)
+            if _has(block, path) and getattr(block.get_submodule(path), "weight", torch.empty(0)).shape == (
+                width,
+            ):
+                found.setdefault(path, PARTIAL)
+    for parent in {path.rpartition(".")[0] for path in experts}:
+        for name in _SHARED_EXPERTS:
+            mlp = f"{parent}.{name}" if parent else name
+            shared = {f"{mlp}.{linear}": rule for linear, rule in GATED.items()}
+            if all(_has(block, path) for path in shared):
+                found |= shared
+    return found
+
+
+def _entry(block: nn.Module, path: str) -> str:
+    """The module at whose entry ranks have the same hidden states; "" where that is the block's."""
+    parts = path.split(".")
+    beside_experts = any(mixture.startswith(parts[0] + ".") for mixture, _ in fused_experts(block))
+    return ".".join(parts[:-1]) if beside_experts else ".".join(parts[:-1][:1])
+
+
+def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
+    """Why this version cannot divide a block."""
+    there = _rules_of(block, rules)
+    mixtures = [f"{path}." for path in _mixtures(block) if path]
+    covered = [path for path, rule in there.items() if rule in (*_COLUMNS, *_ROWS, PARTIAL)]
+    for path, rule in there.items():
+        name = path.rpartition(".")[2]
+        if rule not in (*_COLUMNS, *_ROWS, PARTIAL):
+            yield f"layers such as {path!r} ({rule}) cannot be shared yet"
+        elif name == _INTERLEAVED:
+            yield f"{path!r} holds queries, keys and values of one head after another"
+        elif rule == _GATHERED and name not in (*_QKV, *_HALVES):
+            yield f"{path!r} is normalised over all heads"
+        elif rule in (*_COLUMNS, *_ROWS) and not isinstance(plain_linear(block, path), nn.Linear):
+            yield f"{path!r} is no linear layer"
+        elif has_adapter(block.get_submodule(path)) and any(map(path.startswith, mixtures)):
+            yield f"layers with LoRA beside them among experts, such as {path!r}, cannot be shared yet"
+    if "" in _mixtures(block):
+        yield "its blocks choose experts themselves"
+    for path in linear_paths(block):
+        yield from linear_refusals(block, path)
+    heads = {path.partition(".")[0] for path in (*covered, *_mixtures(block), *linear_paths(block))}
+    for name, child in block.named_children():
+        if name not in (*heads, *_OF_OWN_INPUTS) and not all(map(_is_per_token, child.modules())):
+            yield f"its plan says nothing of {name!r}, which may need more than a rank's tokens"
+    for entry in {_entry(block, path) for path in covered} - {""}:
+        for name, _ in block.get_submodule(entry).named_parameters():
+            if not any(f"{entry}.{name}".startswith(one + ".") for one in covered):
+                yield f"its plan says nothing of '{entry}.{name}'"
+
+
+def _experts(block: nn.Module) -> Iterator[Experts]:
+    for path, module in fused_experts(block):
+        count, _, inner = cast(nn.Parameter, module.down_proj).shape
+        yield Experts(path, count, inner)
+
+
+def _mixtures(block: nn.Module) -> list[str]:
+    """Paths of the modules that choose experts."""
+    return [experts.mixture for experts in _experts(block)]
+
+
+def _is_per_token(module: nn.Module) -> bool:
+    """Whether a module surely makes of each token's hidden states what it makes, from these alone."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return not own or any(word in type(module).__name__ for word in _PER_TOKEN)
+
+
+def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
+    for path in linear_paths(block):
+        yield linear_region(block, path)
+    groups: dict[str, dict[str, str]] = {}
+    for path, rule in _rules_of(block, rules).items():
+        groups.setdefault(_entry(block, path), {})[path] = rule
+    whole = is_crossing(block)
+    for entry, members in groups.items():
+        columns = [path for path, rule in members.items() if rule in _COLUMNS]
+        rows = [path for path, rule in members.items() if rule in _ROWS]
+        if any(_last(path) in (*_QUERY, *_QKV) for path in columns):
+            yield replace(_attention(block, entry, columns, rows), whole=whole)
+        else:
+            outs = {path: _features(block, path)[0] for path in columns}
+            yield Region(
+                entry,
+                {p: (Part(n // 2),) * 2 if _last(p) in _HALVES else (Part(n),) for p, n in outs.items()},
+                {path: Part(_features(block, path)[1]) for path in rows},
+                whole=whole,
+            )
+
+
+def _attention(block: nn.Module, entry: str, columns: list[str], rows: list[str]) -> Region:
+    owner: Any = block.get_submodule(columns[0].removesuffix(".linear").rpartition(".")[0])
+    head: int = getattr(owner, "head_dim", None) or owner.attention_head_size
+    (row,) = rows
+    ins = _features(block, row)[1]
+    heads = ins // head
+    kv_heads = heads // getattr(
+        owner, "num_key_value_groups", 1
+    )  # also of one that takes those of another block
+    parts: dict[str, tuple[Part, ...]] = {}
+    for path in columns:
+        out = _features(block, path)[0]
+        if _last(path) in _QKV:
+            kv_heads = (out // head - heads) // 2
+            parts[path] = (Part(heads, head), Part(kv_heads, head), Part(kv_heads, head))
+        elif _last(path) in _KEY_VALUE:
+            kv_heads = out // head
+            parts[path] = (Part(kv_heads, head),)
+        else:
+            parts[path] = (Part(heads, out // heads),)
+    return Region(entry, parts, {row: Part(heads, head)}, heads, kv_heads)
+
+
+def _vocabulary(unit: Unit) -> dict[str, Cut]:
+    """Embedding and head of a language model. A tied weight goes by its one name."""
+    model = cast(PreTrainedModel, unit.model)
+    head = model.get_output_embeddings()
+    if head is None:
+        return {}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    divided = [*head.parameters(), *model.get_input_embeddings().parameters()]
+    return {
+        weight.canonical: Cut(0, (Part(held[weight.key].shape[0]),))
+        for weight in unit.weights
+        if weight.key in held and any(held[weight.key] is one for one in divided)
+    }
+
+
+def _features(block: nn.Module, path: str) -> tuple[int, int]:
+    """(outputs, inputs) of a linear layer."""
+    outs, ins = cast(nn.Linear, block.get_submodule(path)).weight.shape
+    return outs, ins
+
+
+def _last(path: str) -> str:
+    """Name of a linear layer, or of the module that clips what goes in and out of it (Gemma 4's tower)."""
+    return path.removesuffix(".linear").rpartition(".")[2]
+
+
+def _has(block: nn.Module, path: str) -> bool:
+    try:
+        block.get_submodule(path)
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The cost model summed over the stages of a plan."""

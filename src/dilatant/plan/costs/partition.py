@@ -1,0 +1,119 @@
+"""Cutting a unit's layers into consecutive stages whose slowest is as fast as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dilatant.cost.memory import bytes_text
+from dilatant.plan.errors import DoesNotFitError, PlanError
+
+
+def partition_layers(costs: Sequence[float] | np.ndarray, num_stages: int) -> tuple[int, ...]:
+    """The first layer of each of `num_stages` stages, beginning with 0: a contiguous min-max partition.
+
+    `costs[k]` is one forward plus one backward of layer k in any unit. Frozen layers are respected by giving
+    costs that follow the frozen rule (`dilatant.cost`): the cut itself consumes costs only. Every stage gets a
+    layer. The largest stage sum is the smallest possible (exact for integers below 2**53, else up to the
+    rounding of prefix sums); among such cuts, each is as near to the even share as that bottleneck allows.
+
+    Raises PlanError when there are fewer layers than stages or a cost is negative or not finite.
+
+    Source: Cornstarch, thesis 3.4.1 eq. 3.5; a bisection that moves between sums of consecutive layers replaces
+    the dynamic program (reference planning.md 2d).
+    """
+    from dilatant.plan.costs._partition_kernel import min_max_cuts
+
+    array = np.ascontiguousarray(costs, dtype=np.float64)
+    if not 1 <= num_stages <= array.size:
+        raise PlanError(_stages_message(num_stages, array.size))
+    cuts = tuple(min_max_cuts(array, num_stages).tolist())
+    if not cuts:
+        bad = [k for k, cost in enumerate(array.tolist()) if not 0.0 <= cost < float("inf")]
+        raise PlanError(f"layer costs must be finite and at least 0; those of layers {bad} are not")
+    return cuts
+
+
+def partition_layers_in_memory(
+    costs: Sequence[float] | np.ndarray,
+    state_bytes: Sequence[float] | np.ndarray,
+    activation_bytes: Sequence[float] | np.ndarray,
+    in_flight: Sequence[int],
+    capacity_bytes: float | Sequence[float],
+    unit: str = "",
+) -> tuple[int, ...]:
+    """As `partition_layers`, into `len(in_flight)` stages of which each fits its memory; exact.
+
+    Per layer, `state_bytes` is what stays (parameters, gradients, optimizer state) and `activation_bytes` what
+    one microbatch keeps until its backward, both on one device. Stage s keeps `in_flight[s]` microbatches: its
+    distance to the end along its own path (Cornstarch v3 4.4; reference planning.md C9). `capacity_bytes` is
+    one number or one per stage.
+
+    Raises DoesNotFitError, naming `unit` and the missing bytes, when no cut fits.
+    """
+    cuts = cuts_in_memory(costs, state_bytes, activation_bytes, in_flight, capacity_bytes)
+    if cuts is None:
+        raise _does_not_fit(
+            np.asarray(state_bytes, dtype=np.float64),
+            np.asarray(activation_bytes, dtype=np.float64),
+            np.asarray(in_flight, dtype=np.float64),
+            capacity_bytes,
+            unit,
+        )
+    return cuts
+
+
+def cuts_in_memory(
+    costs: Sequence[float] | np.ndarray,
+    state_bytes: Sequence[float] | np.ndarray,
+    activation_bytes: Sequence[float] | np.ndarray,
+    in_flight: Sequence[int] | np.ndarray,
+    capacity_bytes: float | Sequence[float] | np.ndarray,
+) -> tuple[int, ...] | None:
+    """What `partition_layers_in_memory` returns, or None when no cut fits: without working out what is missing."""
+    from dilatant.plan.costs._partition_kernel import min_max_cuts_in_memory
+
+    time, state, activation = (
+        np.ascontiguousarray(array, dtype=np.float64) for array in (costs, state_bytes, activation_bytes)
+    )
+    held = np.ascontiguousarray(in_flight, dtype=np.float64)
+    if not 1 <= held.size <= time.size:
+        raise PlanError(_stages_message(held.size, time.size))
+    if not state.size == activation.size == time.size:
+        raise PlanError(
+            f"costs, state and activation bytes describe {time.size}, {state.size} and {activation.size} layers"
+        )
+    capacity = np.ascontiguousarray(np.broadcast_to(np.asarray(capacity_bytes, dtype=np.float64), held.shape))
+    return tuple(min_max_cuts_in_memory(time, state, activation, held, capacity).tolist()) or None
+
+
+def _does_not_fit(
+    state: np.ndarray,
+    activation: np.ndarray,
+    held: np.ndarray,
+    capacity_bytes: float | Sequence[float],
+    unit: str,
+) -> DoesNotFitError:
+    """Says how much memory every stage would need on top of what it has for some cut to fit."""
+    capacity = np.broadcast_to(np.asarray(capacity_bytes, dtype=np.float64), held.shape)
+    zeros = np.zeros(state.size)
+    low, high = 0.0, float(state.sum() + held.max() * activation.sum())
+    for _ in range(32):
+        middle = (low + high) / 2
+        if cuts_in_memory(zeros, state, activation, held, capacity + middle) is not None:
+            high = middle
+        else:
+            low = middle
+    name = f"unit {unit!r}" if unit else "the unit"
+    return DoesNotFitError(
+        f"{name} does not fit {held.size} stages of {bytes_text(capacity.min())}: every cut leaves a stage "
+        f"at least {bytes_text(high)} short; use more stages, more tensor or context parallelism, smaller "
+        "microbatches or recomputation",
+        unit,
+        high,
+    )
+
+
+def _stages_message(num_stages: int, num_layers: int) -> str:
+    return f"{num_layers} layers cannot be cut into {num_stages} stages: each stage needs at least one layer"

@@ -1,0 +1,184 @@
+"""How long ranks sum gradients, and how much of it runs beside their last backward."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.state_sharing import sharing_node
+from dilatant.plan.model_spec import ModelSpec, UnitSpec
+from dilatant.plan.plan import Plan, UnitPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSeconds:
+    """Seconds by rank. beside: of sums that start while the last backward runs, bucket by bucket. after: until all
+    holders have the updated weights, where they share the optimizer's state; begins when every rank has its sums."""
+
+    beside: Mapping[int, float] = field(default_factory=dict)
+    after: Mapping[int, float] = field(default_factory=dict)
+
+    def of(self, rank: int) -> float:
+        """All of a rank, as if nothing ran beside it."""
+        return self.beside.get(rank, 0.0) + self.after.get(rank, 0.0)
+
+    @property
+    def longest(self) -> float:
+        return max(map(self.of, {**self.beside, **self.after}), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """Bytes that ranks pass once or twice round: to bring a sum to all of them takes twice, to divide it among them, or
+    to bring its parts to all, once."""
+
+    size_bytes: float
+    rounds: int
+    ranks: Sequence[int]
+
+
+@lru_cache(maxsize=4)  # a plan is asked about before it is simulated, and for its costs
+def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16) -> SyncSeconds:
+    """What the gradients of its trainable layers take each rank among all holders of each, and the updated weights.
+
+    Holders are the context-parallel ranks of every replica of the layer. Where they share no state, rings sum among all
+    of them; else those who share it each receive the sum of their part, sum that with the holders of the same part
+    elsewhere, and give what they updated of it to the others (`runtime.gradient_sync`).
+    """
+    sums: list[_Ring] = []
+    gathers: list[_Ring] = []
+    for unit in plan.units:
+        for size_bytes, ranks in _groups(unit, model.unit(unit.name), rules):
+            if len(ranks) > 1 and size_bytes:
+                _add_rings(size_bytes, ranks, rules, sums, gathers)
+    return SyncSeconds(*(_ring_seconds(rings, plan.ranks, cluster) for rings in (sums, gathers)))
+
+
+def _add_rings(
+    size_bytes: float, ranks: Sequence[int], rules: ParameterBytes, sums: list[_Ring], gathers: list[_Ring]
+) -> None:
+    sharing: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        sharing[sharing_node(rank, rules)].append(rank)
+    if rules.zero == "none" or max(map(len, sharing.values())) == 1:
+        sums.append(_Ring(size_bytes, 2, ranks))
+        return
+    weights = size_bytes / rules.summed * rules.weight if rules.summed else 0.0
+    gathers += [_Ring(weights, 1, own) for own in sharing.values()]
+    if len({*map(len, sharing.values())}) > 1:  # who cut parts of unlike size cannot sum part by part
+        sums.append(_Ring(size_bytes, 2, ranks))
+        return
+    sums += [_Ring(size_bytes, 1, own) for own in sharing.values()]
+    if len(sharing) > 1:
+        part = size_bytes / len(sharing[sharing_node(ranks[0], rules)])
+        sums += [_Ring(part, 2, alike) for alike in zip(*sharing.values(), strict=True)]
+
+
+@lru_cache(maxsize=2)
+def _places(
+    ranks: tuple[int, ...], cluster: Cluster
+) -> tuple[dict[int, Cluster], dict[int, tuple[int, int]]]:
+    """By rank its group, and its node and port there; the same in all orders of ranks."""
+    return dict(zip(ranks, map(cluster.at, ranks))), dict(zip(ranks, map(cluster.place_of, ranks)))
+
+
+def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster) -> dict[int, float]:
+    """Seconds by rank until all its rings are done.
+
+    A ring passes `(n - 1) / n` of its bytes a round through each of its n members: over the links inside nodes, and in
+    and out of each node once, spread over the ports of the members that are there. Small ones wait for as many messages
+    as a tree is high. All run at the same time, so what several send through one port adds up. Of unlike devices the
+    slowest on a ring decides.
+    """
+    inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
+    group_of, place_of = _places(tuple(ranks), cluster)
+    homes = {place_of[rank][0]: group_of[rank] for rank in ranks}
+    bandwidth = {node: group.port.bandwidth for node, group in homes.items()}
+    through: dict[tuple[int, int], float] = defaultdict(float)  # seconds by node and port
+    crossing: list[list[tuple[int, int]]] = []  # the ports of each ring between nodes
+    used: dict[int, set[int]] = defaultdict(set)  # those rings by rank
+    for ring in rings:
+        count = len(ring.ranks)
+        if count == 1:
+            continue
+        passed = ring.rounds * (count - 1) / count * ring.size_bytes
+        ports: dict[int, set[int]] = defaultdict(set)
+        for node, port in map(place_of.__getitem__, ring.ranks):
+            ports[node].add(port)
+        crosses = len(ports) > 1
+        groups = {id(group_of[rank]): group_of[rank] for rank in ring.ranks}.values()
+        latency = max((group.between if crosses else group.inside).latency for group in groups)
+        wait = ring.rounds * math.ceil(math.log2(count)) * latency
+        for rank in ring.ranks:
+            waits[rank] += wait
+            # The only one of a node sends past its neighbours, straight through the port.
+            if count > len(ports):
+                inside[rank] += passed / group_of[rank].inside.bandwidth
+            if crosses:
+                used[rank].add(len(crossing))
+        if not crosses:
+            continue
+        for node, own in ports.items():
+            for port in own:
+                through[node, port] += passed / len(own) / bandwidth[node]
+        crossing.append([(node, port) for node, own in ports.items() for port in own])
+    slowest = [max(through[port] for port in ring) for ring in crossing]
+    return {
+        rank: waits[rank] + max(own, max((slowest[ring] for ring in used[rank]), default=0.0))
+        for rank, own in inside.items()
+    }
+
+
+def least_sync(holders: int, tp: int, cluster: Cluster, rules: ParameterBytes) -> tuple[float, float]:
+    """(rounds, bytes per second): what gradients of one byte take at least is the first by the second, beside the
+    backward of ranks that have so many holders, in stages of `tp` ranks, however these are spread over nodes."""
+    rounds = 2 if rules.zero == "none" else 1
+    link = cluster.between if holders * tp > cluster.gpus_per_node else cluster.inside
+    return rounds * (holders - 1) / holders, link.bandwidth
+
+
+def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[tuple[float, Sequence[int]]]:
+    """(bytes, ranks) of everything that is summed: by runs of layers with the same holders, and of these by the parts
+    into which tensor parallelism, and of experts expert parallelism, divides them most finely."""
+    stages = [stage for replica in unit.replicas for stage in replica.stages]
+    borders = sorted({layer for stage in stages for layer in (stage.first, stage.end)})
+    for first, end in itertools.pairwise(borders):
+        holders = [stage for stage in stages if stage.first <= first < stage.end]
+        finest = max(stage.tp for stage in holders)
+        layers = [layer for layer in spec.layers[first:end] if layer.trainable]
+        apart = any(stage.ep > 1 for stage in holders)
+        held = [
+            (layer.held_beside_experts(finest) if apart else layer.held(finest)) * layer.trained_share
+            for layer in layers
+        ]
+        for part in range(finest):
+            yield (
+                rules.summed * sum(held),
+                [rank for stage in holders for rank in _holding(stage.ranks, stage.tp, part, finest)],
+            )
+        if not apart:
+            continue
+        degrees = [stage.ep if stage.ep > 1 else stage.tp for stage in holders]
+        finest = max(degrees)
+        for part in range(finest):
+            yield (
+                rules.summed
+                * sum(layer.expert_parameters * layer.trained_share / finest for layer in layers),
+                [
+                    rank
+                    for stage, degree in zip(holders, degrees)
+                    for rank in _holding(stage.ranks, degree, part, finest)
+                ],
+            )
+
+
+def _holding(ranks: Sequence[int], degree: int, part: int, parts: int) -> Sequence[int]:
+    """Of ranks of a stage of which each `degree` divide its layers, or its experts, those that hold this of so many
+    parts."""
+    return ranks[part * degree // parts :: degree]

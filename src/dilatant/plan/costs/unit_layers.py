@@ -1,0 +1,267 @@
+"""What the layers of each unit take under each degree, for the mean microbatch: summed over its samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.recompute import Recompute
+from dilatant.cost.memory import BF16, ParameterBytes, Zero
+from dilatant.cost.model import CostModel
+from dilatant.plan.costs.stage_costs import LayerTable, layer_table
+from dilatant.plan.costs.state_sharing import parts_of_a_rank, ranks_together
+from dilatant.plan.costs.workload import Workload
+from dilatant.plan.model_spec import ModelSpec
+
+LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
+"""What a plan may recompute, from the fastest to the most frugal."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeanCosts:
+    """What the mean microbatch takes in each layer of a unit under one (tp, cp), or in each stage: arrays [layers] or
+    [stages].
+
+    `seconds` is forward plus backward, of which `backward`; `work` the least of `seconds`, however samples are grouped,
+    and `forward` its forwards; `light` and `heavy` those of the lightest and of the heaviest sample alone, and
+    `light_split` and `heavy_split` what others wait for of them where backwards are split.
+    Bytes per rank: `static` throughout (`twice` of them where the first layer is not held too), `kept` per microbatch
+    in flight, `transient` while the layer runs, `gradient` to be synced.
+    """
+
+    seconds: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    work: NDArray[np.float64]
+    forward: NDArray[np.float64]
+    light: NDArray[np.float64]
+    heavy: NDArray[np.float64]
+    light_split: NDArray[np.float64]
+    heavy_split: NDArray[np.float64]
+    static: NDArray[np.float64]
+    twice: NDArray[np.float64]
+    kept: NDArray[np.float64]
+    transient: NDArray[np.float64]
+    gradient: NDArray[np.float64]
+
+    def on(self, stages: int) -> MeanCosts:
+        """The same where the unit is cut into so many stages: a single one holds all."""
+        return replace(self, static=self.static - self.twice) if stages == 1 else self
+
+    def by_stage(self, cuts: tuple[int, ...]) -> MeanCosts:
+        """Summed over the layers of each stage. Behind a layer that runs, nothing is kept yet, or nothing any more."""
+        at = np.array(cuts)
+        kept = np.cumsum(self.kept)
+        transient = np.maximum.reduceat(self.transient + kept, at) - kept[[*at[1:] - 1, -1]]
+        names = [one.name for one in fields(self)]
+        sums = np.add.reduceat(np.stack([getattr(self, name) for name in names]), at, axis=1)
+        return MeanCosts(**{**dict(zip(names, sums)), "transient": transient})
+
+    def beside(self, others: Sequence[MeanCosts]) -> MeanCosts:
+        """Of stages on the same ranks, which run in turn; each unit has a lightest and a heaviest sample of its own."""
+        joined = {}
+        for one in fields(self):
+            of_sample = one.name.startswith(("light", "heavy"))
+            join = np.max if one.name == "transient" else np.min if of_sample else np.sum
+            joined[one.name] = join([getattr(each, one.name) for each in (self, *others)], axis=0)
+        return MeanCosts(**joined)
+
+    def ahead_of(self, others: Sequence[MeanCosts], one_ahead: bool) -> MeanCosts:
+        """The same with all layers of other units in the first. What these keep is counted as often as the first stage
+        has microbatches in flight, and once more where it may run `one_ahead`; the heaviest sample may be another
+        there."""
+        first = {}
+        for one in fields(self):
+            column, more = getattr(self, one.name).copy(), [getattr(other, one.name) for other in others]
+            if one.name == "transient":
+                column[0] = max(column[0], *(float(other.max()) for other in more))
+            elif one.name not in ("heavy", "heavy_split", "twice"):
+                column[0] += sum(float(other.sum()) for other in more)
+            if one.name == "static" and one_ahead:
+                column[0] += sum(float(other.kept.sum()) for other in others)
+            first[one.name] = column
+        return MeanCosts(**first)
+
+
+class UnitLayers:
+    """The layers of a model's units for microbatches of some number of samples, computed once each.
+
+    by_tokens: microbatches may be cut further, so bounds count on less. sharing: chains beside each other that share
+    optimizer state.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        costs: CostModel,
+        workload: Workload,
+        gpus_per_node: int,
+        rules: ParameterBytes = BF16,
+        global_batch: int = 1,
+        sharing: int = 1,
+        by_tokens: bool = False,
+    ) -> None:
+        self.model = model
+        self.rules = rules
+        self.gpus_per_node = gpus_per_node
+        self._costs = costs
+        self._workload = workload
+        self._batch = global_batch
+        self._sharing = sharing
+        self._by_tokens = by_tokens
+        self._tables: dict[tuple[str, int, int, Recompute, int], LayerTable] = {}
+        self._layers: dict[tuple[str, int, int, float, Recompute, int], MeanCosts] = {}
+        self._unshared: dict[tuple[str, int, int, float, Recompute, int], MeanCosts] = {}
+        self._free = {unit.name: unit.recompute is None for unit in model.units}
+        self._experts = {
+            unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units
+        }
+
+    def shared_by(self, chains: int) -> UnitLayers:
+        """The same where so many chains beside each other share optimizer state."""
+        return self._but(chains, self._by_tokens, self.rules)
+
+    def cut_by_tokens(self) -> UnitLayers:
+        """The same where a step may have more microbatches."""
+        return self._but(self._sharing, True, self.rules)
+
+    def sharing(self, zero: Zero) -> UnitLayers:
+        """The same where these share optimizer state."""
+        return self._but(self._sharing, self._by_tokens, replace(self.rules, zero=zero))
+
+    def _but(self, sharing: int, by_tokens: bool, rules: ParameterBytes) -> UnitLayers:
+        known = self.model, self._costs, self._workload, self.gpus_per_node, rules, self._batch
+        other = UnitLayers(*known, sharing, by_tokens)
+        other._tables = self._tables
+        if by_tokens == self._by_tokens:
+            other._unshared = self._unshared
+        return other
+
+    def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """The (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
+        shared: set[tuple[int, int]] | None = None
+        for unit in units:
+            for kind in {layer.kind for layer in self.model.unit(unit).layers}:
+                own = set(self._costs.layers.get(kind, {}))
+                shared = own if shared is None else shared & own
+        if not shared:
+            for unit in units:
+                for layer in self.model.unit(unit).layers:
+                    self._costs.layer(layer.kind)  # raises, naming what is missing
+        return tuple(sorted((tp, cp) for tp, cp in shared or () if tp <= self.gpus_per_node))
+
+    def is_free(self, unit: str) -> bool:
+        """Does the model leave to the plan what is recomputed?"""
+        return self._free[unit]
+
+    def levels(self, units: Sequence[str]) -> tuple[Recompute, ...]:
+        """What may be tried for `units`, the fastest first; the one level "none" where the model says it for all."""
+        return LEVELS if any(map(self._free.__getitem__, units)) else LEVELS[:1]
+
+    def expert_degrees(self, unit: str, tp: int, cp: int) -> tuple[int, ...]:
+        """What `ep` may pay for a unit on tp * cp ranks: 1, and what leaves a rank fewer experts than its share of
+        features does; only inside nodes, where costs know the links."""
+        counts = self._experts[unit]
+        if not counts or tp * cp > self.gpus_per_node:
+            return (1,)
+        wide = range(2 * tp, tp * cp + 1, tp)
+        return (1, *(ep for ep in wide if tp * cp % ep == 0 and not any(count % ep for count in counts)))
+
+    def layers(
+        self, unit: str, tp: int, cp: int, samples: float, level: Recompute = "none", ep: int = 1
+    ) -> MeanCosts:
+        """The arrays of one unit for the mean microbatch of `samples` samples; `level` counts where the model leaves
+        open what is recomputed."""
+        spec = self.model.unit(unit)
+        level = spec.recompute or level
+        key = unit, tp, cp, samples, level, ep
+        if key not in self._layers:
+            table = self._table(unit, tp, cp, level, ep)
+            ranks = self._ranks_sharing(unit, tp, cp, ep)
+            known = self._of_mean(unit, tp, cp, samples, level, ep)
+            self._layers[key] = replace(known, static=table.static_shared_by(ranks), twice=table.twice(ranks))
+        return self._layers[key]
+
+    def _of_mean(self, unit: str, tp: int, cp: int, samples: float, level: Recompute, ep: int) -> MeanCosts:
+        """The arrays where nobody shares state."""
+        key = unit, tp, cp, samples, level, ep
+        if key not in self._unshared:
+            spec, table = self.model.unit(unit), self._table(unit, tp, cp, level, ep)
+            free = self._table(unit, tp, cp, spec.recompute or "none", ep)
+            row = self._workload.mean_row(unit, samples) * self._unevenness(unit, cp, samples)
+            least = self._workload.least_row(unit, samples, self._by_tokens)
+            light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
+            fastest = free.seconds[:, 0] + free.seconds[:, 1]
+            self._unshared[key] = MeanCosts(
+                seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
+                backward=table.seconds[:, 1] @ row,
+                work=fastest @ least,
+                forward=free.seconds[:, 0] @ least,
+                light=fastest @ light,
+                heavy=fastest @ heavy,
+                # Halves that make weight gradients hold nobody up: a stage may end with them, a sample need not wait.
+                light_split=free.seconds[:, 0] @ light,
+                heavy_split=(free.seconds[:, 0] + free.seconds[:, 2]) @ heavy,
+                static=table.static_bytes,
+                twice=table.tied_bytes,
+                kept=table.kept_bytes @ row,
+                transient=table.transient_bytes @ row,
+                gradient=np.array([self.rules.summed * layer.held_trained(tp, ep) for layer in spec.layers]),
+            )
+        return self._unshared[key]
+
+    def _unevenness(self, unit: str, cp: int, samples: float) -> NDArray[np.float64]:
+        """How many times its even share the fullest of cp ranks has of the mean microbatch's row: [3]."""
+        each = self.model.unit(unit).items_per_token
+        if cp == 1 or each == 1.0:
+            return np.ones(3)
+        _, tokens, present = self._workload.mean(unit)
+        items = max(1.0, samples * (tokens * each if each else present))
+        times = cp * math.ceil(items / cp) / items
+        return np.array([times, times, 1.0])
+
+    def of_samples(self, unit: str, tp: int, cp: int) -> NDArray[np.float64]:
+        """Seconds of each sample in all layers of a unit, without what calls cost: [samples]."""
+        square, linear, _ = self._table(unit, tp, cp, "none").seconds[:, :2].sum(axis=(0, 1))
+        squares, tokens = self._workload.of_samples(unit)
+        return np.asarray(square * squares + linear * tokens)
+
+    def least_dense(self, unit: str) -> float:
+        """The least times that the square of a row counts, see `Workload.dense`; 1 where attention skips."""
+        dense = self._workload.dense.get(unit)
+        return 1.0 if dense is None else dense.least
+
+    def recomputable(self, unit: str) -> NDArray[np.bool_]:
+        """By layer: does recomputation leave less to keep, by the smallest degrees that there are costs for?"""
+        tp, cp = self.degrees([unit])[0]
+        none, block = (self._table(unit, tp, cp, level).kept_bytes for level in ("none", "block"))
+        return np.asarray((none - block)[:, :2].sum(axis=1) > 0.0)
+
+    def recomputed(
+        self, unit: str, level: Recompute, where: NDArray[np.bool_] | bool = True
+    ) -> tuple[Recompute, ...]:
+        """`level` for all layers `where` it leaves less to keep; nothing where the model says what is recomputed."""
+        if not self.is_free(unit):
+            return ()
+        return tuple(level if there else "none" for there in self.recomputable(unit) & where)
+
+    def _ranks_sharing(self, unit: str, tp: int, cp: int, ep: int) -> NDArray[np.float64]:
+        """[layers]: the ranks that divide the optimizer's state of what one holds, see `shared_by`; those of a stage
+        that hold the same are among them."""
+        layers = self.model.unit(unit).layers
+        if self.rules.zero == "none":
+            return np.ones(len(layers))
+        beside = tp * cp if self.rules.zero == "all" else min(tp * cp, self.gpus_per_node)
+        parts = self._sharing * beside * parts_of_a_rank(layers, tp, ep)
+        return ranks_together(layers, tp, ep, *np.maximum(1.0, parts))
+
+    def _table(self, unit: str, tp: int, cp: int, level: Recompute, ep: int = 1) -> LayerTable:
+        key = unit, tp, cp, level, ep
+        if key not in self._tables:
+            spec, upstream = self.model.unit(unit), self.model.upstream_trainable(unit)
+            again = (level,) * len(spec.layers)
+            self._tables[key] = layer_table(spec, upstream, self._costs, tp, cp, self.rules, again, ep)
+        return self._tables[key]

@@ -1,0 +1,1 @@
+"""Layouts of one unit, or of several: cuts into stages, degrees, and recomputation."""

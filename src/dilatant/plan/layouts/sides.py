@@ -1,0 +1,83 @@
+"""Chains of several units side by side, on all devices or on fewer: only those that no other dominates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dilatant.plan.layouts.option import Option
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """Chains that run side by side, before or after the language model."""
+
+    options: tuple[Option, ...] = ()
+    gpus: int = 0
+    slowest: float = 0.0
+    fill: float = 0.0
+    stages: int = 0
+
+    def beside(self, option: Option) -> Side:
+        return Side(
+            (*self.options, option),
+            self.gpus + option.gpus,
+            max(self.slowest, option.slowest),
+            max(self.fill, option.total),
+            max(self.stages, option.stages),
+        )
+
+
+def side_by_side(each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
+    """[devices up to `budget`]: the undominated ways to run one option of each list side by side on so many, or on
+    fewer."""
+    sides: Mapping[int, Sequence[Side]] = {0: [Side()]}
+    for options in each:
+        sides = _extended(sides, options, budget)
+    return _cumulated(sides, budget)
+
+
+def _extended(
+    sides: Mapping[int, Sequence[Side]], options: Sequence[Option], budget: int
+) -> dict[int, list[Side]]:
+    """`sides` with one of `options` beside each, on at most `budget` devices; only undominated ones."""
+    old = [side for group in sides.values() for side in group]
+    gpus = np.add.outer([side.gpus for side in old], [option.gpus for option in options])
+    slowest = np.maximum.outer([side.slowest for side in old], [option.slowest for option in options])
+    fill = np.maximum.outer([side.fill for side in old], [option.total for option in options])
+    found: dict[int, list[Side]] = defaultdict(list)
+    least = np.full(budget + 1, np.inf)
+    for flat in np.lexsort((fill.ravel(), slowest.ravel())).tolist():
+        row, column = divmod(flat, len(options))
+        devices = int(gpus[row, column])
+        if devices <= budget and fill[row, column] < least[devices]:
+            least[devices] = fill[row, column]
+            found[devices].append(old[row].beside(options[column]))
+    return found
+
+
+def _cumulated(sides: Mapping[int, Sequence[Side]], budget: int) -> list[list[Side]]:
+    """[devices up to `budget`]: of the sides on so many devices or on fewer those that none of these dominates; of
+    equal ones that on the most."""
+    result: list[list[Side]] = []
+    kept: list[Side] = []
+    for devices in range(budget + 1):
+        new = sides.get(devices, ())
+        if new:
+            kept = [
+                *(old for old in kept if not any(one.slowest <= old.slowest and one.fill <= old.fill for one in new)),
+                *(
+                    one
+                    for one in new
+                    if not any(
+                        old.slowest <= one.slowest and old.fill <= one.fill
+                        and (old.slowest, old.fill) != (one.slowest, one.fill)
+                        for old in kept
+                    )
+                ),
+            ]  # fmt: skip
+        result.append(kept)
+    return result

@@ -1,0 +1,1 @@
+"""DistTrain's search: replicas, tensor and pipeline degree of every module."""

@@ -1,0 +1,1 @@
+"""Replay of a node trace: throughput while nodes come and go."""

@@ -1,0 +1,302 @@
+"""A run replayed against a node trace: what throughput is left while nodes come and go, and what time is lost to.
+
+Whole steps are simulated. A step commits or did not happen; a change of membership stops training for a while, and
+a *reaction* says how to go on: a function from the pipelines that run to those that shall (`reactions`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
+
+from dilatant.plan.errors import PlanError
+from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace
+
+RECONFIGURING, COPYING, RESTARTING = "reconfiguring", "copying state", "restarting"
+UNFINISHED, ROLLED_BACK = "unfinished steps", "work since the last checkpoint"
+SAVING, TOO_FEW = "saving checkpoints", "too few nodes"
+_WHOLE = 1e-9  # a step counts as finished when this part of it is missing: sums of doubles
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryCosts:
+    """What changes of membership cost.
+
+    `reconfigure_seconds`: to agree on the new membership and rebuild the pipelines, without copying. One node sends,
+    or receives, `copy_bytes_per_second`. `restart_seconds`: to start all processes anew and load a checkpoint. A
+    checkpoint is saved every `checkpoint_steps` steps and stops training for `checkpoint_seconds`. `salvaged` is the
+    part of an interrupted step's work that is kept; with `keeps_pipelines` that is what those pipelines had done that
+    lost no node, but for their microbatches in flight, since a sample that lacks a layer runs through all of them
+    again. Losses are announced `notice_seconds` ahead (spot instances): a checkpoint that takes no longer is then saved
+    in time.
+    """
+
+    reconfigure_seconds: float = 5.0
+    copy_bytes_per_second: float = 3e9
+    restart_seconds: float = 60.0
+    checkpoint_steps: int = 10
+    checkpoint_seconds: float = 10.0
+    salvaged: float = 0.0
+    notice_seconds: float = 0.0
+    keeps_pipelines: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [f"{one.name} must not be negative" for one in fields(self) if getattr(self, one.name) < 0]
+        if self.checkpoint_steps < 1:
+            problems.append("checkpoint_steps must be at least 1")
+        if self.copy_bytes_per_second == 0:
+            problems.append("copy_bytes_per_second must be positive")
+        if self.salvaged > 1:
+            problems.append("salvaged must be at most 1")
+        if problems:
+            raise PlanError("; ".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPipelines:
+    """How a cluster runs at some moment: node ids of each pipeline.
+
+    `step_seconds` is infinite while it cannot train. `moved_bytes` is the most that any node sent or received to get
+    here; `kept` says that the state of training survived on the nodes; `restarted` that all processes start anew.
+    When a step is interrupted, its last `in_flight_seconds` went into microbatches whose backward has not ended.
+    """
+
+    pipelines: tuple[tuple[int, ...], ...]
+    step_seconds: float
+    moved_bytes: int = 0
+    kept: bool = True
+    restarted: bool = False
+    in_flight_seconds: float = 0.0
+
+
+Reaction = Callable[[RunningPipelines | None, frozenset[int]], RunningPipelines]
+"""(the pipelines so far or None, the nodes alive now) to the pipelines to go on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """From `start` for `seconds` the cluster had `nodes` nodes in `replicas` pipelines and did `samples` samples."""
+
+    start: float
+    seconds: float
+    nodes: int
+    replicas: int
+    samples: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What became of a run: `samples` trained on and kept, and seconds `lost` by cause.
+
+    `changes` of membership were met, of which `rollbacks` cost work since the last checkpoint. For
+    `exposed_seconds` there were fewer replicas than wanted, or none. Samples in `segments` include those that were
+    rolled back later.
+    """
+
+    name: str
+    trace: str
+    seconds: float
+    samples: float
+    lost: dict[str, float]
+    changes: int
+    rollbacks: int
+    exposed_seconds: float
+    segments: tuple[Segment, ...] = field(repr=False)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+def replay(
+    name: str,
+    trace: NodeTrace,
+    reaction: Reaction,
+    samples_per_step: float,
+    costs: RecoveryCosts,
+    replicas_wanted: int = 1,
+) -> Replay:
+    """Run through `trace` from its first event to its end.
+
+    Joining nodes wait until the running step ends, lost nodes interrupt it. A change that comes while the cluster is
+    still recovering begins the recovery again. Raises PlanError for a trace without events.
+    """
+    if not trace.events:
+        raise PlanError(f"node trace {trace.name!r} has no events to replay")
+    run = _Run(trace.events[0].seconds, samples_per_step, costs)
+    alive: frozenset[int] = frozenset()
+    for event, following in zip(trace.events, [*trace.events[1:], None]):
+        end = following.seconds if following else trace.seconds
+        run.train(
+            event.seconds if event.lost else min(run.step_end(event.seconds), end), run.kept_share(event.lost)
+        )
+        alive = (alive - set(event.lost)) | set(event.joined)
+        run.change(reaction(run.current, alive), event, len(alive))
+    run.train(trace.seconds, run.kept_share(()))
+    return Replay(
+        name=name,
+        trace=trace.name,
+        seconds=trace.seconds - trace.events[0].seconds,
+        samples=run.samples,
+        lost={
+            cause: run.lost[cause]
+            for cause in sorted(run.lost, key=lambda c: -run.lost[c])
+            if run.lost[cause] > 0.0
+        },
+        changes=run.changes,
+        rollbacks=run.rollbacks,
+        exposed_seconds=sum(part.seconds for part in run.segments if part.replicas < replicas_wanted),
+        segments=tuple(run.segments),
+    )
+
+
+class _Run:
+    """The clock, the work that was committed, and how much of it a checkpoint holds."""
+
+    def __init__(self, start: float, samples_per_step: float, costs: RecoveryCosts) -> None:
+        self.current: RunningPipelines | None = None
+        self.samples = 0.0
+        self.lost: defaultdict[str, float] = defaultdict(float)
+        self.changes = self.rollbacks = 0
+        self.segments: list[Segment] = []
+        self._now = start  # everything before is accounted for
+        self._nodes = 0
+        self._recovery: list[
+            tuple[str, float]
+        ] = []  # what has to be done before training goes on: cause, seconds
+        self._samples_per_step = samples_per_step
+        self._costs = costs
+        self._unsaved = _Unsaved(0, 0.0)
+        self._credit = 0.0  # the part of the next step that was salvaged from an interrupted one
+
+    def step_end(self, moment: float) -> float:
+        """When the step that runs at `moment` ends; `moment` itself while nothing trains."""
+        available = moment - self._now - sum(seconds for _, seconds in self._recovery)
+        if self.current is None or math.isinf(self.current.step_seconds) or available <= 0.0:
+            return moment
+        rest = self._progress(available).rest
+        return moment + (self.current.step_seconds - rest if rest > 0.0 else 0.0)
+
+    def kept_share(self, lost: Collection[int]) -> float:
+        """Of the work of a step in hand, when these nodes are lost."""
+        if not self._costs.keeps_pipelines or self.current is None or not self.current.pipelines:
+            return self._costs.salvaged
+        whole = sum(not set(pipeline) & set(lost) for pipeline in self.current.pipelines)
+        return whole / len(self.current.pipelines)
+
+    def train(self, end: float, salvaged: float) -> None:
+        """Recover, then train until `end`. Of a step that does not end by then a share is kept."""
+        begin, samples = self._now, 0.0
+        for cause, seconds in self._recovery:
+            spent = min(seconds, end - self._now)
+            self.lost[cause] += spent
+            self._now += spent
+        self._recovery = []
+        if self.current is not None and self._now < end:
+            if math.isinf(self.current.step_seconds):
+                self.lost[TOO_FEW] += end - self._now
+            else:
+                samples = self._steps(end - self._now, self.current.step_seconds, salvaged)
+        elif self._costs.keeps_pipelines and self.current is not None and self._credit:
+            # A loss while recovering also takes what others had handed to those who are lost now.
+            self.lost[UNFINISHED] += self._credit * self.current.step_seconds * (1.0 - salvaged)
+            self._credit *= salvaged
+        if end > begin:
+            replicas = len(self.current.pipelines) if self.current else 0
+            self.segments.append(Segment(begin, end - begin, self._nodes, replicas, samples))
+            self._now = end
+
+    def change(self, after: RunningPipelines, event: NodeEvent, nodes: int) -> None:
+        """Go on with `after` once `event` is met; the first pipelines of a run, and none, need no recovery."""
+        costs, self._nodes = self._costs, nodes
+        self.changes += self.current is not None
+        if self.current is not None and math.isfinite(after.step_seconds):
+            announced = not event.lost or costs.notice_seconds >= costs.checkpoint_seconds
+            if after.restarted and announced and self._unsaved.steps:
+                self._recovery.append((SAVING, costs.checkpoint_seconds))
+                self._unsaved = _Unsaved(0, 0.0)
+            elif after.restarted or not after.kept:
+                self._roll_back()
+            if after.restarted or not after.kept:
+                self._credit = 0.0
+                self._recovery.append((RESTARTING, costs.restart_seconds))
+            else:
+                self._recovery.append((RECONFIGURING, costs.reconfigure_seconds))
+                self._recovery.append((COPYING, after.moved_bytes / costs.copy_bytes_per_second))
+        self.current = after
+
+    def _roll_back(self) -> None:
+        self.rollbacks += self._unsaved.steps > 0
+        self.samples -= self._unsaved.steps * self._samples_per_step
+        self.lost[ROLLED_BACK] += self._unsaved.seconds
+        self._unsaved = _Unsaved(0, 0.0)
+
+    def _steps(self, available: float, step: float, salvaged: float) -> float:
+        """Train for `available` seconds; returns the samples of the steps that were committed."""
+        done = self._progress(available)
+        begun_before = self._credit * step if done.steps == 0 and not self._costs.keeps_pipelines else 0.0
+        self.lost[SAVING] += done.saving
+        begun = max(done.rest - begun_before, 0.0)
+        assert self.current is not None
+        # What an earlier interruption left is no longer in flight.
+        in_flight = (
+            min(self.current.in_flight_seconds, begun, available) if self._costs.keeps_pipelines else 0.0
+        )
+        kept = (begun - in_flight) * salvaged
+        self.lost[UNFINISHED] += begun - kept
+        self._credit = (begun_before + kept) / step
+        if done.saved:
+            self._unsaved = _Unsaved(done.unsaved, done.unsaved * step)
+        else:
+            self._unsaved = _Unsaved(done.unsaved, self._unsaved.seconds + done.steps * step)
+        self.samples += done.steps * self._samples_per_step
+        return done.steps * self._samples_per_step
+
+    def _progress(self, available: float) -> _Progress:
+        """What `available` seconds of training hold: steps, and a checkpoint after every `checkpoint_steps`."""
+        assert self.current is not None
+        step, every, saving = (
+            self.current.step_seconds,
+            self._costs.checkpoint_steps,
+            self._costs.checkpoint_seconds,
+        )
+        time = available + self._credit * step + _WHOLE * step
+        before = every - self._unsaved.steps
+        if time < before * step:
+            steps = math.floor(time / step)
+            return _Progress(steps, 0.0, _unfinished(time, steps, step), False, self._unsaved.steps + steps)
+        cycles, time = divmod(time - before * step, saving + every * step)
+        steps = before + int(cycles) * every
+        if time < saving:
+            return _Progress(steps, cycles * saving + time, 0.0, cycles > 0, every)
+        more = math.floor((time - saving) / step)
+        rest = _unfinished(time - saving, more, step)
+        return _Progress(steps + more, (cycles + 1) * saving, rest, True, more)
+
+
+def _unfinished(time: float, steps: int, step: float) -> float:
+    """What is left of `time`, which includes the rounding allowance, after whole steps."""
+    rest = time - (steps + _WHOLE) * step
+    return rest if rest > _WHOLE * step else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsaved:
+    """Steps since the last checkpoint and the seconds they took."""
+
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """Committed `steps`, seconds of `saving`, the `rest` in an unfinished step, whether a checkpoint was completed,
+    and the steps that no checkpoint holds."""
+
+    steps: int
+    saving: float
+    rest: float
+    saved: bool
+    unsaved: int

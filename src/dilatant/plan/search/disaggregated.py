@@ -1,0 +1,101 @@
+"""Candidates with replicas of its own for every unit: those of DistTrain's search."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from dilatant.config.recompute import Recompute
+from dilatant.plan.errors import PlanError
+from dilatant.plan.layouts.sides import Side
+from dilatant.plan.layouts.space import Space
+from dilatant.plan.modes import EncoderPosition
+from dilatant.plan.orchestration.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
+from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.estimate import bound, chain_times, estimate
+
+MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
+"""Of a device, that DistTrain's search is told of in turn."""
+
+
+def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
+    """DistTrain's optimum for every microbatch size: replicas of its own for every unit. Its layers are all alike, so
+    what fits memory by its sums may not as it is cut, or in simulation: the optima of less memory come behind it, and
+    those with more recomputed where the model leaves that open."""
+    for size in sizes:
+        found: dict[tuple[ModuleAllocation, ...], Orchestration] = {}
+        for level, share in itertools.product(space.table.units.levels(space.roles.units), MEMORY_SHARES):
+            modules = {name: _module(space, name, level) for name in space.roles.units}
+            with suppress(PlanError):
+                answer = orchestrate(
+                    [modules[name] for name in space.roles.encoders],
+                    modules[space.roles.language],
+                    [modules[name] for name in space.roles.generators],
+                    space.cluster.num_devices,
+                    space.global_batch,
+                    size,
+                    share * space.cluster.bytes_per_device,
+                )
+                found.setdefault(answer.modules, answer)
+        for answer in found.values():
+            candidate = _as_candidate(space, answer, size)
+            if candidate is not None:
+                yield candidate
+
+
+def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate | None:
+    """The plan that DistTrain's search found, cut by the layers that there are; None if memory forbids."""
+    table, roles = space.table, space.roles
+    allocations = {module.name: module for module in answer.modules}
+    language = allocations[roles.language]
+    last = max((allocations[name].pp for name in roles.generators), default=0)
+    options = []
+    for name in roles.units:
+        own = allocations[name]
+        behind = 0 if name in roles.generators else last + (language.pp if name in roles.encoders else 0)
+        samples = size * (language.replicas // own.replicas)
+        held = table.shared_by(own.replicas, own.tp * own.pp)
+        options.append(held.chain(name, own.tp, 1, own.pp, samples, answer.num_microbatches, behind))
+    if None in options:
+        return None
+    chains = tuple(option for option in options if option is not None)
+    count = answer.num_microbatches
+    times = [
+        chain_times(space, allocations[name].replicas, count, one) for name, one in zip(roles.units, chains)
+    ]
+    totals = {name: one.total for name, one in zip(roles.units, chains)}
+    fill = totals[roles.language] + sum(
+        max((totals[name] for name in side), default=0.0) for side in (roles.encoders, roles.generators)
+    )
+    return Candidate(
+        encoders_at=EncoderPosition.PARALLEL,
+        replicas=language.replicas,
+        microbatch_size=size,
+        num_microbatches=count,
+        options=chains,
+        counts=tuple(allocations[name].replicas for name in roles.units),
+        estimate=estimate(
+            space, language.replicas, count, fill, max(one.slowest for one in chains), chains, times
+        ),
+        bound=bound(Side(chains[: len(roles.encoders)]), chains[len(roles.encoders)], chains, times),
+        disaggregated=answer.seconds,
+    )
+
+
+def _module(space: Space, name: str, level: Recompute) -> ModuleCost:
+    """A unit as uniform layers under the mean sample, without context parallelism."""
+    degrees = [tp for tp, cp in space.table.units.degrees([name]) if cp == 1]
+    if not degrees:
+        raise PlanError(
+            f"unit {name!r} has no costs without context parallelism, which DistTrain's search needs"
+        )
+    by_degree = {tp: space.table.units.layers(name, tp, 1, 1, level) for tp in degrees}
+    one = by_degree[degrees[0]]
+    return ModuleCost(
+        name=name,
+        layers=len(one.seconds),
+        seconds={tp: float(layers.seconds.sum()) for tp, layers in by_degree.items()},
+        state_bytes=float(one.static.sum()) * degrees[0],
+        activation_bytes=float(one.kept.sum()) * degrees[0],
+    )

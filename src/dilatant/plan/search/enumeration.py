@@ -1,0 +1,145 @@
+"""Every candidate of a search, the most promising first."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from dilatant.plan.layouts.microbatch_counts import microbatch_counts
+from dilatant.plan.layouts.space import FEW, Space, are_few
+from dilatant.plan.modes import EncoderPosition, Mode
+from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.disaggregated import disaggregated
+from dilatant.plan.search.group_bound import least_seconds
+from dilatant.plan.search.mixed_pipelines import mixed_candidates
+from dilatant.plan.search.placed_units import own_replicas, placed_candidates
+from dilatant.plan.search.shapes import shapes
+
+FEWEST = 6
+"""So many of any kind are simulated, however many devices there are."""
+NEAR, WORTH = 1.1, 0.98
+"""On more than a few devices units have replicas of their own where that promises to take so many times as long as the
+best other step, and on many."""
+
+
+def enumerate_candidates(
+    space: Space,
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None = None,
+    all_devices: bool = False,
+    most_seconds: float = math.inf,
+    far: float = math.inf,
+) -> list[Candidate]:
+    """All candidates of a mode, the most promising first; with `all_devices` those on the largest number of devices
+    that any uses. Left out may be those that surely take more than `most_seconds`, or than `far` times what the most
+    promising takes, and with such a limit, or on many devices, those with units' own replicas that do not promise
+    notably less."""
+    found = list(_candidates(space, mode, sizes, microbatches, most_seconds, far))
+    if mode is Mode.BEST:
+        if far < math.inf or space.cluster.num_devices > FEW:
+            best = min((candidate.estimate for candidate in found), default=math.inf)
+            most_seconds = min(most_seconds, (WORTH if far < math.inf else NEAR) * best)
+        found += own_replicas(space, sizes, microbatches, most_seconds)
+    if all_devices and found:
+        most = max(candidate.gpus for candidate in found)
+        found = [candidate for candidate in found if candidate.gpus == most]
+    # Of equal ones those first that leave the fewest devices idle.
+    return sorted(found, key=lambda candidate: (candidate.estimate, -candidate.gpus))
+
+
+def _candidates(
+    space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None, most_seconds: float, far: float
+) -> Iterator[Candidate]:
+    if mode in (Mode.BEST, Mode.DISTTRAIN):
+        for one in disaggregated(space, sizes):
+            if microbatches in (None, one.num_microbatches):
+                yield one if mode is Mode.BEST else replace(one, estimate=one.disaggregated)
+                most_seconds = min(most_seconds, far * one.estimate)
+    if mode is Mode.DISTTRAIN:
+        return
+    for replicas in range(1, space.cluster.num_devices + 1):
+        counts = microbatch_counts(space, mode, replicas, sizes, microbatches)
+        for count, row_tokens in counts.items():
+            for one in shapes(space, mode, replicas, count, row_tokens, most_seconds):
+                yield one
+                most_seconds = min(most_seconds, far * one.estimate)
+
+
+def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
+    """Those that promise most on at most as many devices as they take, the most promising first: what searches on fewer
+    devices would simulate, so that more of them never make a plan slower."""
+    taken: list[int] = []
+    chosen = []
+    for candidate in found:
+        if bisect.bisect_right(taken, candidate.gpus) < FEWEST:
+            chosen.append(candidate)
+        bisect.insort(taken, candidate.gpus)
+    return chosen
+
+
+def of_modes(
+    space: Space,
+    found: Sequence[Candidate],
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None,
+    all_devices: bool,
+    most_seconds: float,
+) -> Iterator[Sequence[Candidate]]:
+    """What each published system would choose, the most promising first, for a search among all: it is to be no slower
+    than any of them. So with interleaved chunks, whose estimates count no split backwards as the others' do.
+    most_seconds: as for `enumerate_candidates`."""
+    if mode is not Mode.BEST:
+        return
+    yield sorted((one for one in found if one.disaggregated), key=lambda one: one.disaggregated)
+    yield [  # Cornstarch's
+        one
+        for one in found
+        if one.encoders_at is not EncoderPosition.IN_LANGUAGE and len(set(one.counts)) == 1
+    ]
+    yield [one for one in found if any(option.chunks > 1 for option in one.options)]
+    for other in (Mode.ENTRAIN, Mode.MEGATRON):
+        yield enumerate_candidates(space, other, sizes, microbatches, all_devices, most_seconds)
+
+
+def across(
+    spaces: Sequence[Space],
+    alone: Sequence[Sequence[Candidate]],
+    sizes: Sequence[int],
+    microbatches: int | None,
+    all_devices: bool,
+    most_seconds: float = math.inf,
+) -> list[Candidate]:
+    """The candidates that take devices of several groups, the most promising first; `alone` are those of each alone.
+    most_seconds: units are not placed where that promises to take longer."""
+    if are_few(spaces):
+        spaces = [replace(space, shared=True) for space in spaces]
+        alone = [enumerate_candidates(space, Mode.BEST, sizes, microbatches) for space in spaces]
+    placed = list(placed_candidates(spaces, sizes, microbatches, most_seconds))
+    mixed = mixed_candidates(spaces, alone, placed, least_seconds(spaces))
+    found = sorted([*placed, *mixed], key=lambda one: (one.estimate, -one.gpus))
+    most = max((one.gpus for one in found), default=0)
+    return [one for one in found if not all_devices or one.gpus == most]
+
+
+def all_candidates(
+    spaces: Sequence[Space],
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None = None,
+    all_devices: bool = False,
+) -> list[Candidate]:
+    """As `enumerate_candidates`, over groups of unlike devices with a space for each."""
+    asked = sizes, microbatches, all_devices
+    if len(spaces) == 1:
+        return enumerate_candidates(spaces[0], mode, *asked)
+    alone = [
+        [one.in_group(group) for one in enumerate_candidates(space, mode, *asked)]
+        for group, space in enumerate(spaces)
+    ]
+    both = across(spaces, alone, *asked) if mode is Mode.BEST else []
+    return sorted([*itertools.chain(*alone), *both], key=lambda one: (one.estimate, -one.gpus))

@@ -1,0 +1,221 @@
+"""Candidates that are simulated: as plans in several orders of ranks, recomputing more where they overflow memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dilatant.cost.memory import DEFAULT_ZERO, ParameterBytes, Zero
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.score import PlanScore, PlanScorer
+from dilatant.plan.costs.sync_time import sync_seconds
+from dilatant.plan.errors import PlanError
+from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.space import Space
+from dilatant.plan.modes import EncoderPosition
+from dilatant.plan.plan import Plan
+from dilatant.plan.rank_mapping import RankOrder, map_ranks
+from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.recomputation import more_recomputed, recomputing
+from dilatant.plan.search.refusals import rejection
+from dilatant.plan.search.spare_devices import promising, with_leftovers
+from dilatant.plan.templates.copies import copies_on_nodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedPlan:
+    """A plan with what simulation says of it. `stage_seconds[unit]` are the mean microbatch's, forward plus backward
+    (colocated units are listed together under the chain's last unit); `estimate` is the closed form that chose it for
+    simulation; `row_tokens` as in `Candidate`; `zero` says who shares optimizer state."""
+
+    plan: Plan
+    encoders_at: EncoderPosition
+    replicas: int
+    microbatch_size: int
+    num_microbatches: int
+    stage_seconds: dict[str, tuple[float, ...]]
+    idle_devices: int
+    estimate: float
+    bound: float
+    score: PlanScore
+    row_tokens: int | None = None
+    zero: Zero = DEFAULT_ZERO
+
+    @property
+    def microbatches(self) -> tuple[int, int]:
+        """Microbatches that a pipeline ran in a simulated step, and the mean samples of one: more and smaller ones than
+        were asked for where the token budget of a row cut them."""
+        count = max(self.score.num_microbatches, self.num_microbatches)
+        return count, max(1, round(self.microbatch_size * self.num_microbatches / count))
+
+    @property
+    def simulated_stage_seconds(self) -> dict[str, tuple[float, ...]]:
+        """`stage_seconds` of a mean microbatch as simulated."""
+        share = self.num_microbatches / self.microbatches[0]
+        return {unit: tuple(one * share for one in own) for unit, own in self.stage_seconds.items()}
+
+
+class Finals:
+    """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.
+    skipped: the least bound of those that were not simulated because a part of them had overflowed. seconds: of the
+    steps of those that were, infinite where no plan of it fits. Plans count that have each layer on `copies` nodes of
+    `ranks_per_node` devices. ceiling: seconds of a plan that is known already."""
+
+    def __init__(
+        self,
+        space: Space,
+        rules: ParameterBytes,
+        scorer: PlanScorer,
+        copies: int = 1,
+        ranks_per_node: int = 1,
+        ceiling: float = math.inf,
+    ) -> None:
+        self._ceiling = ceiling
+        self._space, self._rules, self._scorer = space, rules, scorer
+        self._copies, self._ranks_per_node = copies, ranks_per_node
+        self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
+        self._feeds = {unit.name: unit.feeds for unit in space.model.units}
+        self._overflowing: set[tuple[Option, int, int]] = (
+            set()
+        )  # by pipelines and microbatches: not tried again
+        self._seen: set[tuple[Plan, int, int | None]] = set()
+        self._found: list[tuple[RankedPlan, Candidate]] = []
+        self.rejected: list[tuple[float, str]] = []
+        self.seconds: dict[Candidate, float] = {}
+        self.skipped = math.inf
+
+    @property
+    def ranked(self) -> list[RankedPlan]:
+        return [one for one, _ in self._found]
+
+    @property
+    def best(self) -> float:
+        """Seconds of the fastest plan that is known."""
+        return min([self._ceiling, *(one.score.seconds for one in self.ranked)])
+
+    def simulate(self, candidate: Candidate) -> bool:
+        """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows; does a
+        plan of it fit?"""
+        counts = candidate.replicas, candidate.num_microbatches
+        if any((option, *counts) in self._overflowing for option in candidate.options):
+            self.skipped = min(self.skipped, candidate.bound)
+            return False
+        overflow: tuple[Option, float, str] | None = None
+        self.seconds.setdefault(candidate, math.inf)
+        for plan in sorted(self._plans(candidate), key=self._travel):
+            overflow = self._score(candidate, plan)
+            if overflow is None:
+                return True
+        if overflow is not None:  # in every order: state is shared by who lies side by side
+            culprit, excess, text = overflow
+            self.rejected.append((excess, text))
+            self._overflowing.add((culprit, *counts))
+        return False
+
+    def reorder(self, most: int = 2) -> None:
+        """Simulate the best plans in every other rank order too, under the schedule that suited them best."""
+        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:most]:
+            if candidate.bound >= self._ceiling:
+                continue
+            for plan in self._plans(candidate):
+                again = {unit.name: unit.recompute for unit in one.plan.units}
+                self._score(candidate, recomputing(plan, again), one.score.schedule or None)
+
+    def prove(self, found: Sequence[Candidate], most: int) -> float:
+        """Simulate those that could be the fastest by far, at most so many, until none is left that could be; returns
+        the least bound of those that were not simulated."""
+        unseen = sorted((one for one in found if one not in self.seconds), key=lambda one: one.bound)
+        for one in unseen[:most]:
+            if one.bound >= self.best:
+                break
+            self.simulate(one)
+        return min((one.bound for one in unseen if one not in self.seconds), default=math.inf)
+
+    def fill_idle(self, found: Sequence[Candidate], most: int) -> None:
+        """Simulate the candidates of which one more pipeline on their idle devices promises most, with it; at most so
+        many such plans."""
+        filled = (
+            (candidate, filled)
+            for candidate in promising(self._space, found, self.best)
+            for plan in sorted(self._plans(candidate), key=self._travel)[:1]
+            for filled in with_leftovers(plan, candidate, self._space)
+        )
+        for candidate, plan in itertools.islice(filled, most):
+            self._score(candidate, plan)
+
+    def _plans(self, candidate: Candidate) -> list[Plan]:
+        """In every order of ranks with enough copies; none where tensor groups do not pack into nodes."""
+        orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
+        found: dict[Plan, None] = {}
+        for order in orders:
+            with suppress(PlanError):
+                shape = candidate.chains, self._layers, self._feeds, self._space.cluster, order
+                found[map_ranks(*shape, candidate.groups)] = None
+        if self._copies == 1:
+            return list(found)
+        return [
+            plan
+            for plan in found
+            if min(copies_on_nodes(plan, self._ranks_per_node).values()) >= self._copies
+        ]
+
+    def _travel(self, plan: Plan) -> float:
+        """Seconds until the last rank has summed its gradients: what differs most between orders of ranks."""
+        cluster = self._space.cluster
+        if cluster.nodes == 1:
+            return 0.0
+        return sync_seconds(plan, self._space.model, cluster, self._rules).longest
+
+    def _score(
+        self, candidate: Candidate, plan: Plan, schedule: str | None = None
+    ) -> tuple[Option, float, str] | None:
+        """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why.
+        schedule: the family to simulate, else the one that suits the plan best."""
+        key = plan, candidate.num_microbatches, candidate.row_tokens
+        if key in self._seen:
+            return None  # DistTrain's search finds some of the others' plans
+        self._seen.add(key)
+        cluster = self._space.cluster
+        score = self._scorer(*key, *filter(None, [schedule]))
+        excess = cluster.overflow(plan.ranks, score.peak_bytes)
+        if excess > 0.0:
+            most = cluster.bytes_of(plan.ranks).tolist()
+            frugal = more_recomputed(plan, score, self._space.table.units, most)
+            if frugal is not None:
+                return self._score(candidate, frugal, schedule)
+            culprit, text = rejection(plan, candidate, score, cluster, excess)
+            return culprit, excess, text
+        self._found.append((_ranked(plan, candidate, score, cluster, self._rules.zero), candidate))
+        self.seconds[candidate] = min(self.seconds.get(candidate, math.inf), score.seconds)
+        return None
+
+
+def _stage_seconds(candidate: Candidate, cluster: Cluster) -> dict[str, tuple[float, ...]]:
+    """By a chain's last unit; what has it on other devices too is called after its group."""
+    found: dict[str, tuple[float, ...]] = {}
+    for option, group in itertools.zip_longest(candidate.options, candidate.groups, fillvalue=0):
+        assert isinstance(option, Option), "a group is of an option"
+        unit = [*option.cuts][-1]
+        name = f"{unit} on {cluster.groups[group].name}" if unit in found else unit
+        found[name] = tuple(option.seconds.tolist())
+    return found
+
+
+def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster, zero: Zero) -> RankedPlan:
+    return RankedPlan(
+        plan=plan,
+        encoders_at=candidate.encoders_at,
+        replicas=candidate.replicas,
+        microbatch_size=candidate.microbatch_size,
+        num_microbatches=candidate.num_microbatches,
+        stage_seconds=_stage_seconds(candidate, cluster),
+        idle_devices=cluster.num_devices - len(plan.ranks),
+        estimate=candidate.estimate,
+        bound=candidate.bound,
+        score=score,
+        row_tokens=candidate.row_tokens,
+        zero=zero,
+    )

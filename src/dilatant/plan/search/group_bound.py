@@ -1,0 +1,90 @@
+"""What no plan over groups of unlike devices can beat: all work, each piece of it where it pays most."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.layouts.space import Space
+
+_ROUNDS, _THIRDS = 3, 60
+
+
+def least_seconds(spaces: Sequence[Space]) -> float:
+    """Seconds of the mean step that no plan beats, whatever its pipelines and whichever groups they are on, one space
+    each: each unit's work on a sample may be divided among groups as is best, on all their devices at once.
+
+    The heaviest sample of a unit, too, takes what it takes on the group and at the degree that suit it best.
+
+    Of that linear program any prices of the groups' device seconds give a bound (its dual); these are the best found by
+    shifting price between pairs of groups.
+    """
+    devices = np.array([space.cluster.num_devices for space in spaces], dtype=np.float64)
+    work = np.stack([_device_seconds(space) for space in spaces])
+    steps = work.shape[1] // (len(spaces[0].roles.units) * spaces[0].global_batch)
+
+    least = _Dual(work, devices, steps)
+    prices = devices / devices.sum()
+    for _ in range(_ROUNDS if len(spaces) > 2 else 1):
+        for one, other in itertools.combinations(range(len(spaces)), 2):
+            prices = least.shifted(prices, one, other)
+    return max(least.at(prices), _heaviest(spaces))
+
+
+def _heaviest(spaces: Sequence[Space]) -> float:
+    """Seconds of the heaviest sample in the unit in which it takes the longest, where that is fastest."""
+    return max(
+        min(
+            float((layers.heavy_split if space.halves else layers.heavy).sum())
+            for space in spaces
+            for tp, cp in space.table.units.degrees([unit])
+            for layers in [space.table.units.layers(unit, tp, cp, 1)]
+        )
+        for unit in spaces[0].roles.units
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Dual:
+    """Bounds by prices: `work` [groups, pieces] device seconds, `devices` [groups]."""
+
+    work: NDArray[np.float64]
+    devices: NDArray[np.float64]
+    steps: int
+
+    def at(self, prices: NDArray[np.float64]) -> float:
+        return float((self.work * (prices / self.devices)[:, None]).min(axis=0).sum()) / self.steps
+
+    def shifted(self, prices: NDArray[np.float64], one: int, other: int) -> NDArray[np.float64]:
+        """The best prices that differ from these for two groups only; the bound is concave in how both share theirs."""
+
+        def with_share(share: float) -> NDArray[np.float64]:
+            moved, both = prices.copy(), prices[one] + prices[other]
+            moved[one], moved[other] = share * both, (1.0 - share) * both
+            return moved
+
+        low, high = 0.0, 1.0
+        for _ in range(_THIRDS):
+            left, right = low + (high - low) / 3, high - (high - low) / 3
+            if self.at(with_share(left)) < self.at(with_share(right)):
+                low = left
+            else:
+                high = right
+        return max((prices, with_share((low + high) / 2)), key=self.at)
+
+
+def _device_seconds(space: Space) -> NDArray[np.float64]:
+    """The least that each sample takes of a device in each unit, at any degree: [units * samples]. A row of several
+    dense samples takes no less than their squares, or these times the least that a dense square counts if less."""
+    units = space.table.units
+    return np.concatenate(
+        [
+            min(1.0, units.least_dense(unit))
+            * np.min([tp * cp * units.of_samples(unit, tp, cp) for tp, cp in units.degrees([unit])], axis=0)
+            for unit in space.roles.units
+        ]
+    )

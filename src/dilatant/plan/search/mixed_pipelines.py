@@ -1,0 +1,134 @@
+"""Candidates over groups of unlike devices: pipelines of several kinds side by side."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.space import Space, are_few
+from dilatant.plan.modes import EncoderPosition
+from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.estimate import exposed_seconds
+
+MOST_KINDS = 8
+"""On many devices so many kinds of pipelines of each group, and of those that place units, are tried beside others, for
+each number of microbatches: the most promising on so many devices or fewer."""
+
+SPARED = 1 / 3
+"""What is left in simulations of the delay by the heaviest samples, most of which go to faster pipelines. Estimates
+then are 12 % from simulations in the mean on 1,296 devices of two kinds, 5 % on 32; without this delay 31 and 8 %."""
+
+
+def mixed_candidates(
+    spaces: Sequence[Space], found: Sequence[Sequence[Candidate]], placed: Sequence[Candidate], bound: float
+) -> Iterator[Candidate]:
+    """Pipelines of several kinds side by side: those that promise most, of one group (`found`, by group) or with units
+    placed on several (`placed`), and on the devices that they leave the best that have room there.
+
+    All have as many microbatches; each kind gets samples as fast as it is. bound: seconds that none of them beats.
+    """
+    devices = [space.cluster.num_devices for space in spaces]
+    most_kinds = None if are_few(spaces) else MOST_KINDS
+    kinds = [_kinds(own, len(spaces), most_kinds, group) for group, own in enumerate(found)]
+    both = _kinds(placed, len(spaces), most_kinds)
+    counts = {count for by_count in (*kinds, both) for count in by_count}
+    for count in sorted(counts):
+        beside: list[list[Candidate | None]] = [[None, *own.get(count, ())] for own in kinds]
+        for members in itertools.product([None, *both.get(count, ())], *beside):
+            there = [one for one in members if one is not None]
+            fit = all(sum(one.gpus_in(group) for one in there) <= most for group, most in enumerate(devices))
+            if len(there) > 1 and fit and _all_have_samples(there, spaces[0].global_batch):
+                yield _side_by_side(there, spaces, bound)
+
+
+def _all_have_samples(members: Sequence[Candidate], batch: int) -> bool:
+    """Whether the slowest kind of pipeline has one for each."""
+    together = sum(1.0 / one.estimate for one in members)
+    return all(batch / one.estimate / together >= one.replicas for one in members)
+
+
+def _kinds(
+    candidates: Iterable[Candidate], groups: int, most: int | None, home: int | None = None
+) -> dict[int, list[Candidate]]:
+    """Those that can stand beside others, by microbatches: the most promising on so many devices of each group or
+    fewer. home: the group whose devices they all take."""
+    found: dict[int, list[Candidate]] = defaultdict(list)
+    for one in candidates:
+        alike = len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options)
+        if alike and one.row_tokens is None:
+            found[one.num_microbatches].append(one)
+    kept: dict[int, list[Candidate]] = {}
+    for count, own in found.items():
+        own.sort(key=lambda one: (one.estimate, one.gpus))
+        kept[count] = []
+        taken: list[list[int]] = []
+        for one in own:
+            devices = [
+                one.gpus_in(group) if home is None else one.gpus * (group == home) for group in range(groups)
+            ]
+            if not any(all(a <= b for a, b in zip(other, devices)) for other in taken):
+                kept[count].append(one if home is None else one.in_group(home))
+                taken.append(devices)
+            if len(kept[count]) == most:
+                break
+    return kept
+
+
+def _side_by_side(members: Sequence[Candidate], spaces: Sequence[Space], bound: float) -> Candidate:
+    batch = spaces[0].global_batch
+    speeds = np.array([1.0 / one.estimate for one in members])
+    shares = speeds / speeds.sum()
+    replicas, count = sum(one.replicas for one in members), members[0].num_microbatches
+    options = tuple(
+        _scaled(option, float(share)) for one, share in zip(members, shares) for option in one.options
+    )
+    groups = tuple(group for one in members for group in one.groups)
+    positions = {one.encoders_at for one in members}
+    return Candidate(
+        encoders_at=positions.pop() if len(positions) == 1 else EncoderPosition.MIXED,
+        replicas=replicas,
+        microbatch_size=max(1, round(batch / (replicas * count))),
+        num_microbatches=count,
+        options=options,
+        counts=tuple(number for one in members for number in one.counts),
+        estimate=float(1.0 / speeds.sum())
+        + max(_delay(one, float(share), spaces) for one, share in zip(members, shares))
+        + _sum_between_groups(options, groups, spaces),
+        bound=bound,
+        groups=groups,
+    )
+
+
+def _delay(one: Candidate, share: float, spaces: Sequence[Space]) -> float:
+    """Seconds by which the heaviest samples delay pipelines with this share of the samples more than with all of them:
+    of fewer in each microbatch they are more."""
+    language = spaces[0].roles.language
+    option, group = next(
+        (option, group) for option, group in zip(one.options, one.groups) if language in option.cuts
+    )
+    count = one.replicas * one.num_microbatches
+    heavier = spaces[group].heaviest_sample * count / share - spaces[group].heaviest(count)
+    return SPARED * share * max(0.0, heavier) * (option.total - option.slowest) / 2
+
+
+def _scaled(option: Option, share: float) -> Option:
+    """The chain with this share of the samples."""
+    times = {name: getattr(option, name) * share for name in ("seconds", "backward", "work", "forward")}
+    return replace(option, **times)
+
+
+def _sum_between_groups(options: Sequence[Option], groups: Sequence[int], spaces: Sequence[Space]) -> float:
+    """Seconds to sum gradients on rings that leave groups, after the last backward: all that the fullest node has goes
+    through its ports."""
+    slowest = 0.0
+    for option, group in zip(options, groups, strict=True):
+        cluster = spaces[group].cluster
+        parts = min(cluster.gpus_per_node, option.tp * option.stages)
+        sums = 2 * parts * option.gradient_bytes / cluster.between.bandwidth
+        slowest = max(slowest, exposed_seconds(option, sums))
+    return slowest

@@ -1,0 +1,153 @@
+"""Why a search finds no plan: batches, devices, memory; each refusal says what would help."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from dilatant.cost.memory import bytes_text
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.score import PlanScore
+from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
+from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.options import OptionTable
+from dilatant.plan.layouts.space import Space
+from dilatant.plan.modes import Mode
+from dilatant.plan.plan import Plan
+from dilatant.plan.roles import Roles
+from dilatant.plan.search.candidates import Candidate
+
+
+def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int = 1) -> list[int]:
+    """The sizes that divide the global batch among so many pipelines. Raises BatchError, naming the nearest batches,
+    if none does."""
+    dividing = sorted({size for size in sizes if size > 0 and global_batch % (pipelines * size) == 0})
+    if dividing and global_batch > 0:
+        return dividing
+    wanted = sorted({size for size in sizes if size > 0}) or [1]
+    steps = [pipelines * size for size in wanted]
+    low = max(global_batch // step * step for step in steps)
+    high = min(global_batch // step * step + step for step in steps)
+    nearest = tuple(batch for batch in (low, high) if batch > 0)
+    among = f" among {pipelines} pipelines" if pipelines > 1 else ""
+    raise BatchError(
+        f"a global batch of {global_batch} does not divide{among} into microbatches of "
+        f"{' or '.join(map(str, wanted))}; the nearest batches that do are {' and '.join(map(str, nearest))}",
+        nearest,
+    )
+
+
+def check_devices(table: OptionTable, roles: Roles, cluster: Cluster, mode: Mode) -> None:
+    def least(units: Sequence[str]) -> int:
+        return min((tp * cp for tp, cp in table.units.degrees(units)), default=1 << 30)
+
+    apart = sum(least([unit]) for unit in roles.units)
+    needed = {
+        Mode.BEST: min(
+            apart, least([*roles.encoders, roles.language]) + sum(least([unit]) for unit in roles.generators)
+        ),
+        Mode.CORNSTARCH: min(apart, _colocated(least, roles)),
+        Mode.ENTRAIN: _colocated(least, roles),
+        Mode.DISTTRAIN: apart,
+        Mode.MEGATRON: least(roles.units) * (1 + bool(roles.encoders) + bool(roles.generators)),
+    }[mode]
+    if cluster.num_devices < needed:
+        raise TooFewDevicesError(
+            f"{cluster.num_devices} devices are fewer than the {needed} that units {', '.join(roles.units)} need "
+            f"(smallest degrees with costs, mode {mode})",
+            needed,
+        )
+
+
+def _colocated(least: Callable[[Sequence[str]], int], roles: Roles) -> int:
+    encoders = least(roles.encoders) if roles.encoders else 0
+    return encoders + least([roles.language]) + sum(least([unit]) for unit in roles.generators)
+
+
+def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
+    """Which unit overflows by most with one pipeline and the smallest microbatches, or that only all together do."""
+    excess = excess_by_unit(space, mode, samples, space.global_batch // samples)
+    capacity, reserve = bytes_text(space.cluster.bytes_per_device), space.cluster.reserve.total
+    if reserve:
+        capacity += f" beside the reserve of {bytes_text(reserve)}"
+    devices = space.cluster.num_devices
+    unit = max(excess, key=lambda name: excess[name])
+    remedy = "add devices, use recomputation or smaller microbatches, or freeze more layers"
+    if 0.0 < excess[unit] < math.inf:
+        return DoesNotFitError(
+            f"no plan fits memory: unit {unit!r} needs about {bytes_text(excess[unit])} more than a device's "
+            f"{capacity}, spread over {devices} devices as thinly as it can be; {remedy}",
+            unit,
+            excess[unit],
+        )
+    return DoesNotFitError(
+        f"no plan fits memory on {devices} devices of {capacity}: each unit fits, all together do not; {remedy}"
+    )
+
+
+def excess_by_unit(space: Space, mode: Mode, samples: int, microbatches: int) -> dict[str, float]:
+    """The bytes that a device lacks under each unit's most frugal chain on all devices the others can spare.
+
+    Tried are the most stages there can be, half as many, and so on.
+    """
+    table, roles = space.table, space.roles
+    least = {unit: min(tp * cp for tp, cp in table.units.degrees([unit])) for unit in roles.units}
+    excess = {}
+    for unit in roles.units:
+        extra = roles.encoders if mode is Mode.BEST and unit == roles.language else ()
+        others = sum(least[other] for other in roles.units if other != unit and other not in extra)
+        behind = (unit in roles.encoders) + (unit not in roles.generators and bool(roles.generators))
+        excess[unit] = min(
+            (
+                table.excess(unit, tp, cp, stages, samples, microbatches, behind, extra)
+                for tp, cp in table.units.degrees([unit, *extra])
+                for stages in _halving(
+                    min(
+                        (space.cluster.num_devices - others) // (tp * cp),
+                        space.model.unit(unit).most_stages,
+                    )
+                )
+            ),
+            default=0.0,
+        )
+    return excess
+
+
+def _halving(number: int) -> Iterator[int]:
+    while number > 0:
+        yield number
+        number //= 2
+
+
+def rejection(
+    plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster, excess: float
+) -> tuple[Option, str]:
+    """(the option that overflows, what to tell the user) of a plan that does not fit once it is simulated."""
+    rank = plan.ranks[int(np.argmax(score.peak_bytes - cluster.bytes_of(plan.ranks)))]
+    held = [placed for placed in plan.stages() if rank in placed.stage.ranks]
+    where = " and ".join(f"{placed.unit} stage {placed.position}" for placed in held)
+    culprit = next(
+        option
+        for option, group in itertools.zip_longest(candidate.options, candidate.groups)
+        if held[0].unit in option.cuts and group in (None, cluster.group_of(rank))
+    )
+    return culprit, (
+        f"{candidate.replicas} pipelines, {candidate.encoders_at}: rank {rank} ({where}) overflows by "
+        f"{bytes_text(excess)}"
+    )
+
+
+def nothing_survived(rejected: Sequence[tuple[float, str]], cluster: Cluster) -> PlanError:
+    if not rejected:
+        return PlanError(
+            f"no plan keeps its tensor groups inside nodes of {cluster.gpus_per_node} devices; profile other degrees"
+        )
+    excess, text = min(rejected)
+    return DoesNotFitError(
+        f"no plan fits memory once its largest microbatches are simulated; the nearest, {text}. Add devices, use "
+        "recomputation or smaller microbatches",
+        excess_bytes=excess,
+    )

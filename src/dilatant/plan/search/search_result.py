@@ -1,0 +1,166 @@
+"""What a search answers: the best plans, what it looked at, and what no other plan beats."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from dilatant.cost.memory import DEFAULT_ZERO, Zero
+from dilatant.plan.answer import Answer
+from dilatant.plan.errors import PlanError
+from dilatant.plan.modes import EncoderPosition, Mode
+from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.finals import Finals, RankedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedGroup:
+    """The candidates with so many pipelines and encoders there: how many there are, and of them how many were
+    `simulated`, of which so many `overflowed` memory; the rest were left out because their bound is above the winner
+    (`cut`), or because others promised more (`left`). bound: the least of all, `seconds` of the fastest that was
+    simulated and fits, None where none does. zero: who shares optimizer state under them."""
+
+    encoders_at: EncoderPosition
+    replicas: int
+    candidates: int
+    simulated: int
+    overflowed: int
+    cut: int
+    left: int
+    bound: float
+    seconds: float | None
+    zero: Zero = DEFAULT_ZERO
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchResult(Answer):
+    """The best plan and the next ones, fastest first.
+
+    `seconds` is the winner's simulated step. `lower_bound` is one that no plan of equal pipelines in the searched space
+    beats, simulated or not; `proven` says that the winner reaches the least any of these could. `rejected` names plans
+    that overflowed memory in simulation; `groups` say what was looked at, the fastest first. `by_zero`: the
+    fastest step that was simulated under each way to share optimizer state that was looked at, None where none fits.
+    """
+
+    winner: RankedPlan
+    runners_up: tuple[RankedPlan, ...]
+    rejected: tuple[str, ...]
+    candidates: int
+    mode: Mode
+    seconds: float
+    proven: bool
+    lower_bound: float
+    wall_seconds: float = field(default=0.0, compare=False)
+    groups: tuple[SearchedGroup, ...] = ()
+    by_zero: Mapping[Zero, float | None] = field(default_factory=dict)
+
+    @property
+    def simulated(self) -> int:
+        """How many of the candidates were simulated, each in one or several orders of ranks."""
+        return sum(group.simulated for group in self.groups)
+
+
+class NoneFasterError(PlanError):
+    """No candidate takes less than the plan that is known already. found: they; lower_bound: of those that were not
+    simulated; groups: as in `SearchResult`."""
+
+    def __init__(
+        self, found: Sequence[Candidate], lower_bound: float, groups: tuple[SearchedGroup, ...]
+    ) -> None:
+        super().__init__("no plan is faster than the one that is known")
+        self.found, self.lower_bound, self.groups = found, lower_bound, groups
+
+
+def none_faster(found: Sequence[Candidate], finals: Finals, unseen: float, zero: Zero) -> NoneFasterError:
+    """What is to be raised where none of these is ranked. unseen: as for `answer_of`."""
+    return NoneFasterError(found, unseen, _groups(found, finals, finals.best, zero))
+
+
+def answer_of(
+    found: Sequence[Candidate], finals: Finals, unseen: float, mode: Mode, all_devices: bool
+) -> SearchResult:
+    """The best of the candidates `found` that were simulated. unseen: the least bound of those that were not."""
+    ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
+    if all_devices:
+        ranked.sort(key=lambda one: one.idle_devices)
+    winner = ranked[0]
+    return SearchResult(
+        winner=winner,
+        runners_up=tuple(ranked[1:]),
+        rejected=tuple(text for _, text in finals.rejected),
+        candidates=len(found),
+        mode=mode,
+        seconds=winner.score.seconds,
+        proven=bool(unseen >= winner.score.seconds),
+        lower_bound=min(winner.score.seconds, unseen),
+        groups=_groups(found, finals, min(finals.best, winner.score.seconds), winner.zero),
+    )
+
+
+def on_ranks_from(answer: SearchResult, first: int, devices: int) -> SearchResult:
+    """The answer for a group of devices as one for all of them, of which it has the ranks from `first` on."""
+
+    def there(one: RankedPlan) -> RankedPlan:
+        return replace(one, plan=one.plan.shifted(first), idle_devices=devices - len(one.plan.ranks))
+
+    return replace(
+        answer, winner=there(answer.winner), runners_up=tuple(there(one) for one in answer.runners_up)
+    )
+
+
+def best_of(
+    answers: Sequence[SearchResult],
+    all_devices: bool = False,
+    others: Sequence[NoneFasterError] = (),
+) -> SearchResult:
+    """One answer of several, each of which has looked at other plans; of equal plans that of the first. others: of
+    searches that were left with nothing faster."""
+    ranked = sorted(
+        (one for answer in answers for one in (answer.winner, *answer.runners_up)),
+        key=lambda one: (one.idle_devices if all_devices else 0, one.score.seconds),
+    )
+    seconds = ranked[0].score.seconds
+    unseen = [answer.lower_bound for answer in answers if not answer.proven]
+    unseen += [other.lower_bound for other in others]
+    groups = [group for answer in answers for group in answer.groups]
+    groups += [group for other in others for group in other.groups]
+    return SearchResult(
+        winner=ranked[0],
+        runners_up=tuple(ranked[1:]),
+        rejected=tuple(text for answer in answers for text in answer.rejected),
+        candidates=sum(answer.candidates for answer in answers) + sum(len(other.found) for other in others),
+        mode=answers[0].mode,
+        seconds=seconds,
+        proven=all(bound >= seconds for bound in unseen),
+        lower_bound=min([seconds, *unseen]),
+        groups=tuple(sorted(groups, key=lambda one: (one.seconds is None, one.seconds or one.bound))),
+    )
+
+
+def _groups(found: Sequence[Candidate], finals: Finals, best: float, zero: Zero) -> tuple[SearchedGroup, ...]:
+    by_shape: dict[tuple[EncoderPosition, int], list[Candidate]] = defaultdict(list)
+    for one in found:
+        by_shape[one.encoders_at, one.replicas].append(one)
+    groups = []
+    for (encoders_at, replicas), members in by_shape.items():
+        seconds = [finals.seconds[one] for one in members if one in finals.seconds]
+        bounds = [one.bound for one in members if one not in finals.seconds]
+        cut = sum(bound >= best for bound in bounds)
+        fastest = min(seconds, default=math.inf)
+        groups.append(
+            SearchedGroup(
+                encoders_at,
+                replicas,
+                candidates=len(members),
+                simulated=len(seconds),
+                overflowed=seconds.count(math.inf),
+                cut=cut,
+                left=len(bounds) - cut,
+                bound=min(one.bound for one in members),
+                seconds=fastest if math.isfinite(fastest) else None,
+                zero=zero,
+            )
+        )
+    return tuple(sorted(groups, key=lambda one: (one.seconds is None, one.seconds or one.bound)))

@@ -1,0 +1,275 @@
+"""Why a search did not choose a layout that the user names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.config.files.yaml_text import read_yaml
+from dilatant.cost.memory import ZEROS, ParameterBytes, Zero
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.score import PlanScorer
+from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.space import Space
+from dilatant.plan.modes import Mode
+from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.enumeration import all_candidates
+from dilatant.plan.search.finals import Finals, RankedPlan
+from dilatant.plan.search.search_result import SearchResult
+
+KEYS = ("replicas", "tp", "cp", "pp", "chunks")
+"""What may be said of a unit; as in `ParallelSpec`."""
+GROUP = "group"
+"""This, too: the name of the group of unlike devices that it is on."""
+TOKENS = "microbatch_tokens"
+"""And this of the whole plan; as in the config's `plan`."""
+ZERO = "zero"
+"""And this: who shares optimizer state; as in the config's `train`."""
+TRIED, TRIED_ALONE = 3, 24
+"""So many of the layouts that fit what is asked are simulated, the most promising; and where they are to be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A layout in part. units: name → key of `KEYS` → whole number, or `GROUP` → name; microbatch_tokens: the budget of
+    tokens that microbatches are cut by; zero: who shares optimizer state, as in the plan that was chosen if nothing
+    is said. What else is not said may be anything."""
+
+    units: Mapping[str, Mapping[str, Any]]
+    microbatch_tokens: int | None = None
+    zero: Zero | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WhyNot:
+    """An answer. `impossible` says why no plan is like that; else `plans` are the fastest like it that fit memory,
+    or, where none does, `overflow` which rank lacks how much.
+
+    is_chosen: the winner is like it. was_simulated: the search had simulated the first of `plans`. candidates: how many
+    of the search's are like it; bound: no plan like it takes less seconds.
+    """
+
+    impossible: tuple[str, ...] = ()
+    overflow: str = ""
+    plans: tuple[RankedPlan, ...] = ()
+    is_chosen: bool = False
+    was_simulated: bool = False
+    candidates: int = 0
+    bound: float = 0.0
+
+
+def read_asked(text: str, units: Sequence[str]) -> Asked:
+    """What `vision: {pp: 2}, language: {tp: 4}, microbatch_tokens: 8192` asks for. Raises UserError that lists every
+    problem."""
+    try:
+        found = read_yaml(text if text.lstrip().startswith("{") else f"{{{text}}}")
+    except yaml.YAMLError:
+        found = None
+    whole = {
+        key: found.pop(key, None) for key in (TOKENS, ZERO) if isinstance(found, dict) and key not in units
+    }
+    tokens, zero = whole.get(TOKENS), whole.get(ZERO)
+    if (
+        not isinstance(found, dict)
+        or not (found or tokens is not None or zero is not None)
+        or not all(isinstance(own, dict) for own in found.values())
+    ):
+        raise UserError(f"{text!r} is no layout; write one like 'vision: {{pp: 2}}, language: {{tp: 4}}'")
+    problems = [
+        f"{unit!r} is no unit of this model; it has {', '.join(units)}" for unit in found if unit not in units
+    ]
+    for unit, wanted in found.items():
+        for key, value in wanted.items():
+            if key == GROUP:
+                if not isinstance(value, str):
+                    problems.append(
+                        f"{unit}: group is {value!r}; it must be the name of one in cluster.groups"
+                    )
+            elif key not in KEYS:
+                problems.append(f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)} and {GROUP} can")
+            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                problems.append(f"{unit}: {key} is {value!r}; it must be a whole number from 1 on")
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        problems.append(f"{TOKENS} is {tokens!r}; it must be a whole number from 1 on")
+    if zero not in (None, *ZEROS):
+        problems.append(f"{ZERO} is {zero!r}; there are {', '.join(ZEROS)}")
+    if problems:
+        raise list_problems(f"{text!r} is no layout of this model:", problems)
+    return Asked(found, tokens, zero)
+
+
+def why_not(
+    space: Space,
+    asked: Asked,
+    result: SearchResult | None,
+    scorer: PlanScorer,
+    sizes: Sequence[int],
+    rules: ParameterBytes,
+    num_microbatches: int | None = None,
+    all_devices: bool = False,
+    groups: Sequence[Space] = (),
+    mode: Mode = Mode.BEST,
+) -> WhyNot:
+    """What became of layouts like `asked` in the search of `space` whose answer is `result` (None: of one that was not
+    made); the other arguments are those of that search. They are simulated now, if the search did not. groups: the
+    spaces of groups of unlike devices, where `space` is of all of them."""
+    problems = _problems(space, asked)
+    if problems:
+        return WhyNot(impossible=tuple(problems))
+    search = sizes, num_microbatches, all_devices
+    spaces = groups or [space]
+    found = _like(spaces, space.cluster, asked, all_candidates(spaces, mode, *search))
+    roomy = found
+    if not found:  # perhaps for lack of memory
+        unbounded = [_without_limit(one) for one in spaces]
+        roomy = _like(spaces, space.cluster, asked, all_candidates(unbounded, mode, *search))
+    if not roomy:
+        return WhyNot(impossible=(_nowhere(space, asked, mode, sizes),))
+    finals = Finals(space, rules, scorer)
+    for one in roomy[: TRIED if result else TRIED_ALONE]:
+        finals.simulate(one)
+    plans = tuple(sorted(finals.ranked, key=lambda one: one.score.seconds))
+    known = {
+        (one.plan, one.num_microbatches, one.row_tokens, one.zero)
+        for one in ((result.winner, *result.runners_up) if result else ())
+    }
+    return WhyNot(
+        overflow=""
+        if plans
+        else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
+        plans=plans,
+        is_chosen=result is not None and _chosen(result.winner, asked, space.cluster),
+        was_simulated=bool(plans)
+        and (plans[0].plan, plans[0].num_microbatches, plans[0].row_tokens, rules.zero) in known,
+        candidates=len(found),
+        bound=min((one.bound for one in found), default=0.0),
+    )
+
+
+def _like(
+    spaces: Sequence[Space], cluster: Cluster, asked: Asked, candidates: Sequence[Candidate]
+) -> list[Candidate]:
+    """Those that are cut as asked, and of which all chains of each unit are."""
+    names = [cluster.groups[number].name for number in range(len(spaces))]
+
+    def is_like(candidate: Candidate) -> bool:
+        groups = candidate.groups or (0,) * len(candidate.options)
+        return asked.microbatch_tokens in (None, candidate.row_tokens) and all(
+            {**_degrees(option, count, unit), GROUP: names[group]}.items() >= wanted.items()
+            for unit, wanted in asked.units.items()
+            for option, count, group in zip(candidate.options, candidate.counts, groups, strict=True)
+            if unit in option.cuts
+        )
+
+    return [one for one in candidates if is_like(one)]
+
+
+def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
+    stages = len(option.cuts[unit])
+    chunks = option.chunks if stages == option.stages else 1
+    tp, cp = option.degrees.get(unit, (option.tp, option.cp))
+    return {"replicas": count, "tp": tp, "cp": cp, "pp": stages // chunks, "chunks": chunks}
+
+
+def _chosen(winner: RankedPlan, asked: Asked, cluster: Cluster) -> bool:
+    if asked.microbatch_tokens not in (None, winner.row_tokens) or asked.zero not in (None, winner.zero):
+        return False
+    for unit, wanted in asked.units.items():
+        replicas = winner.plan.unit(unit).replicas
+        stages = replicas[0].stages
+        groups = len({stage.ranks for stage in stages})
+        homes = {cluster.at(one.stages[0].ranks[0]).name for one in replicas}
+        own = {
+            GROUP: homes.pop() if len(homes) == 1 else "",
+            "replicas": len(replicas), "tp": stages[0].tp, "cp": stages[0].cp, "pp": groups,
+            "chunks": len(stages) // groups,
+        }  # fmt: skip
+        if not own.items() >= wanted.items():
+            return False
+    return True
+
+
+def _problems(space: Space, asked: Asked) -> list[str]:
+    """What no search could find, whatever its cluster."""
+    problems = []
+    if asked.microbatch_tokens not in (None, *space.row_tokens):
+        there = f"{_either(space.row_tokens)} was" if space.row_tokens else "no budget of tokens was"
+        problems.append(f"{TOKENS} {asked.microbatch_tokens} was not tried; {there} (plan.{TOKENS})")
+    names = [group.name for group in space.cluster.groups if group.name]
+    for unit, wanted in asked.units.items():
+        if wanted.get(GROUP, "") not in ("", *names):
+            there = f"they are {', '.join(names)}" if names else "there are none"
+            problems.append(f"{unit}: group {wanted[GROUP]!r} is none of cluster.groups; {there}")
+        degrees = space.table.units.degrees([unit])
+        for axis, key in enumerate(("tp", "cp")):
+            offered = sorted({degree[axis] for degree in degrees})
+            if key in wanted and wanted[key] not in offered:
+                name = {"tp": "tensor", "cp": "context"}[key]
+                problems.append(
+                    f"{unit}: {key} {wanted[key]} was not offered; {key} {_either(offered)} was "
+                    f"(plan.{name}_parallel, or the degrees of the cost file, that its layers and a node of "
+                    f"{space.cluster.gpus_per_node} take)"
+                )
+        layers = space.model.unit(unit).most_stages
+        stages = wanted.get("pp", 1) * wanted.get("chunks", 1)
+        if stages > layers:
+            problems.append(f"{unit} has {layers} layers, which {stages} stages cannot share")
+        if wanted.get("chunks", 1) not in (1, *(space.chunks if unit == space.roles.language else ())):
+            problems.append(
+                f"{unit}: chunks {wanted['chunks']} were not tried (plan.chunks, for the language model)"
+            )
+    devices = sum(math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.units.values())
+    shared = {space.roles.language, *space.roles.encoders} >= asked.units.keys()
+    most = max(
+        (math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.units.values()), default=0
+    )
+    if (most if shared else devices) > space.cluster.num_devices:
+        problems.append(
+            f"it takes {most if shared else devices} devices, and there are {space.cluster.num_devices}"
+        )
+    return problems
+
+
+def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> str:
+    """Why nothing is like it although each unit could be."""
+    replicas = {wanted["replicas"] for wanted in asked.units.values() if "replicas" in wanted}
+    for count in replicas:
+        by_tokens = mode is Mode.BEST and any(space.microbatches_of(most, count) for most in space.row_tokens)
+        if not by_tokens and all(space.global_batch % (count * size) for size in sizes):
+            return (
+                f"a global batch of {space.global_batch} does not divide among {count} replicas into microbatches of "
+                f"{_either(sizes)}"
+            )
+    taken = {unit: math.prod(wanted.get(key, 1) for key in KEYS[:4]) for unit, wanted in asked.units.items()}
+    least = sum(
+        taken.get(unit) or min((tp * cp for tp, cp in space.table.units.degrees([unit])), default=1)
+        for unit in space.roles.units
+    )
+    if least > space.cluster.num_devices:
+        return f"with all units it takes {least} devices, and there are {space.cluster.num_devices}"
+    if len(replicas) > 1:
+        return "replicas of unlike number are looked at only as DistTrain's search finds them (mode disttrain or best)"
+    if asked.microbatch_tokens is not None:
+        return (
+            f"{asked.microbatch_tokens} tokens are tried only where a step then has another number of microbatches "
+            "than by any number of samples or other budget, and each pipeline has some"
+        )
+    return f"mode {mode} looks at no plan like it"
+
+
+def _without_limit(space: Space) -> Space:
+    return replace(
+        space,
+        table=space.table.with_capacity(math.inf),
+        by_tokens=space.by_tokens.with_capacity(math.inf),
+    )
+
+
+def _either(values: Sequence[int]) -> str:
+    texts = [str(value) for value in values]
+    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))

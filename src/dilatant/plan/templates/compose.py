@@ -1,0 +1,153 @@
+"""Which templates to run side by side, and how many microbatches each pipeline takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dilatant.plan.answer import Answer
+from dilatant.plan.errors import BatchError, PlanError, TooFewDevicesError
+from dilatant.plan.templates.templates import Template
+
+
+@dataclass(frozen=True, slots=True)
+class Composition(Answer):
+    """Pipelines that train side by side: `pipelines` are (nodes, microbatches), the largest first.
+
+    `seconds` is the time of the slowest pipeline.
+    """
+
+    pipelines: tuple[tuple[int, int], ...]
+    seconds: float
+    proven: bool = True
+    lower_bound: float = 0.0
+    wall_seconds: float = field(default=0.0, compare=False)
+
+
+def compose_pipelines(
+    templates: Mapping[int, Template], num_nodes: int, fault_tolerance: int, num_microbatches: int
+) -> Composition:
+    """The fastest way to use all `num_nodes` nodes for `num_microbatches` microbatches; exact.
+
+    At least fault_tolerance + 1 pipelines, each an instance of `templates[nodes]` with at least one microbatch.
+    A pipeline needs seconds + (N - planned) * bottleneck for N microbatches, `planned` being the number at which
+    its template's `seconds` hold (`Template.num_microbatches`; num_microbatches where that is None). The
+    slowest pipeline is as fast as possible; the last microbatches go to whoever finishes first.
+
+    Raises BatchError, naming the nearest batch that can be spread, when there are fewer microbatches than the
+    smallest possible number of pipelines (the batch is never changed silently), TooFewDevicesError when
+    the nodes cannot hold fault_tolerance + 1 pipelines, PlanError when no templates add up to num_nodes.
+
+    Source: Oobleck, thesis 2.4.2 eq. 2.5 and 2.6, read as min-max over pipelines rather than least variance
+    over templates, with fill time and bottleneck instead of N_b * T_i (reference planning.md O12-O14, 2b).
+    """
+    started = time.perf_counter()
+    if not templates:
+        raise PlanError("there are no pipeline templates to compose")
+    if num_microbatches < 1 or fault_tolerance < 0:
+        raise PlanError(
+            f"num_microbatches ({num_microbatches}) must be at least 1, fault_tolerance ({fault_tolerance}) 0"
+        )
+    fewest = _fewest_pipelines(templates, num_nodes, fault_tolerance + 1)
+    if num_microbatches < fewest:
+        raise BatchError(
+            f"a batch of {num_microbatches} microbatches cannot be spread over {num_nodes} nodes, which form at "
+            f"least {fewest} pipelines of one microbatch each; the nearest batch that can has {fewest} "
+            "microbatches",
+            (fewest,),
+        )
+    from dilatant.plan.templates._compose_kernel import compose
+
+    sizes = sorted(templates)
+    members, number = compose(
+        np.array(sizes, np.int64),
+        *lines(templates, sizes, num_microbatches),
+        num_nodes,
+        fault_tolerance + 1,
+        num_microbatches,
+    )
+    pipelines = sorted((sizes[member] for member in members[:number]), reverse=True)
+    counts, seconds = share_microbatches(templates, pipelines, num_microbatches)
+    return Composition(
+        pipelines=tuple(zip(pipelines, counts)),
+        seconds=seconds,
+        proven=True,
+        lower_bound=seconds,
+        wall_seconds=time.perf_counter() - started,
+    )
+
+
+def share_microbatches(
+    templates: Mapping[int, Template], pipelines: Sequence[int], num_microbatches: int
+) -> tuple[tuple[int, ...], float]:
+    """(microbatches of each pipeline, seconds of the slowest) for pipelines of the given node counts; exact.
+
+    Every pipeline takes at least one microbatch. Raises BatchError when there are fewer than pipelines.
+    """
+    if num_microbatches < len(pipelines):
+        raise BatchError(
+            f"{num_microbatches} microbatches cannot be shared by {len(pipelines)} pipelines; the nearest "
+            f"batch that can has {len(pipelines)} microbatches",
+            (len(pipelines),),
+        )
+    from dilatant.plan.templates._compose_kernel import share
+
+    seconds, bottleneck, planned = lines(templates, pipelines, num_microbatches)
+    counts = share(seconds, bottleneck, planned, num_microbatches)
+    return tuple(counts.tolist()), float((seconds + (counts - planned) * bottleneck).max())
+
+
+def lines(
+    templates: Mapping[int, Template], sizes: Sequence[int], num_microbatches: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(seconds, bottleneck, planned) of the template of each size: N microbatches take
+    seconds + (N - planned) * bottleneck."""
+    rows = [templates[size] for size in sizes]
+    planned = [getattr(row, "num_microbatches", None) or num_microbatches for row in rows]
+    return (
+        np.array([row.seconds for row in rows], np.float64),
+        np.array([row.bottleneck for row in rows], np.float64),
+        np.array(planned, np.int64),
+    )
+
+
+def _fewest_pipelines(templates: Mapping[int, Template], num_nodes: int, at_least: int) -> int:
+    """The smallest number of pipelines, `at_least` or more, that use all nodes. Raises when there is none."""
+    sizes = sorted(templates)
+    if at_least * sizes[0] > num_nodes:
+        raise TooFewDevicesError(
+            f"{num_nodes} nodes cannot hold {at_least} pipelines: the smallest template takes {sizes[0]} nodes, "
+            f"so at least {at_least * sizes[0]} are needed; add nodes or lower the fault tolerance",
+            at_least * sizes[0],
+        )
+    reach = 1  # bit n: n nodes can be used by exactly `number` pipelines
+    everything = (1 << num_nodes + sizes[-1] + 1) - 1
+    usable = 0
+    for number in range(1, num_nodes // sizes[0] + 1):
+        reach = _or_all(reach << size for size in sizes) & everything
+        if number >= at_least:
+            if reach >> num_nodes & 1:
+                return number
+            usable |= reach
+    near = [n for n in range(num_nodes, 0, -1) if usable >> n & 1][:1]
+    near += [n for n in range(num_nodes, num_nodes + sizes[-1] + 1) if usable >> n & 1][:1]
+    raise PlanError(
+        f"no {at_least} or more pipelines of {_list(sizes)} nodes use all {num_nodes} nodes; "
+        f"the nearest usable cluster has {' or '.join(map(str, near))} nodes"
+    )
+
+
+def _or_all(bits: Iterable[int]) -> int:
+    total = 0
+    for value in bits:
+        total |= value
+    return total
+
+
+def _list(sizes: list[int]) -> str:
+    if len(sizes) > 2 and sizes == list(range(sizes[0], sizes[-1] + 1)):
+        return f"{sizes[0]} to {sizes[-1]}"
+    return ", ".join(map(str, sizes))

@@ -1,0 +1,343 @@
+"""A new composition after nodes were lost or joined, for the fewest bytes copied."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from dilatant.plan.answer import Answer
+from dilatant.plan.errors import PlanError
+from dilatant.plan.templates.compose import compose_pipelines, lines, share_microbatches
+from dilatant.plan.templates.templates import Template
+
+Span = tuple[int, int]
+
+
+class Origin(StrEnum):
+    """Where a pipeline's nodes come from.
+
+    kept: an unaffected pipeline. simple: the survivors of one pipeline under another template. borrow: with
+    nodes of a pipeline that lives on without them. merge: all the survivors of several pipelines. join: with
+    nodes that were in no pipeline.
+    """
+
+    KEPT = "kept"
+    SIMPLE = "simple"
+    BORROW = "borrow"
+    MERGE = "merge"
+    JOIN = "join"
+
+
+@dataclass(frozen=True, slots=True)
+class NodePipeline:
+    """An instance of the template of len(nodes) nodes: `nodes` in pipeline order, and its microbatches."""
+
+    nodes: tuple[int, ...]
+    microbatches: int
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCopy:
+    """Layer `layer` goes from node `source` to node `target`; source None: no node holds it any more."""
+
+    layer: int
+    source: int | None
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reinstantiation(Answer):
+    """Pipelines after a change of membership, and what must be copied before they can run.
+
+    `seconds` is the slowest pipeline's time, `lower_bound` that of the fastest composition. `fewest_bytes` says
+    whether every composition within the allowed time was compared.
+    """
+
+    pipelines: tuple[NodePipeline, ...]
+    copies: tuple[LayerCopy, ...]
+    seconds: float
+    proven: bool
+    fewest_bytes: bool
+    lower_bound: float
+    wall_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes copied between nodes (or read from a checkpoint, for lost layers)."""
+        return sum(copy.num_bytes for copy in self.copies)
+
+    @property
+    def lost_layers(self) -> tuple[int, ...]:
+        """Layers that no surviving node holds: they exist in checkpoints only."""
+        return tuple(sorted({copy.layer for copy in self.copies if copy.source is None}))
+
+
+def reinstantiate(
+    templates: Mapping[int, Template],
+    pipelines: Sequence[Sequence[int]],
+    lost: Iterable[int],
+    fault_tolerance: int,
+    num_microbatches: int,
+    layer_bytes: Sequence[int] | None = None,
+    joined: Iterable[int] = (),
+    slack: float = 0.0,
+    budget: int = 200,
+) -> Reinstantiation:
+    """The composition for the nodes that are there now, with nodes placed so that the fewest bytes move.
+
+    `pipelines` are the running pipelines as node ids in pipeline order, each an instance of the template of its
+    length; `lost` nodes are gone, `joined` ones are new and empty. `layer_bytes[k]` is what a holder of layer k
+    must receive (weights and optimizer state; 1 each if not given).
+
+    The composition is the fastest (`compose_pipelines`), or one within a fraction `slack` of its time; of these
+    the one that moves the fewest bytes. Up to `budget` compositions as fast as the fastest are compared, and as many
+    slower ones, the most like the running one first. Nodes are placed exactly: pipelines that go on under their
+    template stay as they are (never worse, since missing layers obey the triangle inequality), the others by a
+    transport problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are
+    outcomes, not cases. Each copy comes from the holder that has sent least.
+
+    Raises what `compose_pipelines` raises, and PlanError for nodes that are unknown or named twice.
+
+    Source: Oobleck, thesis 2.5.1; donor choice by fewest bytes, reference planning.md O16.
+    """
+    started = time.perf_counter()
+    lost, joined = set(lost), sorted(set(joined))
+    _check(templates, pipelines, lost, joined)
+    num_layers = next(iter(templates.values())).stages[-1][1]
+    prefix = np.concatenate([[0], np.cumsum(layer_bytes if layer_bytes is not None else [1] * num_layers)])
+    if prefix.size != num_layers + 1:
+        raise PlanError(f"layer_bytes has {prefix.size - 1} entries for {num_layers} layers")
+    spans = {size: node_layers(template, size) for size, template in templates.items()}
+    held: dict[int, Span] = dict.fromkeys(joined, (0, 0))
+    home: dict[int, int] = {}
+    for number, nodes in enumerate(pipelines):
+        for node, span in zip(nodes, spans[len(nodes)]):
+            if node not in lost:
+                held[node], home[node] = span, number
+    fastest = compose_pipelines(templates, len(held), fault_tolerance, num_microbatches)
+    intact: dict[int, list[int]] = defaultdict(list)
+    for number, nodes in enumerate(pipelines):
+        if not lost.intersection(nodes):
+            intact[len(nodes)].append(number)
+
+    # The fastest one, and those as fast, are always compared: more slack must not mean more bytes.
+    compositions, complete = [Counter(size for size, _ in fastest.pipelines)], False
+    for limit in dict.fromkeys((fastest.seconds, fastest.seconds + slack * abs(fastest.seconds))):
+        more, complete = _compositions(
+            templates, intact, limit, len(held), fault_tolerance + 1, num_microbatches, budget
+        )
+        compositions += more
+    best_bytes, best_sizes, best_flow = -1, Counter[int](), {}
+    for sizes in compositions:
+        moved, flow = _place(sizes, intact, pipelines, held, spans, prefix)
+        if best_bytes < 0 or moved < best_bytes:
+            best_bytes, best_sizes, best_flow = moved, sizes, flow
+        if best_bytes == 0:
+            complete = True
+            break
+
+    placed = _group(best_sizes, best_flow, intact, pipelines, held, home, spans)
+    counts, seconds = share_microbatches(templates, [len(nodes) for nodes in placed], num_microbatches)
+    survivors = Counter(home.values())
+    return Reinstantiation(
+        pipelines=tuple(
+            NodePipeline(nodes, count, _origin(nodes, home, survivors, pipelines))
+            for nodes, count in zip(placed, counts)
+        ),
+        copies=_copies(placed, held, home, spans, prefix),
+        seconds=seconds,
+        proven=seconds <= fastest.seconds,
+        fewest_bytes=complete,
+        lower_bound=fastest.seconds,
+        wall_seconds=time.perf_counter() - started,
+    )
+
+
+def node_layers(template: Template, nodes: int) -> tuple[Span, ...]:
+    """(first layer, end layer) held by each of the template's `nodes` nodes, in pipeline order."""
+    gpus_per_node = sum(gpus for _, _, gpus in template.stages) // nodes
+    spans: list[Span] = []
+    used = 0
+    for first, end, gpus in template.stages:
+        if used % gpus_per_node == 0:
+            spans.append((first, end))
+        else:
+            spans[-1] = (spans[-1][0], end)
+        used += gpus
+    return tuple(spans)
+
+
+def _check(
+    templates: Mapping[int, Template], pipelines: Sequence[Sequence[int]], lost: set[int], joined: list[int]
+) -> None:
+    problems = []
+    running = Counter(node for nodes in pipelines for node in nodes)
+    if twice := sorted(node for node, count in running.items() if count > 1):
+        problems.append(f"nodes {twice} are in several pipelines")
+    if unknown := sorted(lost - running.keys()):
+        problems.append(f"lost nodes {unknown} are in no pipeline")
+    if known := [node for node in joined if node in running]:
+        problems.append(f"joined nodes {known} are already in a pipeline")
+    if missing := sorted({len(nodes) for nodes in pipelines} - templates.keys()):
+        problems.append(f"there is no template of {missing} nodes, yet such pipelines run")
+    if problems:
+        raise PlanError("; ".join(problems))
+
+
+def _compositions(
+    templates: Mapping[int, Template],
+    intact: Mapping[int, list[int]],
+    limit: float,
+    num_nodes: int,
+    fewest: int,
+    num_microbatches: int,
+    budget: int,
+) -> tuple[list[Counter[int]], bool]:
+    """Compositions {size: pipelines} that finish within `limit` seconds, and whether these are all."""
+    from dilatant.plan.templates._compose_kernel import microbatches_within
+    from dilatant.plan.templates._reinstantiate_kernel import enumerate_compositions
+
+    sizes = sorted(templates, key=lambda size: (-len(intact.get(size, ())) * size, -size))
+    found, complete = enumerate_compositions(
+        np.array(sizes, np.int64),
+        microbatches_within(limit, *lines(templates, sizes, num_microbatches), num_microbatches),
+        np.array([len(intact.get(size, ())) for size in sizes], np.int64),
+        num_nodes,
+        fewest,
+        num_microbatches,
+        budget,
+        budget * 10 * len(sizes),
+    )
+    return [Counter({s: n for s, n in zip(sizes, row) if n}) for row in found.tolist()], complete
+
+
+def _place(
+    sizes: Counter[int],
+    intact: Mapping[int, list[int]],
+    pipelines: Sequence[Sequence[int]],
+    held: Mapping[int, Span],
+    spans: Mapping[int, tuple[Span, ...]],
+    prefix: np.ndarray,
+) -> tuple[int, dict[tuple[Span, Span], int]]:
+    """(bytes that move, {(layers held, layers wanted): nodes}) for the nodes of pipelines that are not kept."""
+    from dilatant.plan.templates._reinstantiate_kernel import transport
+
+    free, wanted = Counter(held.values()), Counter[Span]()
+    for size, count in sizes.items():
+        kept = min(count, len(intact.get(size, ())))
+        for span in spans[size]:
+            free[span] -= kept
+            wanted[span] += count - kept
+    have = sorted(span for span, count in free.items() if count)
+    want = sorted(span for span, count in wanted.items() if count)
+    if not want:
+        return 0, {}
+    cost = np.array([[_missing(h, w, prefix) for w in want] for h in have], np.int64)
+    flow = transport(
+        cost,
+        np.array([free[span] for span in have], np.int64),
+        np.array([wanted[span] for span in want], np.int64),
+    )
+    moves = {(have[i], want[j]): int(flow[i, j]) for i, j in zip(*np.nonzero(flow))}
+    return int((flow * cost).sum()), moves
+
+
+def _missing(held: Span, wanted: Span, prefix: np.ndarray) -> int:
+    """Bytes of `wanted` outside `held`."""
+    first, end = max(held[0], wanted[0]), min(held[1], wanted[1])
+    common = int(prefix[end] - prefix[first]) if first < end else 0
+    return int(prefix[wanted[1]] - prefix[wanted[0]]) - common
+
+
+def _group(
+    sizes: Counter[int],
+    flow: Mapping[tuple[Span, Span], int],
+    intact: Mapping[int, list[int]],
+    pipelines: Sequence[Sequence[int]],
+    held: Mapping[int, Span],
+    home: Mapping[int, int],
+    spans: Mapping[int, tuple[Span, ...]],
+) -> list[tuple[int, ...]]:
+    """Node ids of every pipeline, the largest first; nodes that were together stay together where they can."""
+    placed: list[tuple[int, ...]] = []
+    taken: set[int] = set()
+    for size, count in sizes.items():
+        for number in intact.get(size, ())[:count]:
+            placed.append(tuple(pipelines[number]))
+            taken.update(pipelines[number])
+    by_span: dict[Span, list[int]] = defaultdict(list)
+    for node in sorted(held, key=lambda node: (home.get(node, len(pipelines)), node), reverse=True):
+        if node not in taken:
+            by_span[held[node]].append(node)
+    ready: dict[Span, list[int]] = defaultdict(list)  # nodes by the layers they are to hold
+    for (have, want), count in sorted(flow.items()):
+        for _ in range(count):
+            ready[want].append(by_span[have].pop())
+    for size in sorted(sizes, reverse=True):
+        for _ in range(sizes[size] - min(sizes[size], len(intact.get(size, ())))):
+            homes = Counter(
+                origin for span in spans[size] for origin in {home.get(node) for node in ready[span]}
+            )
+            order = {origin: rank for rank, (origin, _) in enumerate(homes.most_common())}
+            nodes = []
+            for span in spans[size]:
+                node = min(ready[span], key=lambda node: (order.get(home.get(node), len(order)), node))
+                ready[span].remove(node)
+                nodes.append(node)
+            placed.append(tuple(nodes))
+    return sorted(placed, key=lambda nodes: (-len(nodes), nodes))
+
+
+def _origin(
+    nodes: tuple[int, ...],
+    home: Mapping[int, int],
+    survivors: Counter[int],
+    pipelines: Sequence[Sequence[int]],
+) -> Origin:
+    from_home = Counter(home[node] for node in nodes if node in home)
+    if sum(from_home.values()) < len(nodes):
+        return Origin.JOIN
+    if len(from_home) > 1:
+        whole = all(survivors[number] == count for number, count in from_home.items())
+        return Origin.MERGE if whole else Origin.BORROW
+    return Origin.KEPT if nodes == tuple(pipelines[next(iter(from_home))]) else Origin.SIMPLE
+
+
+def _copies(
+    placed: Sequence[tuple[int, ...]],
+    held: Mapping[int, Span],
+    home: Mapping[int, int],
+    spans: Mapping[int, tuple[Span, ...]],
+    prefix: np.ndarray,
+) -> tuple[LayerCopy, ...]:
+    holders: dict[int, list[tuple[int, int]]] = defaultdict(list)  # layer: (bytes sent when queued, node)
+    for node in sorted(home):
+        if node in held:
+            for layer in range(*held[node]):
+                holders[layer].append((0, node))
+    sent: Counter[int] = Counter()
+    copies = []
+    for nodes in placed:
+        for target, (first, end) in zip(nodes, spans[len(nodes)]):
+            for layer in range(first, end):
+                if held[target][0] <= layer < held[target][1]:
+                    continue
+                num_bytes = int(prefix[layer + 1] - prefix[layer])
+                queue = holders.get(layer)
+                if not queue:
+                    copies.append(LayerCopy(layer, None, target, num_bytes))
+                    continue
+                while queue[0][0] < sent[queue[0][1]]:  # sent more since it was queued
+                    heapq.heapreplace(queue, (sent[queue[0][1]], queue[0][1]))
+                source = queue[0][1]
+                sent[source] += num_bytes
+                copies.append(LayerCopy(layer, source, target, num_bytes))
+    return tuple(copies)

@@ -1,0 +1,254 @@
+"""From a config to what a run works with: tokenizer, how media are seen, samples, model.
+
+The parts that need no weights come first, so that `data stats` and `data lint` see samples exactly as training does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
+from dilatant.config.config import unit_problems
+from dilatant.config.model import TargetConfig
+from dilatant.config.recompute import Recompute
+from dilatant.data.index.sizes import Progress, SizesIndex, blend_sizes
+from dilatant.data.media_units.image_target import ImageTarget, image_target
+from dilatant.data.media_units.image_unit import ImageProcessor
+from dilatant.data.media_units.processors import image_processor
+from dilatant.data.order.blend import Blend, StreamBlend, open_blend
+from dilatant.data.sample import MediaUnit
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
+from dilatant.models.build import build_model, open_whole, picture_nets, token_of
+from dilatant.models.core.geometry import MERGING_TOWERS, encoder_geometry
+from dilatant.models.families.media_units import media_unit, units_of_merging, units_of_whole
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import attend_as_configured, place_rows
+from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """How samples become tokens, and the samples to train on and to be judged by. Sizes: see `with_sizes`."""
+
+    tokenizer: Any
+    encoding: Encoding
+    train: Blend | StreamBlend
+    held_out: Blend | StreamBlend | None
+    train_sizes: SizesIndex | None = None
+    held_out_sizes: SizesIndex | None = None
+
+    @property
+    def held_out_encoding(self) -> Encoding:
+        """By which held-out samples are measured: each must have a question."""
+        return replace(self.encoding, held_out=True)
+
+
+def assemble_samples(config: Config) -> Samples:
+    """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
+    data = config.data
+    train = open_blend(data.train, cache_dir=data.cache_dir, max_samples=data.max_samples)
+    held_out = open_blend(data.eval, cache_dir=data.cache_dir, held_out=True) if data.eval else None
+    if data.val_size is not None:
+        assert isinstance(train, Blend)
+        train, held_out = train.split(data.val_size, config.seed)
+    tokenizer = load_model_tokenizer(config.model)
+    units = media_units(config.model, tokenizer)
+    encoding = Encoding(
+        chat=chat_tokenizer(
+            tokenizer,
+            data.chat_template,
+            day=data.template_date,
+            processed=config.model.is_whole and bool(units),
+            ends=generation_ends(config.model.text.id),
+        ),
+        units=units,
+        train_on=config.data.train_on,
+        max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
+        targets=image_targets(config.model, tokenizer),
+        truncates=data.truncation == "right",
+    )
+    return Samples(tokenizer, encoding, train, held_out)
+
+
+def with_sizes(config: Config, samples: Samples, progress: Progress = lambda done, total: None) -> Samples:
+    """The samples with the sizes of those that are read by index, measured now or known from before.
+
+    Raises UserError that names samples which training would refuse, unless these are to be skipped.
+    """
+
+    def sizes(blend: Blend | StreamBlend | None, encoding: Encoding) -> SizesIndex | None:
+        if not isinstance(blend, Blend):
+            return None
+        return blend_sizes(
+            blend,
+            encoding,
+            cache_dir=config.data.cache_dir,
+            workers=config.data.workers,
+            progress=progress,
+        )
+
+    sized = replace(
+        samples,
+        train_sizes=sizes(samples.train, samples.encoding),
+        held_out_sizes=sizes(samples.held_out, samples.held_out_encoding),
+    )
+    for target in samples.encoding.targets:
+        sizes_of = sized.train_sizes
+        if sizes_of is not None and not sizes_of.of(target.name).any():
+            raise UserError(
+                f"model.generators.{target.name}: no sample of data.train has an {target.kind} in an assistant's turn, "
+                "so it would never learn to draw; add such samples, or remove the generator"
+            )
+    if config.data.on_error == "error":
+        found = [
+            f"{name}: {why}"
+            for name, index in (("data.train", sized.train_sizes), ("data.eval", sized.held_out_sizes))
+            if index is not None
+            for why in index.refused(samples.encoding.max_length).values()
+        ]
+        if found:
+            more = [f"and {len(found) - 8:,} more"] if len(found) > 8 else []
+            raise list_problems(
+                "samples that cannot be trained on (`dilatant data lint` lists all; 'data.on_error: skip' leaves them "
+                "out):",
+                [*found[:8], *more],
+            )
+    return sized
+
+
+def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> MultimodalModel:
+    """The model of the config, as it trains: it embeds the samples' tokens, and recomputes activations where the
+    config says so. hollow: on the meta device, for ranks to give memory to their own layers. Raises UserError."""
+    units = config.model.units if hollow else None
+    model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
+    if found := unit_problems(config.parallel, tuple(model.units)):
+        raise list_problems("config has a mistake:", found)
+    attend_as_configured(model, config.model.text)
+    place_rows(model, config.parallel.placement)
+    seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
+    seen |= {target.name: target.placeholder_id for target in samples.encoding.targets}
+    expected = {**model.placeholder_ids, **model.output_ids}
+    if seen != expected:
+        raise RuntimeError(f"data places {seen}, the model expects {expected}")
+    for name, how in recompute_by_unit(config, model.units).items():
+        model.units[name].recompute(how or "none")
+    model.language.loss_chunk = config.train.loss_chunk
+    return model
+
+
+def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recompute | None]:
+    """`train.recompute` for every unit; None where that is left to the plan. Raises UserError for units that there are
+    not."""
+    wanted = config.train.recompute
+    if wanted is None or isinstance(wanted, str):
+        return dict.fromkeys(units, wanted)
+    unknown = [name for name in wanted if name not in units]
+    if unknown:
+        raise UserError(
+            f"train.recompute: no unit {' or '.join(map(repr, unknown))}; there are {', '.join(units)}"
+        )
+    return {name: wanted.get(name, "none") for name in units}
+
+
+def load_model_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer that the config names, or the language model's own. Raises UserError."""
+    source = config.text
+    name = source.tokenizer or source.id
+    where = "model" if config.is_whole else "model.language_model"
+    if name is None:
+        raise UserError(
+            f"{where}.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one"
+        )
+    if source.tokenizer is None:  # an id that is wrong is not the tokenizer's mistake
+        load_pretrained_config(name, where, source.trust_remote_code)
+    return load_tokenizer(name, source.trust_remote_code)
+
+
+def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
+    """How each encoder sees its media, from configs alone: no weights are read. Raises UserError."""
+    if config.is_whole:
+        return units_of_whole(open_whole(config), config.processor, tokenizer, config.id)
+    vocabulary = _vocabulary(config, len(tokenizer))
+    return tuple(
+        unit
+        for position, (name, entry) in enumerate(config.encoders.items())
+        for unit in _media_units(name, entry, vocabulary + position)
+    )
+
+
+def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...]:
+    """What each generator draws, from configs alone. Raises UserError that names the key."""
+    if not config.generators:
+        return ()
+    encoders = open_whole(config).family.towers if config.is_whole else config.encoders
+    first = _vocabulary(config, len(tokenizer)) + len(encoders)
+    targets = []
+    for position, (name, seen) in enumerate(picture_nets(config).items()):
+        entry = config.generators[name]
+        token = token_of(entry, tokenizer, f"model.generators.{name}", position)
+        targets.append(
+            image_target(
+                name,
+                placeholder_id=first + position if token is None else token,
+                tokens_per_item=entry.tokens_per_item,
+                start=entry.start,
+                marker=entry.marker,
+                pixels=seen.pixels,
+                processor=None if entry.target is None else _as_it_sees(entry.target, seen.pixels),
+            )
+        )
+    return tuple(targets)
+
+
+def _as_it_sees(target: TargetConfig, pixels: tuple[int, int, int]) -> ImageProcessor:
+    """How the encoder of a target is shown pictures."""
+    channels, height, width = pixels
+    source = target.encoder if isinstance(target.encoder, str) else None
+    return image_processor(source, height=height, width=width, channels=channels)
+
+
+def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:
+    source = config.text
+    where = "model.language_model"
+    if source.config is not None:
+        settings = {"vocab_size": tokenizer_size, **source.config}
+        return parse_config(settings, where).get_text_config().vocab_size
+    return (
+        load_pretrained_config(str(source.id), where, source.trust_remote_code).get_text_config().vocab_size
+    )
+
+
+def _tower_config(name: str, entry: EncoderConfig) -> Any:
+    """Raises UserError."""
+    where = f"model.encoders.{name}"
+    if entry.config is not None:
+        config = parse_config(entry.config, where)
+    else:
+        config = load_pretrained_config(str(entry.id), where, entry.trust_remote_code)
+    return tower_config(config)
+
+
+def _media_units(name: str, entry: EncoderConfig, placeholder_id: int) -> tuple[MediaUnit, ...]:
+    # A pretrained encoder brings its own processor.
+    processor = entry.id if entry.processor is None else entry.processor
+    try:
+        config = _tower_config(name, entry)
+        geometry = None if config.model_type in MERGING_TOWERS else encoder_geometry(config, entry.features)
+        kind = MERGING_TOWERS[config.model_type] if geometry is None else geometry.kind
+        if kind != entry.kind:
+            raise UserError(f"kind is {entry.kind!r}, but the encoder reads {kind}")
+        common: dict[str, Any] = {
+            "processor": processor,
+            "placeholder_id": placeholder_id,
+            "marker": entry.marker,
+        }
+        if geometry is None:
+            return units_of_merging(name, config, **common)
+        return (media_unit(name, geometry, merge=entry.merge, **common),)
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith("model.") else f"model.encoders.{name}.{text}") from None

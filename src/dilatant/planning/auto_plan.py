@@ -1,0 +1,187 @@
+"""The plan that a run makes for itself: `parallel: auto`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from rich.console import Console
+
+from dilatant.comm.store.store import Store
+from dilatant.config import Config, UserError, load_config
+from dilatant.config.environment import Place
+from dilatant.config.plan import ClusterConfig
+from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.planning_process import PlanningJob, plan_in_process
+from dilatant.planning.problem.planned_hardware import devices_per_node
+from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import say, show_progress
+
+_KEY = "plan"
+_SIGNS = "plan/signs"
+_LOOK_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices that a run may use. launcher: who started a process for each, all of which must be used; empty where
+    the run starts its own."""
+
+    nodes: int
+    per_node: int
+    launcher: str = ""
+
+    @property
+    def count(self) -> int:
+        return self.nodes * self.per_node
+
+    def cluster(self, config: ClusterConfig) -> ClusterConfig:
+        """These devices, with what the config says of such hardware; the groups of the config if they have as many."""
+        if config.num_devices == self.count:
+            return config
+        config = config.model_copy(update={"groups": None})
+        return config.model_copy(update={"nodes": self.nodes, "gpus_per_node": self.per_node})
+
+
+def is_planned_here(config: Config, place: Place | None) -> bool:
+    """Whether the run plans for itself: asked to, or by default where there is more than one device."""
+    parallel = config.parallel
+    if parallel.is_laid_out:
+        return False
+    if parallel.auto is not None:
+        return parallel.auto
+    return place is not None or torch.cuda.device_count() > 1
+
+
+def devices_at_hand(config: Config, place: Place | None) -> Devices:
+    """One device for each process of an outer launcher, else those of this machine."""
+    if place is None:
+        return Devices(1, devices_per_node(config.cluster))
+    # Machines with unlike numbers of processes count as smaller ones that are alike: links are not taken for faster
+    # than they are.
+    alike = math.gcd(place.local_size, place.size)
+    return Devices(place.size // alike, alike, place.launcher)
+
+
+def choose_plan(
+    config: Config,
+    devices: Devices,
+    folder: RunFolder,
+    continues: bool,
+    console: Console,
+    sign: Callable[[], None] = lambda: None,
+) -> TrainingPlan | None:
+    """Return the plan to train with and print what it is and why; None for one device, which needs no plan.
+
+    continues: the run resumes from a checkpoint; it keeps its plan if the number of devices is the same. sign: called
+    now and then, for a launcher that waits. Raises UserError.
+    """
+    if devices.count == 1:
+        say(console, "one device: nothing to plan")
+        return None
+    if continues:
+        kept, why = _kept_plan(folder, devices.count)
+        if kept is not None:
+            say(console, f"trains on as it was planned before ({folder.path / 'plan.json'})")
+            return kept
+        if why:
+            say(console, f"planned anew: {why}")
+    if any(source.streaming for source in config.data.train):
+        raise UserError(
+            "parallel: auto plans by the sizes of samples, which a stream does not tell ahead; do not stream, name a "
+            "layout (parallel.units), or train in one process (parallel: single)"
+        )
+    job = PlanningJob(
+        config.model_copy(update={"cluster": devices.cluster(config.cluster)}), devices.launcher, folder.path
+    )
+    with show_progress(console, "planning") as show:
+
+        def progress(text: str) -> None:
+            sign()
+            show(text)
+
+        chosen = plan_in_process(job, progress)
+    for line in chosen.lines:
+        say(console, line)
+    return TrainingPlan.from_json(chosen.plan_json)
+
+
+def _kept_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None, str]:
+    """The plan that this run trained with before, or why it does not hold for so many devices."""
+    path = folder.path / "plan.json"
+    try:
+        if load_config(folder.config, trust_remote_code=True).parallel.is_laid_out:
+            return None, ""  # by hand, and now somebody asks for a plan
+        plan = TrainingPlan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UserError):
+        return None, ""
+    except ValueError as error:
+        return None, f"{path}: {error}"
+    before = _planned_devices(folder, plan)
+    if before != devices:
+        return (
+            None,
+            f"the run had {before} {'device' if before == 1 else 'devices'}, and there are {devices} now",
+        )
+    return plan, ""
+
+
+def _planned_devices(folder: RunFolder, plan: TrainingPlan) -> int:
+    """The devices that the plan was made for, of which it may leave some idle."""
+    with suppress(OSError, UserError):
+        cluster = load_config(folder.path / "plan" / "config.yaml", trust_remote_code=True).cluster
+        return cluster.num_devices or cluster.nodes * (cluster.gpus_per_node or len(plan.plan.ranks))
+    return len(plan.plan.ranks)
+
+
+def share_plan(
+    store: Store,
+    rank: int,
+    timeout_seconds: float,
+    choose: Callable[[Callable[[], None]], TrainingPlan | None],
+) -> TrainingPlan | None:
+    """What `choose` found on rank 0, on all ranks of an outer launcher, before any of them builds anything.
+
+    choose: is handed what it calls now and then while it works. Raises its UserError on all ranks, and one where rank 0
+    gives no sign for `timeout_seconds`.
+    """
+    if rank == 0:
+        try:
+            plan = choose(lambda: _sign(store))
+        except UserError as error:
+            store.set(_KEY, json.dumps({"refused": str(error)}))
+            raise
+        except BaseException:
+            store.set(_KEY, json.dumps({"refused": "rank 0 failed while it planned"}))
+            raise
+        store.set(_KEY, json.dumps({"plan": None if plan is None else plan.to_json()}))
+        return plan
+    answer = json.loads(_await(store, timeout_seconds))
+    if "refused" in answer:
+        raise UserError(answer["refused"])
+    return None if answer["plan"] is None else TrainingPlan.from_json(answer["plan"])
+
+
+def _sign(store: Store) -> None:
+    store.add(_SIGNS, 1)
+
+
+def _await(store: Store, timeout_seconds: float) -> bytes:
+    silent, signs = 0.0, 0
+    while silent < timeout_seconds:
+        try:
+            store.wait([_KEY], timedelta(seconds=_LOOK_SECONDS))
+        except TimeoutError:
+            now = store.add(_SIGNS, 0)
+            silent, signs = (silent + _LOOK_SECONDS, signs) if now == signs else (0.0, now)
+            continue
+        return store.get(_KEY)
+    raise UserError(
+        f"rank 0 has planned for over {timeout_seconds:g} s without a sign; raise parallel.timeout_seconds, or plan "
+        "once with `dilatant plan` and name the file in parallel.plan"
+    )

@@ -1,0 +1,297 @@
+"""The layout of a run: the plan that its config asks for, proven before a process starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from dilatant.config import Config, UserError, list_problems
+from dilatant.config.environment import place_from
+from dilatant.config.files.own_files import read_text
+from dilatant.config.parallel import ParallelConfig
+from dilatant.cost.memory import DEFAULT_ZERO, ZEROS, Zero
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.cluster import Cluster, Link
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.manual import Specs, plan_from_specs
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.validate import plan_problems
+from dilatant.planning.assemble import recompute_by_unit
+from dilatant.report.text.wording import ranks_text
+from dilatant.runtime.layouts import layout_problems
+from dilatant.runtime.state.holders import holdings_of, trainable_layers
+from dilatant.schedule import FAMILIES, trainability_of
+from dilatant.schedule.assignment.assign import POLICIES, Policy
+from dilatant.schedule.assignment.distribute import assign
+from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.assignment.step_assignment import Microbatching
+from dilatant.schedule.families.families import serial
+from dilatant.schedule.validate import validate
+
+MICROBATCHES = 4
+MOST_MICROBATCHES = 1 << 20
+"""More than any step has; a file that names more would fill the memory."""
+SCHEDULE = "eager"
+INTERLEAVED = "interleaved"
+ASSIGNMENT: Policy = "balanced"
+"""Of a run over several ranks whose config and plan file say nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """A plan, and how its steps are cut and ordered: what is planned, whole.
+
+    schedule: a key of `schedule.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, where a planner said.
+    costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a microbatch, if
+    they cut it; `num_microbatches` are then the least that a step has. zero: who shares optimizer state.
+    """
+
+    plan: Plan
+    num_microbatches: int
+    schedule: str
+    assignment: Policy
+    predicted_seconds: float | None = None
+    costs: StepCosts | None = field(default=None, compare=False)
+    row_tokens: int | None = None
+    zero: Zero = DEFAULT_ZERO
+
+    def to_json(self) -> str:
+        """plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
+        step = {
+            "num_microbatches": self.num_microbatches,
+            "row_tokens": self.row_tokens,
+            "schedule": self.schedule,
+            "assignment": self.assignment,
+            "zero": self.zero,
+            "predicted_seconds": self.predicted_seconds,
+            "costs": None if self.costs is None else self.costs.to_document(),
+        }
+        return json.dumps({**json.loads(self.plan.to_json()), "step": step}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainingPlan:
+        """Read what `to_json` or `dilatant plan` wrote. Raises ValueError when it is something else."""
+        plan = Plan.from_json(text)
+        step = json.loads(text).get("step", {})
+        if not isinstance(step, dict):
+            raise ValueError("'step' is not a mapping")
+        count, tokens = step.get("num_microbatches", MICROBATCHES), step.get("row_tokens")
+        schedule = step.get("schedule", SCHEDULE)
+        assignment = step.get("assignment", ASSIGNMENT)
+        zero = step.get("zero", DEFAULT_ZERO)  # which older files do not say
+        if not isinstance(count, int) or not 1 <= count <= MOST_MICROBATCHES:
+            raise ValueError(
+                f"step.num_microbatches is {count!r}; it must be a whole number from 1 to {MOST_MICROBATCHES:,}"
+            )
+        if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"step.row_tokens is {tokens!r}; it must be a whole number from 1 on, or null")
+        if schedule not in FAMILIES and schedule != "serial":
+            raise ValueError(f"step.schedule is {schedule!r}; there are {', '.join(FAMILIES)}")
+        if assignment not in POLICIES:
+            raise ValueError(f"step.assignment is {assignment!r}; there are {', '.join(POLICIES)}")
+        if zero not in ZEROS:
+            raise ValueError(f"step.zero is {zero!r}; there are {', '.join(ZEROS)}")
+        seconds, costs = step.get("predicted_seconds"), None
+        if step.get("costs") is not None:
+            try:
+                costs = StepCosts.from_document(step["costs"], plan)
+            except ValueError as error:
+                raise ValueError(f"step.costs: {error}; without that entry, training finds its own") from None
+        seconds = seconds if isinstance(seconds, float) else None
+        return cls(plan, count, schedule, assignment, seconds, costs, tokens, zero)
+
+    @property
+    def family(self) -> Family:
+        """The schedule family. One rank gains nothing by more than one microbatch in flight."""
+        return serial if self.schedule == "serial" else FAMILIES[self.schedule]
+
+    def microbatching(self, config: Config) -> Microbatching:
+        """How the runtime cuts steps: by this, and by the token budget of the config where that is less."""
+        return Microbatching(
+            self.num_microbatches,
+            self.family,
+            self.assignment,
+            config.seed,
+            min(config.row_tokens, self.row_tokens or config.row_tokens),
+            config.train.deterministic,
+        )
+
+
+def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
+    """Every unit's layout. One that is only colocated is a single stage on the first ranks of each of its host's
+    replicas."""
+    specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
+    guests = {
+        name: replace(specs[host], ep=1, pp=1, chunks=1, cuts=None)
+        for name, host in parallel.colocated.items()
+        if name not in specs and host in specs
+    }
+    return {**specs, **guests}
+
+
+Cut = Callable[[Specs, Mapping[str, str], Plan], Specs]
+"""Fills in the cuts of a layout (specs, what is colocated) whose plan with equally many layers it is handed."""
+
+
+def plan_from_config(
+    config: Config,
+    model: MultimodalModel,
+    made: TrainingPlan | None = None,
+    cut: Cut | None = None,
+) -> TrainingPlan:
+    """The plan that the config asks for, proven to be one that can train `model`; the model may be on the meta device.
+
+    Where it names none, that is `made`, or without it a plan of one rank. Of a plan file, and of `made`, all is taken
+    that the config does not say otherwise. cut: for units that say no cuts; without it, their stages have equally
+    many layers. Raises UserError that lists every problem.
+    """
+    layers = {name: len(unit.layers) for name, unit in model.units.items()}
+    graph, parallel, zero = model.graph, config.parallel, config.train.zero
+    if made is None and not parallel.is_laid_out:
+        shared = {name: graph.anchor for name in layers if name != graph.anchor}
+        plan = plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
+        problems = _nothing_to_share(config, plan, model)
+        if problems:
+            raise list_problems("this plan cannot train:", problems)
+        return TrainingPlan(plan, parallel.microbatches or 1, "serial", ASSIGNMENT, zero=zero or DEFAULT_ZERO)
+    if made is not None:
+        planned = made
+    elif parallel.plan is None:
+        plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
+        goes_round = any(unit.chunks > 1 for unit in (parallel.units or {}).values())
+        planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
+        if len(plan.ranks) == 1:  # which gains nothing by more in flight
+            planned = replace(planned, num_microbatches=1, schedule="serial")
+    else:
+        planned = _read_plan(parallel.plan)
+    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan))
+    problems += _too_few_devices(planned.plan)
+    problems += _ranks_left_out(planned.plan)
+    if not problems:
+        problems = layout_problems(planned.plan, model.units)
+    if not problems and made is None:  # a search may find that nothing is best shared
+        problems = _nothing_to_share(config, planned.plan, model)
+    if problems:
+        raise list_problems("this plan cannot train:", problems)
+    if cut is not None and made is None and parallel.is_cut_here:
+        specs = cut(_specs(parallel), parallel.colocated, planned.plan)
+        planned = replace(planned, plan=plan_from_specs(layers, specs, graph.feeds, parallel.colocated))
+    own = _recomputed(config, planned.plan, model)
+    return replace(
+        planned,
+        plan=own,
+        costs=planned.costs if own == planned.plan and zero in (None, planned.zero) else None,
+        num_microbatches=parallel.microbatches or planned.num_microbatches,
+        row_tokens=None if parallel.microbatches else planned.row_tokens,
+        schedule=parallel.schedule or planned.schedule,
+        assignment=config.plan.assignment or planned.assignment,
+        zero=zero or planned.zero,
+    )
+
+
+def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
+    """The plan without what it says of recomputation where the config says it."""
+    asked = recompute_by_unit(config, model.units)
+    return Plan(
+        tuple(unit if asked[unit.name] is None else replace(unit, recompute=()) for unit in plan.units)
+    )
+
+
+def zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
+    """Who keeps optimizer state, in one line."""
+    if planned.zero == "none" or not shares_state(planned.plan, model):
+        return "every rank keeps the optimizer state of all that it trains"
+    if planned.zero == "node":
+        return "the ranks of a node that train the same weight share its optimizer state"
+    return (
+        "all ranks that train the same weight share its optimizer state (zero: all): a rank that is lost takes its "
+        "part along, so the run goes on from its last checkpoint"
+    )
+
+
+def shares_state(plan: Plan, model: MultimodalModel) -> bool:
+    """Whether any weight that trains is held more than once."""
+    trained = {
+        name
+        for unit in model.units.values()
+        for name, _ in unit.named_logical_parameters()
+        if name not in unit.frozen
+    }
+    held = holdings_of(plan, model.units)
+    return any(len(held[name].boxes) > 1 for name in trained)
+
+
+def _nothing_to_share(config: Config, plan: Plan, model: MultimodalModel) -> list[str]:
+    if config.train.zero in (None, "none") or shares_state(plan, model):
+        return []
+    return [
+        f"train.zero is {config.train.zero!r}, but every weight that trains is held by one rank, so there is no "
+        "optimizer state to share; leave it out, or give a unit `replicas` in 'parallel'"
+    ]
+
+
+def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:
+    """Prove that the steps of this layout cannot deadlock, on a batch in which every sample has work everywhere.
+
+    It also compiles what every rank needs to order its messages, once and for all of them. Raises UserError.
+    """
+    plan, count = planned.plan, planned.num_microbatches
+    ones = {unit.name: [1] * count * max(len(unit.replicas) for unit in plan.units) for unit in plan.units}
+    assignment = assign(plan, ones, count, anchor=model.graph.anchor)
+    trainability = trainability_of(plan, trainable_layers(model.units))
+    validate(plan, assignment, planned.family(plan, assignment, trainability), trainability)
+
+
+def _read_plan(path: str) -> TrainingPlan:
+    try:
+        return TrainingPlan.from_json(read_text(Path(path)))
+    except OSError as error:
+        raise UserError(f"parallel.plan: {path!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"parallel.plan: {path!r}: {error}") from None
+
+
+def _model_spec(model: MultimodalModel) -> ModelSpec:
+    trains = trainable_layers(model.units)
+    return ModelSpec(
+        tuple(
+            UnitSpec(
+                name,
+                tuple(LayerSpec(layer, name, 0, flag) for layer, flag in zip(unit.layers, trains[name])),
+                model.graph.feeds[name],
+            )
+            for name, unit in model.units.items()
+        )
+    )
+
+
+def _unbounded(plan: Plan) -> Cluster:
+    """One node that has all ranks of the plan, and any memory."""
+    link = Link(bandwidth=1.0)
+    return Cluster(1, max(plan.ranks, default=0) + 1, float("inf"), link, link)
+
+
+def _ranks_left_out(plan: Plan) -> list[str]:
+    """Training starts a rank for each that the plan uses, numbered from 0."""
+    idle = sorted({*range(max(plan.ranks, default=0))} - {*plan.ranks})
+    if not idle:
+        return []
+    return [
+        f"ranks {ranks_text(idle)} have nothing to do, but ranks above them have; plan without these devices "
+        "(leave them out of `cluster`, or of its groups)"
+    ]
+
+
+def _too_few_devices(plan: Plan) -> list[str]:
+    devices = torch.cuda.device_count()
+    if not devices or len(plan.ranks) <= devices or place_from() is not None:
+        return []
+    return [
+        f"the plan needs {len(plan.ranks)} devices, and this machine has {devices} GPUs; start it on more machines "
+        "with torchrun or Slurm, or let it run on the CPU (train.device: cpu)"
+    ]

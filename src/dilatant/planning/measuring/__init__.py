@@ -1,0 +1,1 @@
+"""Measure the layers of a model on the devices at hand."""

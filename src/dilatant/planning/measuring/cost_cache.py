@@ -1,0 +1,65 @@
+"""Measured layer costs that are kept for later runs of the same layers on the same hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import fields, replace
+from hashlib import sha256
+from pathlib import Path
+
+from dilatant.config import UserError
+from dilatant.config.environment import cache_folder
+from dilatant.config.files.durable import write_durably
+from dilatant.config.files.own_files import is_kept_safely
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.model import CostModel, Degree, load_costs
+from dilatant.planning.measuring.layer_costs import misfits
+from dilatant.planning.problem.describe_model import ModelDescription
+from dilatant.planning.problem.layer_shards import degrees_by_kind
+from dilatant.planning.problem.planned_hardware import Target
+
+REACH = 2
+"""Times as long as any that was measured a row may be: what a fit says of longer ones, attention's square in the first
+place, is hardly in the measurements."""
+
+
+def keep_costs(costs: CostModel, model: ModelDescription, known: CostModel | None = None) -> None:
+    """Keep measured costs, however rough, and beside them those that were `known` before, at other degrees. Where the
+    cache cannot be written, they are just not kept."""
+    if costs.groups or costs.origin != "measured":
+        return
+    if known is not None:
+        layers = {kind: {**known.layers.get(kind, {}), **own} for kind, own in costs.layers.items()}
+        costs = replace(costs, layers=layers)
+    path = _path(costs.hardware, costs.dtype, model)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, costs.to_yaml())  # never through a link in a shared cache
+
+
+def kept_costs(
+    model: ModelDescription, target: Target, degrees: Iterable[Degree], longest: int
+) -> CostModel | None:
+    """The costs that were kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows
+    not much shorter than `longest` tokens."""
+    path = _path(target.hardware.name, target.dtype, model)
+    if not is_kept_safely(path):
+        return None
+    try:
+        costs = load_costs(path, target.hardware.name)
+    except (OSError, UserError):
+        return None
+    if costs.dtype != target.dtype or costs.longest * REACH < longest or misfits(costs, model):
+        return None
+    wanted = degrees_by_kind(model, degrees)
+    return costs if all({*own} <= costs.layers[kind].keys() for kind, own in wanted.items()) else None
+
+
+def _path(hardware: str, dtype: str, model: ModelDescription) -> Path:
+    layers = sorted({(layer.kind, layer.parameters) for unit in model.spec.units for layer in unit.layers})
+    # Costs that a version measured which knew less of a layer are of another name, as are those of layers that attend
+    # in another way.
+    known = [field.name for field in fields(LayerCost)], sorted(model.dense.items())
+    key = sha256(repr((hardware, dtype, layers, known)).encode()).hexdigest()[:24]
+    return cache_folder() / "costs" / f"{key}.yaml"

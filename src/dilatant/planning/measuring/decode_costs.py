@@ -1,0 +1,57 @@
+"""What decoding takes: seconds of one processor a sample, measured here as layers are, and the processors that keep up
+with a plan."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from dilatant.config.errors import UserError
+from dilatant.data.order.blend import Blend
+from dilatant.data.text.encoding import TOKENS
+from dilatant.data.workers.ordered_map import WorkerError
+from dilatant.data.workers.pool import Request, make
+from dilatant.planning.assemble import Samples
+
+MEASURED = 16
+"""Samples that are decoded at most; the first one, with which libraries are loaded, does not count."""
+LONGEST_SECONDS = 2.0
+"""So much time is spent on it, one sample at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """seconds: of one processor for a sample, the mean of `samples`, all of whose parts were made."""
+
+    seconds: float
+    samples: int
+
+    def processors(self, samples_per_second: float) -> int:
+        """How many must decode for a trainer that takes so many samples: at least one."""
+        return max(1, math.ceil(self.seconds * samples_per_second))
+
+
+def decode_cost(samples: Samples, seed: int, batch: int) -> DecodeCost | None:
+    """The cost of the samples that training takes first; None where none of them can be decoded, or where they are
+    streamed. Time that a disk or a file server takes is not in it."""
+    blend, encoding = samples.train, samples.encoding
+    if not isinstance(blend, Blend):
+        return None
+    sampler = blend.sampler(seed, batch)
+    indices, _ = sampler.take(sampler.start(), min(MEASURED + 1, len(blend)))
+    parts, datasets = frozenset([TOKENS, *encoding.unit_names[1:]]), {"train": blend}
+    seconds: list[float] = []
+    began, is_warm = time.perf_counter(), False
+    for draw, index in enumerate(indices.tolist()):
+        if seconds and time.perf_counter() - began > LONGEST_SECONDS:
+            break
+        before = time.thread_time()
+        try:
+            make(Request(draw, index, parts), datasets, encoding)
+        except (UserError, WorkerError):
+            continue
+        if is_warm or len(indices) == 1:
+            seconds.append(time.thread_time() - before)
+        is_warm = True
+    return DecodeCost(sum(seconds) / len(seconds), len(seconds)) if seconds else None

@@ -1,0 +1,369 @@
+"""What this model's layers cost on the devices to plan for: from a file, measured here, or modelled."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dilatant.config import Config, UserError, list_problems
+from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs
+from dilatant.cost.group import group_cost
+from dilatant.cost.hardware import Link
+from dilatant.cost.layer import ZERO, LayerCost
+from dilatant.cost.model import CostModel, Degree, load_costs
+from dilatant.cost.profile import LayerProbe, profile_layers
+from dilatant.cost.quadratic import Quadratic
+from dilatant.models.core.parallel_linear import ParallelLinear
+from dilatant.models.parallel.experts import is_fused
+from dilatant.planning.measuring.layer_probes import layer_probe
+from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.problem.dense_rows import dense_tokens
+from dilatant.planning.problem.describe_model import (
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    LayerType,
+    ModelDescription,
+    weights_by_layer,
+)
+from dilatant.planning.problem.layer_shards import degrees_by_kind, tensor_shard
+from dilatant.planning.problem.planned_degrees import planned_degrees
+from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
+from dilatant.runtime.precision import pick_device
+
+Say = Callable[[str], None]
+_ROWS = (1, 2, 4, 8)
+"""Images or clips at which layers of encoders and nets that draw are measured."""
+
+
+def layer_costs(
+    config: Config,
+    model: ModelDescription,
+    target: Target,
+    say: Say = lambda text: None,
+    known: CostModel | None = None,
+    again: bool = True,
+) -> CostModel:
+    """The costs that `plan.costs` names; else measured, if `target` is here; else modelled, and said to be so.
+
+    Measured for `plan.measure_seconds`; known, again: see `measure_layers`. Of groups of unlike devices each has its
+    own: a file counts for the group that it names, or for devices of its kind.
+
+    Raises UserError for a file of other hardware (naming it), of another precision, or of other layers.
+    """
+    if target.groups:
+        return _costs_of_groups(config, model, target, say)
+    if config.plan.costs is not None:
+        return read_costs(Path(config.plan.costs), model, target)
+    degrees = planned_degrees(config.plan, model, target)
+    if target.is_local:
+        counts, seconds = measured_tokens(config), config.plan.measure_seconds
+        return measure_layers(model, target, counts, 7, say, degrees, seconds, known, again)
+    per_node = target.cluster.gpus_per_node
+    by_kind = degrees_by_kind(model, degrees)
+    return analytic_costs(layer_shapes(model), target.hardware, by_kind, target.dtype, per_node)
+
+
+def _costs_of_groups(config: Config, model: ModelDescription, target: Target, say: Say) -> CostModel:
+    file = None if config.plan.costs is None else _load(Path(config.plan.costs))
+    known: set[str] = set()
+    if file is not None:
+        there = dict.fromkeys([file.hardware, *(own.hardware for own in file.groups.values())])
+        known = {
+            own.cluster.name
+            for own in target.groups
+            if own.cluster.name in file.groups or any(is_same_hardware(one, own.requested) for one in there)
+        }
+        if not known:
+            kinds = ", ".join(repr(own.requested) for own in target.groups)
+            raise UserError(
+                f"plan.costs holds costs of {', '.join(map(repr, there))}, but groups have {kinds}"
+            )
+    unnamed = config.model_copy(update={"plan": config.plan.model_copy(update={"costs": None})})
+    groups = {
+        own.cluster.name: layer_costs(config if own.cluster.name in known else unnamed, model, own, say)
+        for own in target.groups
+    }
+    return replace(next(iter(groups.values())), groups=groups)
+
+
+def _load(path: Path) -> CostModel:
+    try:
+        return load_costs(path)
+    except OSError as error:
+        raise UserError(f"plan.costs: {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
+    """A cost file that must fit the target and the model; of one with groups that of the target. Raises UserError."""
+    costs = _load(path)
+    kinds = {own.hardware: own for own in reversed([*costs.groups.values()])}
+    costs = costs.groups.get(target.cluster.name) or next(
+        (own for kind, own in kinds.items() if is_same_hardware(kind, target.requested)), costs
+    )
+    if not is_same_hardware(costs.hardware, target.requested):
+        raise UserError(
+            f"{path} holds costs of {costs.hardware!r}, but the plan is for {target.requested!r}; profile there "
+            f"(`dilatant profile`), or plan for that hardware (cluster.hardware)"
+        )
+    if costs.dtype != target.dtype:
+        raise UserError(
+            f"{path} holds costs in {costs.dtype}, but the run is in {target.dtype}; profile again, or set "
+            "train.precision"
+        )
+    problems = misfits(costs, model)
+    if problems:
+        raise list_problems(f"{path} is of another model; profile this one (`dilatant profile`):", problems)
+    return costs
+
+
+def measure_layers(
+    model: ModelDescription,
+    target: Target,
+    tokens: Sequence[int],
+    repeats: int = 7,
+    say: Say = lambda text: None,
+    degrees: Iterable[Degree] = ((1, 1),),
+    seconds: float = math.inf,
+    known: CostModel | None = None,
+    again: bool = True,
+) -> CostModel:
+    """Measure every layer type on one device of this machine, at the (tp, cp) of `degrees`.
+
+    Measured is what one tensor-parallel rank computes alone: the layer with its share of heads, feed-forward and
+    vocabulary. Modelled are what ranks do together and what context parallelism leaves of a row (see `cost.group`),
+    from the links of the target's hardware; the cost model's note says so.
+    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips, rows of several samples at
+    `dense_tokens`. Within `seconds` those layer types come first that take most of a step; the others are modelled, see
+    `profile_layers`. `known`: costs that were measured before. They are used where time runs out, and what they lack is
+    measured first; without `again` nothing else is. Raises UserError as `degrees_by_kind`.
+    """
+    by_kind = degrees_by_kind(model, degrees)
+    shapes = layer_shapes(model, guess=True)
+    before = {} if known is None else {kind: _measured_of(own) for kind, own in known.layers.items()}
+    # As one rank computes it alone: what ranks send each other is added to measured and modelled shares alike.
+    alone = replace(target.hardware, inside=Link(math.inf), between=Link(math.inf))
+    counts = Counter(layer.kind for unit in model.spec.units for layer in unit.layers)
+    shard = cache(tensor_shard)
+    probes: list[tuple[bool, float, LayerProbe]] = []
+    for entry in model.types:
+        own = by_kind[entry.kind]
+        shares = sorted({tp for tp, _ in own}) if entry.is_divided else [own[0][0]]
+        for tp in shares:
+            served = [degree for degree in own if not entry.is_divided or degree[0] == tp]
+            lacks = any(degree not in before.get(entry.kind, ()) for degree in served)
+            if not (lacks or again):
+                continue
+            share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
+            modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, tp)
+            probe = _probe(share, getattr(torch, target.dtype), dense_tokens(model, entry, tokens))
+            probe = replace(probe, degree=(tp, 1), modelled=modelled)
+            seconds_of_all = counts[entry.kind] * probe.expected(max(probe.tokens or tokens))
+            probes.append((known is not None and not lacks, -seconds_of_all, probe))
+    ordered = [probe for *_, probe in sorted(probes, key=lambda entry: entry[:2])]
+    # Never more threads than this process trains with (OMP_NUM_THREADS).
+    threads = torch.get_num_threads()
+    with _threads(min(target.threads, threads) if pick_device().type == "cpu" else threads):
+        found = profile_layers(ordered, target.hardware.name, target.dtype, tokens, repeats, say, seconds)
+    found = replace(found, layers={kind: found.layers[kind] for kind in by_kind if kind in found.layers})
+    if any(own != [(1, 1)] for own in by_kind.values()):
+        found = _on_groups(found, model, target, shapes, by_kind)
+    return found if known is None else _completed(found, known, by_kind)
+
+
+def _measured_of(costs: Mapping[Degree, LayerCost]) -> dict[Degree, LayerCost]:
+    return {degree: cost for degree, cost in costs.items() if cost.fit_error is not None}
+
+
+def _completed(found: CostModel, known: CostModel, degrees: Mapping[str, Sequence[Degree]]) -> CostModel:
+    """The costs that were found now, and of what these did not measure those that were `known` before."""
+    layers: dict[str, dict[Degree, LayerCost]] = {}
+    for kind, own in degrees.items():
+        now = found.layers.get(kind, {})
+        best = {**now, **_measured_of(known.layers.get(kind, {})), **_measured_of(now)}
+        layers[kind] = {degree: best[degree] for degree in own}
+    is_used = any(
+        _measured_of(own) != _measured_of(found.layers.get(kind, {})) for kind, own in layers.items()
+    )
+    has_measured = any(map(_measured_of, found.layers.values()))
+    return replace(
+        found,
+        layers=layers,
+        origin="measured" if is_used else found.origin,
+        note=found.note if has_measured else known.note,
+        longest=min(found.longest, known.longest) if is_used else found.longest,
+    )
+
+
+def _on_groups(
+    measured: CostModel,
+    model: ModelDescription,
+    target: Target,
+    shapes: Mapping[str, LayerShape],
+    degrees: Mapping[str, Sequence[Degree]],
+) -> CostModel:
+    """The costs at (tp, cp), by layer type, from those at (tp, 1); what is not divided has those of the first tp at
+    all."""
+    layers: dict[str, dict[Degree, LayerCost]] = {}
+    divided = {entry.kind for entry in model.types if entry.is_divided}
+    for kind, shares in measured.layers.items():
+        whole = None if kind in divided else next(iter(shares.values()))
+        for degree in degrees[kind]:
+            links = target.hardware.group_links(*degree, target.cluster.gpus_per_node)
+            if (share := shares.get((degree[0], 1), whole)) is not None:
+                cost = group_cost(share, shapes[kind], links, target.dtype, degree)
+                layers.setdefault(kind, {})[degree] = cost
+    source = target.hardware.source or target.hardware.name
+    note = (
+        f"one tp rank's share measured; cp's part of a row modelled, and collectives, from links of: {source}"
+    )
+    return replace(measured, layers=layers, note=f"{measured.note}; {note}")
+
+
+def measured_tokens(config: Config) -> tuple[int, ...]:
+    """Token counts for the language model: four up to `data.max_length`, each twice the one before."""
+    longest = config.data.max_length
+    return tuple(sorted({max(1, longest // part) for part in (1, 2, 4, 8)}))
+
+
+def costs_in_use(
+    costs: CostModel, model: ModelDescription, targets: float, row: int, chunk: int | None
+) -> CostModel:
+    """The costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, by chunks
+    if a microbatch of up to `row` tokens has more than `chunk` of them; weight gradients are put off only where they
+    are those of linear layers, and never in the head; and only blocks are recomputed."""
+    if costs.groups:
+        return costs.mapped(lambda own: costs_in_use(own, model, targets, row, chunk))
+    heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
+    put_off = {entry.kind for entry in model.types if puts_off(entry)}
+
+    def used(kind: str, cost: LayerCost) -> LayerCost:
+        if kind not in put_off:
+            cost = replace(cost, splits=False)
+        if kind in heads:
+            cost = _on_targets(cost, targets)
+            if chunk is not None and row * targets > chunk:
+                return _in_chunks(cost, chunk / targets, row)
+        if kind not in blocks:
+            kept = cost.activation_bytes
+            cost = replace(cost, recompute=ZERO, checkpoint_bytes=kept, attention=ZERO, attention_bytes=ZERO)
+        return cost
+
+    return replace(
+        costs,
+        layers={
+            kind: {degree: used(kind, cost) for degree, cost in degrees.items()}
+            for kind, degrees in costs.layers.items()
+        },
+    )
+
+
+def puts_off(entry: LayerType) -> bool:
+    """Whether a split backward puts off most of a layer's weight gradients: those of linear layers and experts, but not
+    those of the head, or of an embedding that may be tied to it (see `runtime.weight_gradients`)."""
+    unit = entry.unit
+    linear = {
+        id(weight)
+        for part in unit.parts
+        for module in getattr(unit, part).modules()
+        if type(module) in (nn.Linear, ParallelLinear) or is_fused(module)
+        for weight in module.parameters(recurse=False)
+    }
+    own = [weight for _, weight in next(islice(weights_by_layer(unit), entry.index, None))]
+    put_off = sum(weight.numel() for weight in own if id(weight) in linear)
+    return entry.role not in (EMBEDDING, HEAD) and 2 * put_off > sum(weight.numel() for weight in own)
+
+
+def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:
+    """A head that holds the activations of no more tokens than these at once, besides those of its norm, and the hidden
+    states of all targets. In the backward of `row` tokens either a chunk or the norm holds the most, each with the
+    gradients of these hidden states."""
+
+    def of_chunk(whole: Quadratic, of_row: Quadratic) -> float:
+        return whole.c + max(0.0, whole.b - of_row.b) * tokens
+
+    chosen = cost.checkpoint_bytes
+    activations = of_chunk(cost.activation_bytes, cost.row_bytes)
+    working = of_chunk(cost.working_bytes, cost.row_working_bytes)
+    of_norm = cost.row_working_bytes(row) - activations
+    most = Quadratic(c=working) if working >= of_norm else Quadratic(b=of_norm / row)
+    return replace(
+        cost,
+        recompute=cost.forward,
+        activation_bytes=Quadratic(c=activations),
+        frozen_bytes=ZERO,  # as what trains
+        frozen_working_bytes=ZERO,
+        forward_bytes=ZERO,
+        checkpoint_bytes=cost.row_bytes + chosen,
+        working_bytes=chosen + most,
+        in_chunks=True,
+    )
+
+
+def _on_targets(cost: LayerCost, share: float) -> LayerCost:
+    names = (
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "first_trainable",
+        "weight_bytes",
+        "checkpoint_bytes",
+    )
+    grows = {
+        **dict.fromkeys(names, ZERO),
+        **dict.fromkeys(("activation_bytes", "frozen_bytes", "forward_bytes"), cost.row_bytes),
+        **dict.fromkeys(("working_bytes", "frozen_working_bytes"), cost.row_working_bytes),
+    }
+    scaled = {}
+    for name, of_row in grows.items():
+        whole = getattr(cost, name)
+        scaled[name] = replace(whole, a=whole.a * share, b=of_row.b + max(0.0, whole.b - of_row.b) * share)
+    return replace(cost, **scaled)
+
+
+def _probe(entry: LayerType, dtype: torch.dtype, dense_tokens: Sequence[int]) -> LayerProbe:
+    probe = layer_probe(entry, pick_device(), dtype, dense_tokens)
+    item_tokens = entry.item_tokens
+    if item_tokens is None:
+        return probe
+    return replace(probe, tokens=tuple(rows * item_tokens for rows in _ROWS), square=False)
+
+
+def misfits(costs: CostModel, model: ModelDescription) -> list[str]:
+    """Layer types that the costs lack, or know with other weights."""
+    parameters = {layer.kind: layer.parameters for unit in model.spec.units for layer in unit.layers}
+    problems = []
+    for kind, count in parameters.items():
+        degrees = costs.layers.get(kind)
+        if not degrees:
+            problems.append(f"it has no layer type {kind!r}")
+            continue
+        (tp, _), cost = next(iter(degrees.items()))
+        there = cost.parameters
+        if not count <= there * tp <= count * tp and costs.origin != "synthetic":
+            problems.append(f"{kind!r} has {there:,} parameters there, {count:,} in this model")
+    return problems
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def degrees_of(costs: CostModel) -> Iterable[tuple[int, int]]:
+    """All (tp, cp) that any layer type has costs for."""
+    return sorted({degree for degrees in costs.layers.values() for degree in degrees})

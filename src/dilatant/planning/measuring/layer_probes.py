@@ -1,0 +1,158 @@
+"""How to measure this model's layers: single layers with random weights, and inputs such as training gives them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.attention.context_parallel import Pending
+from dilatant.attention.recompute_cache import keep_attention
+from dilatant.cost.dense_probe import DenseProbe
+from dilatant.cost.profile import LayerProbe
+from dilatant.models.adapters.lora import is_adapter
+from dilatant.models.core.dtype import hold_in
+from dilatant.models.core.four_bit_stages import quantize
+from dilatant.models.core.materialize import materialize
+from dilatant.models.core.stage import Stage
+from dilatant.models.core.unit import Unit
+from dilatant.models.language.language import LanguageUnit
+from dilatant.models.language.language_stage import LanguageStage
+from dilatant.models.parallel.tensor_parallel import share_tokens
+from dilatant.models.parallel.tensor_plan import tensor_plan
+from dilatant.models.parallel.tensor_regions import Region
+from dilatant.planning.problem.describe_model import BLOCK, HEAD, LayerType
+from dilatant.runtime.state.weight_gradients import WeightGradients, replace_linears
+
+
+def layer_probe(
+    entry: LayerType, device: torch.device, dtype: torch.dtype, dense_tokens: Sequence[int] = ()
+) -> LayerProbe:
+    """The probe of a layer type on one device. Tokens of an encoder are rounded to whole images or clips. dense_tokens:
+    the lengths at which rows of several samples are measured, of a block."""
+    return LayerProbe(
+        kind=entry.kind,
+        build=lambda: _build(entry, device, dtype),
+        keep=keep_attention,
+        checkpoint_share=1 / entry.unit.shared_by if _regions(entry) else 1.0,
+        before_chunks=_before_head if entry.role == HEAD else None,
+        dense=_dense(entry, dense_tokens, device, dtype),
+        blocks=_blocks if entry.role == BLOCK and isinstance(entry.unit, LanguageUnit) else None,
+        inputs=lambda tokens: _inputs(entry, tokens, device, dtype),
+    )
+
+
+def _dense(
+    entry: LayerType, tokens: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> DenseProbe | None:
+    unit = entry.unit
+    if not tokens or entry.role != BLOCK or not isinstance(unit, LanguageUnit):
+        return None
+
+    def together(count: int) -> tuple[tuple[Tensor], dict[str, Any]]:
+        value, given = unit.packed_example(entry.index, (count - count // 2, count // 2), device)
+        return (value.to(dtype),), given
+
+    return DenseProbe(tuple(tokens), together)
+
+
+class OneLayer(nn.Module):
+    """One layer of a unit as a function of tensors."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, value: Tensor, **given: Any) -> Tensor:
+        """`value`: hidden states, or what the unit's first layer takes. Returns hidden states, or the head's loss."""
+        return self.stage.one_layer(value, **given)
+
+
+def _before_head(layer: nn.Module) -> Callable[..., Tensor]:
+    stage = cast(LanguageStage, cast(OneLayer, layer).stage)
+
+    def run(value: Tensor, labels: Tensor, **given: Any) -> Tensor:
+        output = stage(None, None, value, return_logits=False, return_hidden=True, **given)
+        return cast(Tensor, output.hidden)
+
+    return run
+
+
+def _blocks(layer: nn.Module) -> Sequence[nn.Module]:
+    stage = cast(LanguageStage, cast(OneLayer, layer).stage)
+    return [*cast(nn.ModuleList, stage.model.get_submodule(stage.blocks_path))]
+
+
+def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLayer:
+    unit: Unit = copy.deepcopy(entry.unit)
+    materialize(unit, entry.index, entry.index + 1, seed=0)
+    hold_in(unit, dtype)
+    unit.recompute("none")  # what that takes, and chunks of the loss, follows from what the whole does
+    if isinstance(unit, LanguageUnit):
+        unit.loss_chunk = None
+    stage = unit.stage(entry.index, entry.index + 1)
+    if regions := _regions(entry):
+        assert unit.structure is not None
+        blocks = cast(Any, stage).model.get_submodule(unit.structure.blocks)
+        stage.shards = share_tokens(
+            [*blocks.children()], [regions], _Alone(unit.shared_by), stage.behind_blocks
+        )
+    quantize(stage, unit.four_bit, device)
+    adapted = any(is_adapter(weight.name) for weight in stage.weights)
+    for parameter in stage.parameters():
+        if not adapted:  # beside adapters the rest does not train
+            parameter.requires_grad_(parameter.is_floating_point())
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+    replace_linears(
+        stage, WeightGradients(), stage.undeferred
+    )  # as the runtime runs them; tiny layers feel the difference
+    return OneLayer(stage).to(device).train()
+
+
+def _regions(entry: LayerType) -> Sequence[Region]:
+    """Of a block that several ranks share. Not of one with experts, or that looks at an encoder's rows: these ask for
+    all tokens between its regions."""
+    if entry.unit.shared_by == 1:
+        return ()
+    plan = tensor_plan(entry.unit)
+    regions = () if any(plan.experts) else plan.regions
+    found = regions[entry.index - 1] if 0 < entry.index <= len(regions) else ()
+    return () if any(region.whole for region in found) else found
+
+
+class _Alone:
+    """In the place of `size` ranks: what the others would send is copied, so it takes memory and hardly time."""
+
+    index = 0
+    rows_of_piece: int | None = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, own: Tensor, what: str) -> tuple[Tensor, Pending]:
+        return own.expand(self.size, *own.shape).contiguous(), _Done()
+
+    def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, Pending]:
+        return parts.sum(0), _Done()
+
+    def copy(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def sum(self, part: Tensor) -> Tensor:
+        return part
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def _inputs(
+    entry: LayerType, tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[tuple[Tensor], dict[str, Any]]:
+    value, given = entry.unit.example(entry.index, tokens, device)
+    return (value.to(dtype) if value.is_floating_point() else value,), given

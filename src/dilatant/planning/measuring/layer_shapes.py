@@ -1,0 +1,181 @@
+"""What the analytic cost model needs to know of this model's layers, read off their configs and weight shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
+from dilatant.models.adapters.lora import is_adapter
+from dilatant.models.encoders.encoder import EncoderUnit
+from dilatant.models.generators.diffusion import Diffusion
+from dilatant.models.generators.generator import GeneratorUnit
+from dilatant.models.parallel.experts import fused_experts
+from dilatant.planning.measuring.denoiser_shape import connector_shape, net_shape
+from dilatant.planning.problem.describe_model import (
+    CONNECTOR,
+    EMBEDDING,
+    ENCODER,
+    GENERATOR,
+    HEAD,
+    NORM,
+    PROJECTOR,
+    LayerType,
+    ModelDescription,
+)
+
+_WITHOUT_PAIRS = ("linear", "mamba", "recurrent", "conv", "ssm")
+"""Words in a family's layer types for mixers whose work does not grow with the square of the tokens."""
+
+
+def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, LayerShape]:
+    """The shape of every layer type. Mixtures of experts count the experts that a token visits, and all weights.
+
+    guess: take a layer of which the config does not say enough for one product with its matrices, instead of raising.
+    """
+    shapes = {}
+    for entry in model.types:
+        try:
+            shapes[entry.kind] = _shape(entry)
+        except (AttributeError, AssertionError, IndexError, KeyError, TypeError, ValueError):
+            if not guess:
+                raise
+            shapes[entry.kind] = _plain_shape(entry)
+        shapes[entry.kind] = replace(
+            shapes[entry.kind],
+            trained_share=_trained_share(entry),
+            divided=entry.unit.structure is not None,
+        )
+    return shapes
+
+
+def _trained_share(entry: LayerType) -> float:
+    """Of a layer with adapters, the share of its products whose weights train; 1 of others, whether they train or
+    not."""
+    weights = {
+        f"{path}.{name}": parameter
+        for layer, path in entry.unit.pieces()
+        if layer == _name(entry)
+        for name, parameter in entry.unit.get_submodule(path).named_parameters()
+        if parameter.dim() >= 2
+    }
+    if not any(is_adapter(name) for name in weights):
+        return 1.0
+    trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)
+    return trained / sum(weight.numel() for weight in weights.values())
+
+
+def _shape(entry: LayerType) -> LayerShape:
+    modules = [entry.unit.get_submodule(path) for layer, path in entry.unit.pieces() if layer == _name(entry)]
+    parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    products = sum(size for module in modules for size in _products(module, _experts_visited(entry)))
+    width = entry.unit.width
+    if entry.role == EMBEDDING and entry.geometry is None:
+        return replace(embedding_shape(width, 1), parameters=parameters)
+    if entry.role == EMBEDDING:
+        return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
+    if entry.role == NORM:
+        return LayerShape(0, 0, parameters, 2 * width, width, 2 * width, width)
+    if entry.role == HEAD:
+        return head_shape(width, cast(Any, entry.unit.model).get_output_embeddings().weight.shape[0])
+    if entry.role == PROJECTOR:
+        return _projector(entry, parameters)
+    if entry.role == GENERATOR and isinstance(entry.unit.model, Diffusion):
+        assert isinstance(entry.unit, GeneratorUnit)
+        return net_shape(entry.unit, entry.index)
+    if entry.role == CONNECTOR and isinstance(entry.unit, GeneratorUnit) and entry.unit.rows_see_each_other:
+        return connector_shape(entry.unit)
+    if entry.role in (ENCODER, CONNECTOR, GENERATOR):
+        return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
+    heads, key_value_heads, size = _heads(entry)
+    causal = entry.geometry is None
+    shape = block_shape(
+        width,
+        max((max(p.shape) for module in modules for p in module.parameters()), default=width),
+        heads,
+        key_value_heads,
+        head_size=size,
+        gated=any("gate" in name for module in modules for name, _ in module.named_parameters()),
+        causal=causal,
+    )
+    pairs = not any(word in entry.variant for word in _WITHOUT_PAIRS)
+    return replace(
+        shape,
+        matmul=products,
+        leading=min(shape.leading, products),
+        parameters=parameters,
+        attention_width=shape.attention_width if pairs else 0,
+        routed_width=width * _experts_of_token(entry.unit.config)
+        if any(True for module in modules for _ in fused_experts(module))
+        else 0,
+    )
+
+
+def _plain_shape(entry: LayerType) -> LayerShape:
+    modules = [entry.unit.get_submodule(path) for layer, path in entry.unit.pieces() if layer == _name(entry)]
+    products = sum(size for module in modules for size in _products(module, 1.0))
+    parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    width = max(entry.unit.width, 1)
+    return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
+
+
+def _projector(entry: LayerType, parameters: int) -> LayerShape:
+    unit = cast(EncoderUnit, entry.unit)
+    assert entry.geometry is not None
+    linears = [module for module in unit.projector.modules() if isinstance(module, nn.Linear)]
+    share = entry.geometry.tokens_per_row / entry.geometry.encoder_tokens
+    if not linears:
+        return LayerShape(0, 0, parameters, 0, 0, 0, entry.geometry.width, output_share=share, launches=0)
+    shape = linear_shape(linears[0].in_features, linears[-1].out_features, share=share, count=len(linears))
+    return replace(shape, parameters=parameters)
+
+
+def _heads(entry: LayerType) -> tuple[int, int, int]:
+    """(query heads, key and value heads, size of a head)."""
+    config = entry.unit.config
+    each = getattr(config, "per_layer_config", None)
+    if each is not None:  # heads of unlike sizes
+        config = each[entry.index - 1]
+    heads = config.num_attention_heads
+    return (
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def _experts_visited(entry: LayerType) -> float:
+    """The share of its experts that a token visits; 1 without experts."""
+    config = entry.unit.config
+    there = next(
+        (
+            getattr(config, name)
+            for name in ("num_local_experts", "num_experts", "n_routed_experts")
+            if getattr(config, name, None)
+        ),
+        0,
+    )
+    return _experts_of_token(config) / there if there else 1.0
+
+
+def _experts_of_token(config: Any) -> int:
+    return getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+
+
+def _products(module: nn.Module, visited: float) -> Iterator[int]:
+    """Multiply-adds for a token by weight: matrices and kernels as they are, experts as often as visited."""
+    for path, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding):
+            continue
+        for name, parameter in inner.named_parameters(recurse=False):
+            if parameter.dim() < 2:
+                continue
+            expert = "expert" in f"{path}.{name}" and "shared" not in path
+            yield round(parameter.numel() * (visited if expert else 1.0))
+
+
+def _name(entry: LayerType) -> str:
+    return entry.unit.layers[entry.index]

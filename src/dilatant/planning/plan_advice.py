@@ -1,0 +1,127 @@
+"""What would make a planned step faster, or what more training would cost: each said with its simulated step."""
+
+from __future__ import annotations
+
+from dilatant.plan.costs.score import PlanScore
+from dilatant.planning.plan_variants import (
+    compare_schedules,
+    score_unfrozen,
+    score_with_microbatches,
+    score_with_row_tokens,
+    without_recomputation,
+)
+from dilatant.planning.planning import PlannedRun, searched_counts
+from dilatant.report.text.wording import bytes_text, counted, listed, percent_text, seconds_text
+from dilatant.schedule.plan_scorer import families_for
+
+NOTABLE = 0.01
+"""The part of a step that a change must save to be advised: less is within the accuracy of any prediction."""
+
+
+def plan_advice(planned: PlannedRun) -> tuple[str, ...]:
+    """What the search leaves to the user and would make the winner faster; then what unfreezing would cost."""
+    return (
+        *_schedules(planned),
+        *_recomputation(planned),
+        *_microbatches(planned),
+        *_row_tokens(planned),
+        *_unfreezing(planned),
+    )
+
+
+def _schedules(planned: PlannedRun) -> list[str]:
+    """Of those that the search would have tried, had the config not named one."""
+    winner, named = planned.result.winner, planned.problem.config.parallel.schedule
+    others = [name for name in families_for(winner.plan) if name != named] if named else []
+    found = compare_schedules(planned.problem, winner, others)
+    faster = {name: score for name, score in found.items() if _is_better(planned, score)}
+    if not faster:
+        return []
+    best = min(faster, key=lambda name: faster[name].seconds)
+    others = [f"{name} {seconds_text(faster[name].seconds)}" for name in faster if name != best]
+    return [
+        f"Schedule {best} would take {_instead(planned, faster[best])} (parallel.schedule: {best})"
+        f"{f'; {listed(others)}' if others else ''}."
+    ]
+
+
+def _recomputation(planned: PlannedRun) -> list[str]:
+    kept = without_recomputation(planned.problem, planned.result.winner)
+    if kept is None or not _is_better(planned, kept):
+        return []
+    return [
+        f"Memory is idle: without recomputation (train.recompute: none) a step would take {_instead(planned, kept)}, "
+        f"with {_memory(planned, kept)}."
+    ]
+
+
+def _microbatches(planned: PlannedRun) -> list[str]:
+    """Twice or half as many as the plan has, where the config let nobody try."""
+    winner, advice = planned.result.winner, []
+    tried = searched_counts(planned.problem, winner.replicas)
+    for count in (2 * winner.num_microbatches, winner.num_microbatches // 2):
+        size, rest = divmod(planned.problem.global_batch, winner.replicas * max(count, 1))
+        if count in tried or not count or rest or not size:
+            continue
+        score = score_with_microbatches(planned.problem, winner, count)
+        if _is_better(planned, score):
+            advice.append(
+                f"With {counted(count, 'microbatch')} of {counted(size, 'sample')} a step would take "
+                f"{_instead(planned, score)} (add {size} to plan.microbatch_sizes, or set parallel.microbatches)."
+            )
+    return advice
+
+
+def _row_tokens(planned: PlannedRun) -> list[str]:
+    """Twice the token budget, where it cuts microbatches into more than the plan asked for."""
+    winner, tokens = planned.result.winner, planned.problem.config.row_tokens
+    count, asked = winner.microbatches[0], winner.num_microbatches
+    if winner.row_tokens is not None or count == asked:
+        return []
+    score = score_with_row_tokens(planned.problem, winner, 2 * tokens)
+    if not _is_better(planned, score):
+        return []
+    return [
+        f"Rows of at most {tokens:,} tokens cut a pipeline's {counted(asked, 'microbatch')} into {count:,}: with "
+        f"train.row_tokens {2 * tokens:,} a step would take {_instead(planned, score)}, with {_memory(planned, score)}."
+    ]
+
+
+def _unfreezing(planned: PlannedRun) -> list[str]:
+    advice, winner = [], planned.result.winner
+    for unit in planned.problem.model.spec.units:
+        if all(unit.trainable):
+            continue
+        score = score_unfrozen(planned.problem, winner, unit.name)
+        if score is None:
+            continue
+        more = score.seconds / winner.score.seconds - 1.0
+        fits = "" if _fits(planned, score) else ", too much: it would need another plan"
+        advice.append(
+            f"Training all of {unit.name} too would take {percent_text(more)} longer ({seconds_text(score.seconds)} a "
+            f"step), with {_memory(planned, score)}{fits}."
+        )
+    return advice
+
+
+def _fits(planned: PlannedRun, score: PlanScore) -> bool:
+    ranks = planned.result.winner.plan.ranks
+    return planned.problem.target.cluster.overflow(ranks, score.peak_bytes) <= 0.0
+
+
+def _is_better(planned: PlannedRun, score: PlanScore) -> bool:
+    saves = planned.result.winner.score.seconds * (1.0 - NOTABLE)
+    return score.seconds < saves and _fits(planned, score)
+
+
+def _instead(planned: PlannedRun, score: PlanScore) -> str:
+    return f"{seconds_text(score.seconds)} instead of {seconds_text(planned.result.winner.score.seconds)}"
+
+
+def _memory(planned: PlannedRun, score: PlanScore) -> str:
+    """As the plan's own is told: both with what is left free."""
+    ranks, cluster = planned.result.winner.plan.ranks, planned.problem.target.cluster
+    peaks = zip(score.peak_bytes, cluster.bytes_of(ranks).tolist(), ranks, strict=True)
+    peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])
+    reserve = cluster.at(rank).reserve.total
+    return f"{bytes_text(peak + reserve)} of {bytes_text(capacity + reserve)} on the fullest device"

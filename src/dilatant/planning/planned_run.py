@@ -1,0 +1,241 @@
+"""A planned run: as the plan that trains, as the report that people read, and as the files of a plan folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from dilatant.config import Config, UserError
+from dilatant.config.files.own_files import require_plain
+from dilatant.cost.memory import ZEROS
+from dilatant.plan.costs.sample_work import sample_work
+from dilatant.plan.roles import roles_of
+from dilatant.plan.search.finals import RankedPlan
+from dilatant.plan.search.why_not import Asked
+from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.plan_advice import plan_advice
+from dilatant.planning.planning import (
+    PlannedRun,
+    PlanningProblem,
+    answer_why_not,
+    costs_of_plan,
+    searched_row_tokens,
+    tried_schedules,
+)
+from dilatant.planning.problem.dense_rows import is_assumed
+from dilatant.report.pages.plan_page import write_plan_page
+from dilatant.report.plan_report import PlanReport, WhyNotFacts
+from dilatant.report.run_folder import RunFolder
+from dilatant.report.search_report import search_report
+from dilatant.report.text.group_reasons import group_reasons
+from dilatant.report.text.why_not_text import why_not_text
+from dilatant.report.text.wording import count_text, counted, origin_text, seconds_text
+
+
+def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
+    """What trains as `ranked` was simulated."""
+    return TrainingPlan(
+        ranked.plan,
+        ranked.num_microbatches,
+        ranked.score.schedule,
+        problem.policy,
+        ranked.score.seconds,
+        costs_of_plan(problem.sharing(ranked.zero), ranked.plan),
+        ranked.row_tokens,
+        ranked.zero,
+    )
+
+
+def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | None = None) -> PlanReport:
+    """The report of a planned run, with warnings about its data and its costs, what would make it faster, and why
+    layouts that somebody `asked` for, by their texts, were not chosen."""
+    problem, cluster = planned.problem, planned.problem.target.cluster
+    samples = problem.samples
+    report = search_report(
+        title,
+        problem.target.text,
+        _cost_source(problem),
+        planned.result,
+        planned.typical,
+        problem.model.spec,
+        cluster,
+        samples.first(samples.available),
+        planned.work,
+        problem.global_batch,
+        names=problem.model.names,
+        stable=planned.stable,
+        rules=problem.target.rules,
+        searched=_searched(planned),
+    )
+    # A tied weight counts in every layer that needs it; a reader expects it once.
+    units = tuple(
+        replace(unit, parameters=whole, trainable_parameters=trainable)
+        for unit in report.units
+        for whole, trainable in [problem.model.parameters[unit.name]]
+    )
+    return replace(
+        report,
+        units=units,
+        reasons=(
+            *report.reasons[:1],
+            *_groups(planned),
+            *report.reasons[1:-1],
+            *_decoding(planned),
+            report.reasons[-1],
+        ),  # the last says how sure it is
+        warnings=(*report.warnings, *_warnings(planned)),
+        advice=(*report.advice, *plan_advice(planned)),
+        why_not=tuple(
+            WhyNotFacts(text, why_not_text(answer_why_not(planned, layout), planned.result, cluster))
+            for text, layout in (asked or {}).items()
+        ),
+    )
+
+
+def held_report(report: PlanReport, layout: str = "") -> PlanReport:
+    """The report of a plan that no search compared with all others: held to a layout, or timed as it is."""
+    held = f"It is the fastest plan like {layout!r} that was simulated; others were not looked at."
+    return replace(
+        report,
+        lower_bound_seconds=None,
+        candidates=report.candidates if layout else (),
+        reasons=(held,) if layout else (),
+        planning_seconds=None,
+    )
+
+
+def _groups(planned: PlannedRun) -> tuple[str, ...]:
+    """What unlike devices do."""
+    problem = planned.problem
+    spec, samples = problem.model.spec, problem.samples.first(problem.samples.available)
+    names = [unit.name for unit in spec.units]
+    work = {
+        name: dict(zip(names, sample_work(spec, own, samples).mean(axis=0).tolist(), strict=True))
+        for name, own in problem.costs.groups.items()
+    }
+    cluster, language = problem.target.cluster, roles_of(spec).language
+    return group_reasons(planned.result, planned.typical, cluster, language, work)
+
+
+_REPORT = "report.json"
+
+
+def check_plan_folder(config: Config) -> None:
+    """Raise UserError where the run folder's plan/ holds what no plan wrote."""
+    folder = Path(config.output_dir) / "plan"
+    require_plain(folder.parent, is_run=True)
+    foreign = [name for name in ("plan.json", "config.yaml", "costs.yaml") if (folder / name).exists()]
+    if foreign and not (folder / _REPORT).is_file():
+        raise UserError(
+            f"output_dir: {str(folder)!r} holds {foreign[0]!r}, which no plan wrote and this one would replace; choose "
+            "another output_dir"
+        )
+
+
+def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
+    """Write what `dilatant train`, `dilatant simulate` and a reader need into the run folder's plan/; returns that
+    folder."""
+    problem, winner = planned.problem, planned.result.winner
+    check_plan_folder(problem.config)
+    folder = RunFolder(Path(problem.config.output_dir) / "plan")
+    folder.write_text(_REPORT, report.to_json() + "\n")  # first, for it tells that the folder is ours
+    folder.write_text("plan.json", training_plan(problem, winner).to_json())
+    folder.write_config(problem.config)
+    folder.write_text("costs.yaml", problem.measured.to_yaml())
+    write_plan_page(report, folder.path / "plan.html")
+    return folder.path
+
+
+def _cost_source(problem: PlanningProblem) -> str:
+    """Where the costs are from, for a reader."""
+    groups = problem.measured.groups
+    if len({own.origin for own in groups.values()}) > 1:
+        return "; ".join(f"{name}: {origin_text(own.origin)}" for name, own in groups.items())
+    origin = origin_text(problem.measured.origin)
+    before = " before (`dilatant profile` measures again)" if problem.from_before else ""
+    return f"{origin}{before}{problem.measured.unmeasured_text}"
+
+
+def _searched(planned: PlannedRun) -> str:
+    """Among what the winner is the best."""
+    problem, result = planned.problem, planned.result
+    degrees = sorted({degree for known in problem.costs.layers.values() for degree in known})
+    tensor, context = (sorted({degree[axis] for degree in degrees}) for axis in (0, 1))
+    count, sizes = problem.config.parallel.microbatches, problem.config.plan.microbatch_sizes
+    cut = f"microbatches of {_either(sizes)} samples" if count is None else counted(count, "microbatch")
+    if budgets := searched_row_tokens(problem.config):
+        cut += f" or of up to {_either(f'{budget:,}' for budget in budgets)} tokens"
+    known = {result.winner.zero, *(group.zero for group in result.groups)}
+    zeros = [zero for zero in ZEROS if zero in known]
+    wide = "" if context == [1] else f", cp {_either(context)}"
+    return (
+        f"equal pipelines, tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}, "
+        f"zero {_either(zeros)}"
+    )
+
+
+def _either(values: Iterable[object]) -> str:
+    texts = [str(value) for value in values]
+    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def _decoding(planned: PlannedRun) -> list[str]:
+    """How many processors must decode, and where that is more than there are workers, what helps."""
+    cost, config = planned.problem.decoding, planned.problem.config
+    if cost is None:
+        return []
+    rate = planned.problem.global_batch / planned.result.winner.score.seconds
+    needed = cost.processors(rate)
+    keep = "keeps" if needed == 1 else "keep"
+    said = [
+        f"Decoding takes {seconds_text(cost.seconds)} of a processor a sample (mean of {cost.samples}, measured here): "
+        f"{counted(needed, 'processor')} {keep} up with {count_text(rate)} samples per second."
+    ]
+    machines = planned.problem.target.cluster.nodes if config.data.preprocess == "local" else 1
+    if config.data.workers is not None and config.data.workers * machines < needed:
+        said.append(
+            f"data.workers allows only {config.data.workers * machines}: training would wait for data; raise it, or "
+            "let other machines decode (data.preprocess: ray)."
+        )
+    return said
+
+
+def _warnings(planned: PlannedRun) -> list[str]:
+    problem = planned.problem
+    notable, fixed_at_most = 0.1, 0.25
+    parts = problem.forward_seconds(planned.result.winner.microbatch_size)
+    whole = sum(seconds for seconds, _ in parts.values())
+    worst = problem.measured.rough
+
+    def share_of(kinds: Iterable[str]) -> float:
+        return sum(parts[kind][0] for kind in {*kinds} & parts.keys()) / whole
+
+    warnings = []
+    if lacking := problem.measured.unmeasured:
+        warnings.append(
+            f"{counted(len(lacking), 'layer type')}, {share_of(lacking):.0%} of the work, were not measured in "
+            f"plan.measure_seconds ({problem.config.plan.measure_seconds:g} s) and are modelled in proportion to the "
+            "others; the next plan of this model measures them"
+        )
+    if (share := share_of(kind for _, kind in worst)) > notable:
+        error, kind = worst[0]
+        warnings.append(
+            f"measured times of {counted(len(worst), 'layer type')}, {share:.0%} of the work, scatter (worst: {kind}, "
+            f"whose fit is off by {error:.0%}): the machine was busy, or the layers are tiny; predictions are as "
+            "rough. Measure again with `dilatant profile`"
+        )
+    fixed = sum(constant for _, constant in parts.values()) / whole
+    if fixed > fixed_at_most and problem.target.is_local:
+        warnings.append(
+            f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
+            "predicted, for calls also take time between layers"
+        )
+    if is_assumed(problem.model, problem.measured):
+        warnings.append(
+            "rows of several samples were not measured: their attention counts as computing twice the pairs of one "
+            "sample's, which is too much for short rows. Measure again with `dilatant profile`"
+        )
+    if problem.samples.left_out:
+        warnings.append(f"{problem.samples.left_out:,} samples could not be measured and were left out")
+    return warnings

@@ -1,0 +1,517 @@
+"""Planning a run: from its config to the best plan for its model, its data and its devices."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config import Config, UserError, list_problems
+from dilatant.cost.memory import Zero
+from dilatant.cost.model import CostModel
+from dilatant.data.parallel_map import Progress
+from dilatant.plan.costs.sample_work import sample_work
+from dilatant.plan.costs.score import PlanScore, PlanScorer
+from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
+from dilatant.plan.costs.stage_costs import stage_costs
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.costs.workload import Workload, squares_of
+from dilatant.plan.errors import BatchError, PlanError
+from dilatant.plan.layouts.space import open_space
+from dilatant.plan.modes import EncoderPosition, Mode
+from dilatant.plan.plan import Plan
+from dilatant.plan.search.finals import RankedPlan
+from dilatant.plan.search.refusals import microbatch_sizes_for
+from dilatant.plan.search.search import search
+from dilatant.plan.search.search_result import SearchResult
+from dilatant.plan.search.why_not import Asked, WhyNot, read_asked, why_not
+from dilatant.plan.validate import validate
+from dilatant.planning.assemble import Samples, recompute_by_unit
+from dilatant.planning.measuring.cost_cache import keep_costs, kept_costs
+from dilatant.planning.measuring.decode_costs import DecodeCost, decode_cost
+from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, layer_costs
+from dilatant.planning.measuring.step_costs import described_costs
+from dilatant.planning.problem.dense_rows import dense_rows
+from dilatant.planning.problem.describe_model import ModelDescription, describe_model, skeleton
+from dilatant.planning.problem.planned_degrees import offering
+from dilatant.planning.problem.planned_hardware import Target, target_of_run
+from dilatant.planning.problem.planned_samples import PlannedSamples, planned_samples
+from dilatant.planning.searched_zeros import searched_zeros
+from dilatant.report.text.why_not_text import no_plan_text
+from dilatant.runtime.layouts import context_problems
+from dilatant.schedule import FAMILIES, plan_scorer, predict
+from dilatant.schedule.assignment.assign import Policy
+from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.timeline import Timeline
+
+ALIKE = 0.02
+"""Divisions of devices whose slowest units differ by less count as one: which of them a batch asks for is no matter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanningProblem:
+    """All that a search or a simulation needs. `measured` are the costs as measured or modelled, `costs` as this run
+    meets them (see `costs_in_use`). from_before: they were kept of an earlier measurement. decoding: of its samples on
+    this machine, None where that is not known."""
+
+    config: Config
+    target: Target
+    model: ModelDescription
+    measured: CostModel
+    costs: CostModel
+    samples: PlannedSamples
+    from_before: bool = False
+    decoding: DecodeCost | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """How samples are grouped into microbatches."""
+        return self.config.plan.assignment or "balanced"
+
+    @property
+    def global_batch(self) -> int:
+        return self.config.train.global_batch_size
+
+    def sharing(self, zero: Zero) -> PlanningProblem:
+        """The same where these share optimizer state."""
+        return replace(self, target=self.target.sharing(zero))
+
+    def simulated(self) -> Workload:
+        """The global batches that plans are simulated on."""
+        return self.samples.first(self.config.plan.steps * self.global_batch)
+
+    def forward_seconds(self, samples: int) -> dict[str, tuple[float, float]]:
+        """Forward of a microbatch of mean samples on one device, by layer type: all of it, and what calls cost."""
+        simulated, seconds = self.simulated(), defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        for unit in self.model.spec.units:
+            square, linear, _ = simulated.mean_row(unit.name, samples).tolist()
+            for layer in unit.layers:
+                forward = next(iter(self.costs.layers[layer.kind].values())).forward
+                seconds[layer.kind][0] += forward.a * square + forward.b * linear + forward.c
+                seconds[layer.kind][1] += forward.c
+        return {kind: (whole, fixed) for kind, (whole, fixed) in seconds.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedRun:
+    """The answer: the search's result, and the simulated step of its winner that is nearest to the mean. In `problem`
+    optimizer state is shared as under the winner.
+
+    `work` is [samples, units] seconds on one device, of different samples; `stable` says
+    from which global batch on the data ask for the same division of devices, None where there is nothing to divide.
+    """
+
+    problem: PlanningProblem
+    result: SearchResult
+    typical: Timeline
+    work: NDArray[np.float64]
+    stable: StableBatch | None
+
+
+def planning_problem(
+    config: Config,
+    samples: Samples,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Progress = lambda done, total: None,
+    measure_again: bool = True,
+    like: str | None = None,
+) -> PlanningProblem:
+    """All that is to be known before a search. `say` gets what is being measured. Costs that were kept of the same
+    layers on this hardware stand in where `plan.measure_seconds` are over; without `measure_again` they count, and only
+    what they lack is measured. like: a layout whose degrees are offered, too. Raises UserError."""
+    _searched_sizes(config, target_of_run(config))  # before anything is measured
+    whole = skeleton(config, len(samples.tokenizer))
+    model = describe_model(whole, recompute_by_unit(config, whole.units))
+    if like is not None:
+        config = offering(config, model, target_of_run(config), read_asked(like, [*whole.units]))
+    sampled = planned_samples(config, samples, model, progress)
+    problem = model_problem(config, model, sampled, say, measure_again)
+    return replace(problem, decoding=decode_cost(samples, config.seed, config.train.global_batch_size))
+
+
+def model_problem(
+    config: Config,
+    model: ModelDescription,
+    sampled: PlannedSamples,
+    say: Callable[[str], None] = lambda text: None,
+    measure_again: bool = True,
+) -> PlanningProblem:
+    """The problem of a model and samples that are at hand; of `config` neither counts. Arguments as of
+    `planning_problem`."""
+    target = target_of_run(config)
+    _searched_sizes(config, target)
+    measures = config.plan.costs is None and target.is_local and not target.groups
+    kept = kept_costs(model, target, (), config.data.max_length) if measures else None
+    measured = layer_costs(config, model, target, say, kept, measure_again)
+    from_before = kept is not None and all(
+        cost == kept.layers[kind].get(degree)
+        for kind, degrees in measured.layers.items()
+        for degree, cost in degrees.items()
+    )
+    units = dict.fromkeys(entry.unit for entry in model.types)
+    if problems := [problem for unit in units for problem in context_problems(unit)]:
+        if max(config.plan.context_parallel or (1,)) > 1:
+            raise list_problems("context-parallel degrees (plan.context_parallel):", problems)
+        measured = measured.mapped(_without_context)  # a cost file may know more than this model can do
+    if measures and not from_before:
+        keep_costs(measured, model, kept)
+    costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
+    workload = replace(sampled.workload, dense=dense_rows(model, costs))
+    sampled = replace(sampled, workload=workload)
+    return PlanningProblem(config, target, model, measured, costs, sampled, from_before)
+
+
+def _without_context(costs: CostModel) -> CostModel:
+    layers = {
+        kind: {(tp, cp): cost for (tp, cp), cost in known.items() if cp == 1}
+        for kind, known in costs.layers.items()
+    }
+    return replace(costs, layers=layers)
+
+
+def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0) -> PlannedRun:
+    """Search for the plan of a run; all_devices: leave none idle if any plan uses all. fault_tolerance: nodes that may
+    be lost at once. Raises PlanError as `plan.search` does."""
+    result = _search(problem, all_devices, fault_tolerance)
+    problem = problem.sharing(result.winner.zero)
+    work = _work(problem)
+    return PlannedRun(
+        problem=problem,
+        result=result,
+        typical=typical_step(problem, result.winner).timeline,
+        work=work,
+        stable=_stable_batch(problem, result.winner, work),
+    )
+
+
+def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[int, float | None]:
+    """Nodes that may be lost at once → the seconds of a step, planned for that; None where no plan allows it."""
+    found: dict[int, float | None] = {}
+    for tolerance in range(most + 1):
+        try:
+            found[tolerance] = _search(problem, False, tolerance).seconds
+        except PlanError:
+            found[tolerance] = None
+    return found
+
+
+def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False) -> WhyNot:
+    """Why the search of this run chose no layout like `asked`."""
+    problem = planned.problem.sharing(asked.zero or planned.result.winner.zero)
+    return _why_not(problem, asked, planned.result, all_devices)
+
+
+def plan_like(problem: PlanningProblem, asked: Asked) -> PlannedRun:
+    """The fastest plan like `asked`. Raises UserError that says why there is none."""
+    problem = problem.sharing(asked.zero or problem.target.rules.zero)
+    answer = _why_not(problem, asked, None, False)
+    if not answer.plans:
+        raise UserError(" ".join(no_plan_text(answer, problem.target.cluster)))
+    return _alone(problem, answer.plans)
+
+
+def _why_not(
+    problem: PlanningProblem, asked: Asked, result: SearchResult | None, all_devices: bool
+) -> WhyNot:
+    config, cluster = problem.config, problem.target.cluster
+    spaces = [
+        open_space(
+            problem.model.spec, problem.costs.on(group.name), group, problem.simulated(), problem.global_batch,
+            problem.target.rules, _searched_chunks(config), _splits(config), searched_row_tokens(config),
+            config.row_tokens,
+        )
+        for group in cluster.groups
+    ]  # fmt: skip
+    space = replace(spaces[0], cluster=cluster)
+    return why_not(
+        space, asked, result, scorer_of(problem), _searched_sizes(config, problem.target),
+        problem.target.rules, config.parallel.microbatches, all_devices, spaces, Mode(config.plan.mode),
+    )  # fmt: skip
+
+
+def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
+    """The first of `plans` as the answer of a "search" that looked at no others."""
+    winner = plans[0]
+    result = SearchResult(
+        winner=winner,
+        runners_up=tuple(plans[1:]),
+        rejected=(),
+        candidates=len(plans),
+        mode=Mode.BEST,
+        seconds=winner.score.seconds,
+        proven=False,
+        lower_bound=0.0,
+    )
+    return PlannedRun(problem, result, typical_step(problem, winner).timeline, _work(problem), None)
+
+
+def _searched_chunks(config: Config) -> Sequence[int]:
+    return config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,)
+
+
+def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
+    config, zeros = problem.config, searched_zeros(problem.config, problem.target, fault_tolerance)
+    problem = problem.sharing(zeros.searched[0])
+    target = problem.target
+    return search(
+        problem.model.spec,
+        problem.costs,
+        target.cluster,
+        problem.simulated(),
+        problem.global_batch,
+        scorer_of(problem),
+        mode=Mode(config.plan.mode),
+        microbatch_sizes=_searched_sizes(config, target),
+        rules=target.rules,
+        finalists=config.plan.finalists,
+        num_microbatches=config.parallel.microbatches,
+        chunks=_searched_chunks(config),
+        all_devices=all_devices,
+        copies=fault_tolerance + 1,
+        ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
+        halves=_splits(config),
+        leftovers=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
+        row_tokens=searched_row_tokens(config),
+        row_limit=config.row_tokens,
+        others={zero: scorer_of(problem.sharing(zero)) for zero in zeros.searched[1:]},
+        glanced={zero: scorer_of(problem.sharing(zero)) for zero in zeros.glanced},
+    )
+
+
+def searched_row_tokens(config: Config) -> Sequence[int]:
+    """Tokens of a microbatch to try: none where the config says how many microbatches there are, or which published
+    system's plans to look at."""
+    if config.parallel.microbatches is not None or config.plan.mode != Mode.BEST:
+        return ()
+    asked = config.plan.microbatch_tokens
+    return (config.row_tokens,) if asked is None else asked
+
+
+def _splits(config: Config) -> bool:
+    """Whether a schedule that the search tries splits backwards: none does that a published system would try."""
+    named = config.parallel.schedule
+    return config.plan.mode == Mode.BEST if named is None else named in plan_scorer.SPLIT
+
+
+def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
+    """Samples per microbatch to try, of which some divide the global batch. Raises BatchError."""
+    count = config.parallel.microbatches
+    if count is None:
+        return _microbatch_sizes(config)
+    return _sizes_for_count(config.train.global_batch_size, count, target.cluster.num_devices)
+
+
+def _sizes_for_count(batch: int, count: int, devices: int) -> list[int]:
+    """Samples per microbatch with which pipelines on some of the devices have `count` each. Raises BatchError."""
+    shares = [count * pipelines for pipelines in range(1, devices + 1)]
+    sizes = sorted({batch // share for share in shares if batch % share == 0})
+    if not sizes:
+        nearest = tuple(near for near in (batch // count * count, (batch // count + 1) * count) if near)
+        raise BatchError(
+            f"train.global_batch_size {batch} does not divide into parallel.microbatches {count}; batches of "
+            f"{' and '.join(map(str, nearest))} do",
+            nearest,
+        )
+    return sizes
+
+
+def time_plan(
+    problem: PlanningProblem, plan: Plan, num_microbatches: int | None = None, row_tokens: int | None = None
+) -> PlannedRun:
+    """A plan as it is, timed on the cluster of the problem: a "search" among this plan alone.
+
+    Without `num_microbatches` the fastest that `plan.microbatch_sizes` allow; row_tokens: as in `Candidate`. Raises
+    UserError for a plan that cannot train this model on this cluster, or a batch that does not divide among its
+    pipelines.
+    """
+    validate(plan, problem.model.spec, problem.target.cluster)
+    score = scorer_of(problem)
+    pipelines = max(len(unit.replicas) for unit in plan.units)
+    counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)
+    found = {count: score(plan, count, row_tokens) for count in counts}
+
+    def rank(count: int) -> tuple[bool, float]:
+        overflow = problem.target.cluster.overflow(plan.ranks, found[count].peak_bytes)
+        return overflow > 0.0, found[count].seconds
+
+    best = min(found, key=rank)
+    return _alone(problem, [_as_ranked(problem, plan, pipelines, best, row_tokens, found[best])])
+
+
+def typical_step(problem: PlanningProblem, ranked: RankedPlan) -> plan_scorer.Step:
+    """Of the simulated steps the one whose time is nearest to their mean."""
+    own = ranked.plan, ranked.num_microbatches, ranked.row_tokens, ranked.score.schedule or None
+    steps = simulated_steps(problem.sharing(ranked.zero), *own)
+    mean = float(np.mean([step.seconds for step in steps]))
+    return min(steps, key=lambda step: abs(step.seconds - mean))
+
+
+def simulated_steps(
+    problem: PlanningProblem,
+    plan: Plan,
+    num_microbatches: int,
+    row_tokens: int | None = None,
+    schedule: str | None = None,
+) -> list[plan_scorer.Step]:
+    """One step for every simulated global batch, under `schedule`, else under the best that a search tries."""
+    return plan_scorer.simulated_steps(
+        plan,
+        num_microbatches,
+        problem.model.spec,
+        problem.costs,
+        problem.target.cluster,
+        problem.simulated().steps(problem.global_batch),
+        problem.policy,
+        problem.target.rules,
+        problem.config.seed,
+        min(problem.config.row_tokens, row_tokens or problem.config.row_tokens),
+        _families(problem) if schedule is None else {schedule: FAMILIES[schedule]},
+    )
+
+
+def costs_of_plan(problem: PlanningProblem, plan: Plan) -> StepCosts:
+    """What the steps of a plan cost by this problem: what `plan.json` hands to training."""
+    return described_costs(plan, problem.model, problem.costs, problem.target)
+
+
+def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
+    """A step that a run measured, as the costs of `problem` predict the very same actions (without gradient sync)."""
+    spec, target = problem.model.spec, problem.target
+    validate(plan, spec, target.cluster)
+    tokens = {unit: np.asarray(counts, dtype=np.float64) for unit, counts in step.tokens.items()}
+    return predict(
+        plan,
+        step.assignment,
+        step.schedule,
+        stage_costs(plan, spec, problem.costs, target.rules, target.cluster),
+        tokens,
+        target.cluster,
+        squares=squares_of(tokens, problem.model.item_tokens, problem.model.media_pairs),
+        dense=problem.samples.workload.dense,
+    )
+
+
+def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
+    """The schedule families that a search of this problem tries."""
+    named = _families(problem)
+    if named is not None:
+        return tuple(named)
+    rounds = tuple(plan_scorer.ROUNDS) if max(problem.config.plan.chunks) > 1 else ()
+    return (*(plan_scorer.TRIED if _splits(problem.config) else plan_scorer.WHOLE), *rounds)
+
+
+def searched_counts(problem: PlanningProblem, pipelines: int) -> tuple[int, ...]:
+    """The numbers of microbatches that a search tries with so many pipelines."""
+    sizes = _searched_sizes(problem.config, problem.target)
+    return tuple(problem.global_batch // (pipelines * size) for size in sizes
+                 if problem.global_batch % (pipelines * size) == 0)  # fmt: skip
+
+
+def _families(problem: PlanningProblem) -> Mapping[str, Family] | None:
+    """The schedule family that the config names; None: those that suit a plan."""
+    named = problem.config.parallel.schedule
+    return None if named is None else {named: FAMILIES[named]}
+
+
+def _work(problem: PlanningProblem) -> NDArray[np.float64]:
+    return sample_work(problem.model.spec, problem.costs, problem.samples.first(problem.samples.available))
+
+
+def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> PlanScorer:
+    """The function that scores plans under `schedule`, else under the best that a search of this problem tries."""
+    return plan_scorer.plan_scorer(
+        problem.model.spec,
+        problem.costs,
+        problem.target.cluster,
+        problem.simulated(),
+        problem.global_batch,
+        problem.policy,
+        problem.target.rules,
+        problem.config.seed,
+        problem.config.row_tokens,
+        _families(problem) if schedule is None else {schedule: FAMILIES[schedule]},
+        _splits(problem.config),
+    )
+
+
+def _stable_batch(
+    problem: PlanningProblem, winner: RankedPlan, work: NDArray[np.float64]
+) -> StableBatch | None:
+    """How large a batch must be to ask for the same devices per unit: those of one pipeline; where the winner does not
+    keep units apart, of the longest pipelines that could. Nothing is said of unlike devices."""
+    devices = problem.target.cluster.num_devices
+    budget = devices // winner.replicas if winner.encoders_at is not EncoderPosition.IN_LANGUAGE else devices
+    if work.shape[1] == 1 or not work.any() or problem.target.groups:
+        return None
+    for share in range(budget, 0, -1):
+        allocations = _allocations(problem, share) if budget % share == 0 else ()
+        if len(allocations) > 1:
+            return minimum_stable_batch(work, allocations, tolerance=ALIKE)
+    return None
+
+
+def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...], ...]:
+    """The ways to divide exactly these devices among the units, of one replica each."""
+    sizes = [
+        {
+            tp * cp * stages
+            for tp, cp in degrees_of(problem.costs)
+            for stages in range(1, min(len(unit.layers), devices // (tp * cp)) + 1)
+        }
+        for unit in problem.model.spec.units
+    ]
+    try:
+        return feasible_allocations([sorted(own) for own in sizes], devices) if all(sizes) else ()
+    except PlanError:
+        return ()
+
+
+def _as_ranked(
+    problem: PlanningProblem,
+    plan: Plan,
+    pipelines: int,
+    num_microbatches: int,
+    row_tokens: int | None,
+    score: PlanScore,
+) -> RankedPlan:
+    target = problem.target
+    table = stage_costs(plan, problem.model.spec, problem.costs, target.rules, target.cluster)
+    seconds: dict[str, tuple[float, ...]] = {}
+    size = problem.global_batch / (pipelines * num_microbatches)
+    samples = problem.simulated()
+    for unit in plan.units:
+        row = samples.mean_row(unit.name, size * pipelines / len(unit.replicas))
+        first = [one.index for one in plan.stages() if one.unit == unit.name and one.replica == 0]
+        seconds[unit.name] = tuple(((table.seconds[first, 0] + table.seconds[first, 1]) @ row).tolist())
+    return RankedPlan(
+        plan=plan,
+        encoders_at=EncoderPosition.PARALLEL,
+        replicas=pipelines,
+        microbatch_size=max(1, round(size)),
+        num_microbatches=num_microbatches,
+        stage_seconds=seconds,
+        idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
+        estimate=score.seconds,
+        bound=0.0,
+        score=score,
+        row_tokens=row_tokens,
+        zero=target.rules.zero,
+    )
+
+
+def _microbatch_counts(problem: PlanningProblem, pipelines: int) -> list[int]:
+    sizes = _microbatch_sizes(problem.config, pipelines)
+    return sorted(problem.global_batch // (pipelines * size) for size in sizes)
+
+
+def _microbatch_sizes(config: Config, pipelines: int = 1) -> list[int]:
+    """The samples per microbatch that the config allows. Raises BatchError, naming the keys."""
+    try:
+        return microbatch_sizes_for(config.train.global_batch_size, config.plan.microbatch_sizes, pipelines)
+    except BatchError as error:
+        where = "train.global_batch_size and plan.microbatch_sizes"
+        raise BatchError(f"{where}: {error}", error.nearest) from None

@@ -1,0 +1,190 @@
+"""Planning beside the launcher, in a process that ends with it.
+
+Layers are measured on a GPU. A process that has used one keeps a context there until it ends, with hundreds of
+megabytes that the rank on it needs; so the launcher never touches a GPU itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from dilatant.comm.fork_server import (
+    NO_GUARD,
+    NO_GUARD_EXIT,
+    heed_launcher,
+    own_folder,
+    remove_behind_parent,
+    warm_up,
+)
+from dilatant.comm.launch import WorkerFailed
+from dilatant.config import Config, UserError
+from dilatant.planning.assemble import assemble_samples
+from dilatant.planning.planned_run import plan_report, training_plan, write_plan_folder
+from dilatant.planning.planning import PlannedRun, plan_run, planning_problem
+from dilatant.planning.problem.planned_hardware import plan_target
+from dilatant.report.plan_report import PlanReport
+from dilatant.report.text.search_reasons import layout_text
+from dilatant.report.text.wording import count_text, microbatches_text, seconds_text
+
+REASONS = 3
+"""Of a plan's reasons, as many are said before training; all of them are on its page."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningJob:
+    """config: its `cluster` are the devices at hand. launcher: who started a process for each of them, or empty.
+    folder: of the run."""
+
+    config: Config
+    launcher: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlan:
+    """plan_json: of a `TrainingPlan`. lines: what it is, and why, for the user."""
+
+    plan_json: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    message: str
+    details: str
+
+
+def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
+    """Plan a run, and write its plan folder, in a process of its own. progress: gets what is being done.
+
+    Raises UserError for what the user can mend, WorkerFailed for the rest.
+    """
+    warm_up()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, job, own_folder()), name="dilatant-plan")
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            said = ours.recv()
+            if isinstance(said, ChosenPlan):
+                return said
+            if isinstance(said, UserError):
+                raise said
+            if isinstance(said, _Failure):
+                raise WorkerFailed(f"planning failed: {said.message}", said.details)
+            progress(said)
+    except EOFError:
+        process.join()
+        if process.exitcode == NO_GUARD_EXIT:
+            raise UserError(NO_GUARD) from None
+        raise WorkerFailed(f"the planning process ended with exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _serve(connection: Connection, job: PlanningJob, shared: str | None) -> None:
+    threading.Thread(target=_end_with_launcher, args=(shared,), name="dilatant-launcher", daemon=True).start()
+    heed_launcher()
+    warnings.simplefilter("ignore", UserWarning)  # the run says them once, when it builds the model
+    try:
+        answer: object = _choose(job, connection.send)
+    except UserError as error:
+        answer = UserError(str(error))  # of the plan's own errors, some do not survive a pipe
+    except BaseException as error:
+        answer = _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+    with suppress(OSError):  # the launcher is gone
+        connection.send(answer)
+    connection.close()
+
+
+def _end_with_launcher(shared: str | None) -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    remove_behind_parent(shared)
+    os._exit(1)
+
+
+def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
+    config, lines = for_devices_here(job.config)
+    progress("opening the data")
+    samples = assemble_samples(config)
+    problem = planning_problem(
+        config,
+        samples,
+        say=progress,
+        progress=lambda done, total: progress(f"measuring samples: {done:,} of {total:,}"),
+        measure_again=False,
+    )
+    progress("searching")
+    planned = plan_run(problem, all_devices=bool(job.launcher))
+    check_all_used(planned, job.launcher)
+    report = plan_report(planned, job.folder.name)
+    folder = write_plan_folder(planned, report)
+    return ChosenPlan(
+        training_plan(problem, planned.result.winner).to_json(),
+        (*lines, *_lines(planned, report), f"  all of it, as a page: {folder / 'plan.html'}"),
+    )
+
+
+def for_devices_here(config: Config) -> tuple[Config, list[str]]:
+    """The config for the devices at hand: those of `cluster.hardware` may be elsewhere."""
+    cluster = config.cluster
+    if cluster.groups:
+        names = ", ".join(f"{group.num_devices} of {group.name}" for group in cluster.groups)
+        return config, [f"ranks are taken to be those of cluster.groups, in order: {names}"]
+    if plan_target(cluster, config.train.precision).is_local:
+        return config, []
+    here = cluster.model_copy(
+        update={"hardware": None, "hardware_file": None, "memory_gib": None, "reserve": None}
+    )
+    return config.model_copy(update={"cluster": here}), [
+        f"cluster.hardware is {cluster.hardware}, which is not here: planned for the devices that are"
+    ]
+
+
+def check_all_used(planned: PlannedRun, launcher: str) -> None:
+    """A launcher, if that is named, has started a process for each device: each must have something to do. Raises
+    UserError."""
+    devices, used = planned.problem.target.cluster.num_devices, len(planned.result.winner.plan.ranks)
+    if launcher and used != devices:
+        layers = ", ".join(f"{unit.name} {len(unit.layers)}" for unit in planned.problem.model.spec.units)
+        raise UserError(
+            f"{launcher} started {devices} processes, and no plan uses exactly so many: with layers {layers} and a "
+            f"global batch of {planned.problem.global_batch}, the next that can are {used}. Start {used}, or change "
+            "train.global_batch_size"
+        )
+
+
+def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
+    ranked, problem = planned.result.winner, planned.problem
+    seconds = ranked.score.seconds
+    idle = f"; {ranked.idle_devices} of the devices stay idle" if ranked.idle_devices else ""
+    cut = microbatches_text(*ranked.microbatches, ranked.row_tokens)
+    return [
+        *(f"warning: {warning}" for warning in report.warnings),
+        f"planned for {report.hardware}, with costs {report.cost_source}:",
+        f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut}, schedule {ranked.score.schedule}, "
+        f"zero {ranked.zero}, samples placed by {problem.policy}{idle}",
+        f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
+        *(f"  {reason}" for reason in _reasons(report)),
+    ]
+
+
+def _reasons(report: PlanReport) -> list[str]:
+    """The first of the page's reasons, after its shape, which is said already; then how sure it is."""
+    others = report.reasons[1:]
+    return [*others[: REASONS - 1], *others[-1:]] if len(others) >= REASONS else [*others]

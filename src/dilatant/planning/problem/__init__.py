@@ -1,0 +1,1 @@
+"""A run's planning problem: its model, data and devices as values."""

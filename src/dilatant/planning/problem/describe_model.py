@@ -1,0 +1,280 @@
+"""A model as planners see it: units, layers, layer types, parameters, freezing. Built without memory for weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from torch import nn
+
+from dilatant.config import Config
+from dilatant.config.recompute import Recompute
+from dilatant.models.build import build_model
+from dilatant.models.core.freeze import audit, thaw
+from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.unit import Unit
+from dilatant.models.generators.diffusion import Diffusion
+from dilatant.models.generators.generator import GeneratorUnit
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.parallel.experts import fused_experts
+from dilatant.models.row_attention import attend_as_configured
+from dilatant.plan.costs.workload import MediaPairs
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+
+_DENSE = {"sdpa": 2.0, "eager": 1.0}
+"""What transformers' attentions without a notion of samples compute of a packed row, in squares of its tokens, against
+what they compute of one sample: under a mask, sdpa gives up its causal kernel, which computes half of the pairs of a
+long row. Of short ones it computes more (see `dense_rows`); eager attention computes all pairs of any row."""
+
+EMBEDDING, BLOCK, NORM, HEAD, PROJECTOR = "embedding", "block", "norm", "head", "projector"
+ENCODER, CONNECTOR, GENERATOR = "encoder", "connector", "generator"
+"""Layers of a transformers model and what follows it; and modules that are one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerType:
+    """Layers that take the same time: `kind` names them in cost files, the first of them is `unit.layers[index]`.
+
+    `role` is one of the constants of this module; `variant` a family's own word for the layer ("sliding_attention").
+    `geometry` is that of an encoder, None in other units.
+    """
+
+    kind: str
+    role: str
+    unit: Unit
+    index: int
+    variant: str
+    geometry: EncoderGeometry | None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks of a tensor-parallel group hold shares of such a layer; other layers each holds whole."""
+        return self.role == BLOCK or (self.geometry is None and self.role in (EMBEDDING, HEAD))
+
+    @property
+    def item_tokens(self) -> int | None:
+        """Tokens of one image or clip, where items do not attend to each other: of encoders, and of a module behind a
+        connector, whose tokens are rows of the language model."""
+        if self.geometry is not None:
+            return self.geometry.encoder_tokens
+        if not isinstance(self.unit, GeneratorUnit):
+            return None
+        sees_items = self.role == GENERATOR or (self.role == CONNECTOR and self.unit.rows_see_each_other)
+        return self.unit.tokens_per_item if sees_items else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """`spec` for the planners, `types` for whoever costs layers; `names` and `parameters` by unit, for a reader.
+
+    A tied weight counts in the layers of `spec` that hold it, for each of them needs it, and once in `parameters`,
+    which are (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → how many times the square of a row of
+    several samples counts where that was not measured, of units whose attention does not skip what samples hide from
+    each other. `media_pairs`: of media masks (see `plan.workload`).
+    """
+
+    spec: ModelSpec
+    anchor: str
+    types: tuple[LayerType, ...]
+    names: dict[str, str]
+    parameters: dict[str, tuple[int, int]]
+    dense: dict[str, float]
+    media_pairs: MediaPairs
+
+    def kinds(self, role: str) -> tuple[str, ...]:
+        """The layer types with this role."""
+        return tuple(entry.kind for entry in self.types if entry.role == role)
+
+    @property
+    def item_tokens(self) -> dict[str, float]:
+        """Tokens of one image or clip by encoder; they do not attend to each other, so a sample's square is that of
+        one, times their number."""
+        return {
+            entry.unit.unit: float(entry.geometry.encoder_tokens)
+            for entry in self.types
+            if entry.geometry is not None
+        }
+
+
+def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
+    """The model of the config on the meta device, frozen as the config says; also of pretrained ones only the config
+    is read. Raises UserError."""
+    model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
+    attend_as_configured(model, config.model.text)
+    return model
+
+
+def describe_model(
+    model: MultimodalModel, recompute: Mapping[str, Recompute | None] | None = None
+) -> ModelDescription:
+    """What planners need to know of a model, on the meta device or not.
+
+    Layers share a type if their weights have the same names and shapes, their family calls them alike and they are in
+    the same place of units of the same family and width. `recompute`: by unit, what is
+    recomputed in the backward; None leaves it to the plan.
+    """
+    known: dict[str, list[Any]] = {}
+    types: dict[str, LayerType] = {}
+    units = []
+    for name, unit in model.units.items():
+        geometry = unit.geometry
+        layers: list[LayerSpec] = []
+        by_layer = list(weights_by_layer(unit))
+        leading = {id(parameter) for _, parameter in by_layer[0]}
+        experts = {layer: _experts(block) for layer, block in zip(unit.layers[1:], unit.blocks)}
+        for index, weights in enumerate(by_layer):
+            role, variant = _role(unit, index)
+            shapes = tuple((rest, tuple(parameter.shape)) for rest, parameter in weights)
+            four_bit = sum(p.numel() for rest, p in weights if f"{unit.layers[index]}{rest}" in unit.four_bit)
+            stem = _stem(unit, role, variant, geometry) + (" in 4 bits" if four_bit else "")
+            alike = known.setdefault(stem, [])
+            if shapes not in alike:
+                alike.append(shapes)
+            number = alike.index(shapes)
+            kind = stem if number == 0 else f"{stem} #{number + 1}"
+            types.setdefault(kind, LayerType(kind, role, unit, index, variant, geometry))
+            layers.append(
+                LayerSpec(
+                    name=unit.layers[index],
+                    kind=kind,
+                    parameters=sum(parameter.numel() for _, parameter in weights),
+                    divided=types[kind].is_divided,
+                    **_trained_fields(weights),
+                    four_bit=four_bit,
+                    tied=sum(
+                        parameter.numel() for _, parameter in weights if index and id(parameter) in leading
+                    ),
+                    experts=experts.get(unit.layers[index], (0, 0))[0],
+                    expert_parameters=experts.get(unit.layers[index], (0, 0))[1],
+                )
+            )
+        units.append(
+            UnitSpec(
+                name,
+                tuple(layers),
+                model.graph.feeds[name],
+                (recompute or {}).get(name, "none"),
+                _items_per_token(unit),
+                getattr(unit, "uncut", None) is None,
+            )
+        )
+    return ModelDescription(
+        spec=ModelSpec(tuple(units)),
+        anchor=model.graph.anchor,
+        types=tuple(types.values()),
+        names={name: unit.family for name, unit in model.units.items()},
+        parameters={
+            name: (sum(part.parameters for part in parts), sum(part.trainable for part in parts))
+            for name, unit in model.units.items()
+            for parts in [audit({name: unit})]
+        },
+        dense=_dense(model),
+        media_pairs=_media_pairs(model),
+    )
+
+
+class _TrainedFields(TypedDict):
+    trainable: bool
+    fixed: int
+    largest: int
+
+
+def _trained_fields(weights: Sequence[tuple[str, nn.Parameter]]) -> _TrainedFields:
+    """Return the fields of `LayerSpec` that depend on which of a layer's weights train."""
+    trained = [parameter.numel() for _, parameter in weights if parameter.requires_grad]
+    fixed = sum(parameter.numel() for _, parameter in weights) - sum(trained)
+    return {"trainable": bool(trained), "fixed": fixed, "largest": max(trained, default=0)}
+
+
+def describe_unfrozen(model: ModelDescription, name: str) -> ModelDescription:
+    """Return the description of the same model if every weight of the unit `name` trained, adapters included."""
+    known = next(entry.unit for entry in model.types if entry.unit.unit == name)
+    unit = copy.deepcopy(known)
+    thaw({name: unit}, [name])
+    fields = [_trained_fields(weights) for weights in weights_by_layer(unit)]
+    spec = model.spec.unit(name)
+    layers = tuple(replace(layer, **own) for layer, own in zip(spec.layers, fields, strict=True))
+    units = tuple(replace(spec, layers=layers) if one is spec else one for one in model.spec.units)
+    types = tuple(replace(entry, unit=unit) if entry.unit is known else entry for entry in model.types)
+    return replace(model, spec=ModelSpec(units), types=types)
+
+
+def _items_per_token(unit: Unit) -> float:
+    """As in `UnitSpec`: told by how a unit counts the items of a sample of very many tokens."""
+    many = 1 << 40
+    items = unit.items({unit.unit: many})
+    return items / many if items > 1 else 0.0
+
+
+def _dense(model: MultimodalModel) -> dict[str, float]:
+    attention = getattr(model.language.model.config, "_attn_implementation", None)
+    if not model.language.packs_rows:  # every row is one sample
+        return {}
+    return {model.graph.anchor: _DENSE[attention]} if attention in _DENSE else {}
+
+
+def _media_pairs(model: MultimodalModel) -> MediaPairs:
+    """Pairs that media masks show or hide, as if media were spread evenly over the text. A mask of one's own, which
+    sizes do not tell, counts as causal."""
+    masks, pairs = model.media_attention, {}
+    for name in model.encoders:
+        geometry = model[name].geometry
+        mask = masks.get(name) if isinstance(masks, Mapping) else masks
+        share, item = geometry.tokens_per_row / geometry.encoder_tokens, float(geometry.tokens_per_row)
+        if mask == "bidirectional":
+            pairs[name] = (0.0, share * item, 0.0)
+        elif mask == "embedded":
+            pairs[name] = (-share, 2 * share * item, 0.0)
+        elif mask == "modality":
+            pairs[name] = (-share, 0.0, 2 * share**2)
+    return {model.graph.anchor: pairs} if pairs else {}
+
+
+def weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """For every layer of the unit its parameters by their name inside the layer, tied ones in each layer."""
+    parameters = {
+        part: dict(getattr(unit, part).named_parameters(remove_duplicate=False)) for part in unit.parts
+    }
+    for layer in unit.layers:
+        yield [
+            (weight.name.removeprefix(layer), parameters[weight.part][weight.key])
+            for weight in unit.weights
+            if weight.layer == layer and weight.key in parameters[weight.part]
+        ]
+
+
+def _experts(block: nn.Module) -> tuple[int, int]:
+    """How many experts a block has, and their parameters."""
+    found = [module for _, module in fused_experts(block)]
+    counts = [next(iter(module.parameters())).shape[0] for module in found]
+    return max(counts, default=0), sum(p.numel() for module in found for p in module.parameters())
+
+
+def _role(unit: Unit, index: int) -> tuple[str, str]:
+    """The role of a layer, and the family's word for it where blocks differ."""
+    name = unit.layers[index].removeprefix(f"{unit.unit}.")
+    if isinstance(unit, GeneratorUnit) and index and unit.cut is not None:
+        return GENERATOR, "block" if name.startswith("layers.") else name
+    if not name.startswith("layers."):
+        return name, ""
+    names = getattr(unit.config, "layer_types", None)
+    variant = names[index - 1] if names and len(set(names)) > 1 else ""
+    return BLOCK, variant
+
+
+def _stem(unit: Unit, role: str, variant: str, geometry: EncoderGeometry | None) -> str:
+    """A name that says what the layer is: family, role, width, and for encoders the tokens of an image or clip; for a
+    net that draws, the size of what it draws and the rows that tell it."""
+    words = [unit.family, role, variant, str(unit.width)]
+    if role in (PROJECTOR, CONNECTOR):
+        words = [role, type(getattr(unit, role)).__name__, str(unit.width)]
+    tokens = "" if geometry is None else f" @{geometry.encoder_tokens}"
+    if role == CONNECTOR and isinstance(unit, GeneratorUnit) and unit.rows_see_each_other:
+        parameters = sum(parameter.numel() for parameter in unit.connector.parameters())
+        tokens = f" of {parameters} by {unit.tokens_per_item}"
+    if role == GENERATOR and isinstance(unit, GeneratorUnit) and isinstance(unit.model, Diffusion):
+        size = "x".join(map(str, unit.model.shape))
+        tokens = f" @{size} by {unit.tokens_per_item}"
+    return " ".join(word for word in words if word).lower() + tokens

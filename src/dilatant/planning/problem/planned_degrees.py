@@ -1,0 +1,44 @@
+"""The degrees of tensor and context parallelism that plans are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dilatant.config import Config, PlanConfig, UserError
+from dilatant.cost.model import Degree
+from dilatant.plan.search.why_not import Asked
+from dilatant.planning.problem.describe_model import ModelDescription
+from dilatant.planning.problem.layer_shards import degrees_by_kind
+from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
+from dilatant.runtime.layouts import context_problems
+
+
+def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -> list[Degree]:
+    """The (tp, cp) that a config names, else on GPUs the powers of two that fit a node and that training can do for
+    some unit of the model. Processes of a CPU share its memory: there it is 1."""
+    node = 1 if is_same_hardware("CPU", target.hardware.name) else target.cluster.gpus_per_node
+    powers = [1 << power for power in range(node.bit_length()) if 1 << power <= node]
+    tensor: Iterable[int] = plan.tensor_parallel or [tp for tp in powers if _divides(model, tp)]
+    splits = not any(context_problems(unit) for unit in {entry.unit: None for entry in model.types})
+    context: Iterable[int] = plan.context_parallel or (powers if splits else [1])
+    asked = plan.tensor_parallel is not None and plan.context_parallel is not None
+    return [(tp, cp) for tp in tensor for cp in context if asked or tp * cp <= node or cp == 1 or tp == 1]
+
+
+def offering(config: Config, model: ModelDescription, target: Target, asked: Asked) -> Config:
+    """The config whose plans are also made with the degrees that a layout asks for; what a cost file lacks stays so."""
+    offered = planned_degrees(config.plan, model, target)
+    wanted = {(own.get("tp", 1), own.get("cp", 1)) for own in asked.units.values()}
+    if wanted <= {*offered}:
+        return config
+    tensor, context = (tuple(sorted({*axis})) for axis in zip(*offered, *wanted))
+    degrees = {"tensor_parallel": tensor, "context_parallel": context}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=degrees)})
+
+
+def _divides(model: ModelDescription, tp: int) -> bool:
+    try:
+        degrees_by_kind(model, [(tp, 1)])
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,284 @@
+"""Which devices a plan is for: those of the config, or this machine's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import platform
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dilatant.config import ClusterConfig, Config, OptimizerConfig, UserError
+from dilatant.config.plan import ReserveConfig
+from dilatant.cost.hardware import Hardware, load_hardware
+from dilatant.cost.memory import (
+    BF16,
+    DEFAULT_ZERO,
+    EIGHT_BIT_MOMENTS,
+    EXACT_SUMS,
+    FP32,
+    FP32_AVERAGE,
+    FP32_MOMENTS,
+    MemoryReserve,
+    ParameterBytes,
+    Zero,
+    bytes_text,
+)
+from dilatant.plan.cluster import Cluster, cluster_of, cluster_of_groups
+from dilatant.planning.problem.link_probe import MeasuredLinks
+from dilatant.runtime.precision import pick_precision
+
+GIB = 2**30
+GPU_RESERVE = ReserveConfig(context_gib=1.0, communicators_gib=1.0, fragmentation=0.04)
+"""Of a GPU among several. Assumptions, on the safe side: contexts take 0.4 to 0.8 GiB, a communicator of NCCL some
+hundred MiB, and an allocator that splits its blocks loses a few percent."""
+NO_RESERVE = ReserveConfig(context_gib=0.0, communicators_gib=0.0, fragmentation=0.0)
+_UNKNOWN_GPU = "A40"
+"""Whose links an unlisted GPU is taken to have: PCIe 4.0 and one fast port, which most machines have at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The devices to plan for. Cost files must be of `requested`: the entry that the config names, or this device.
+
+    `is_local` says that this machine has such devices, so layers can be measured; `threads` are then those of one CPU
+    process. `dtype` is that of weights and activations, `rules` what a parameter takes. `groups`: of unlike devices,
+    each a target of its own; the rest is then of the first.
+    """
+
+    hardware: Hardware
+    requested: str
+    cluster: Cluster
+    is_local: bool
+    threads: int
+    dtype: str
+    rules: ParameterBytes
+    groups: tuple[Target, ...] = ()
+
+    def sharing(self, zero: Zero) -> Target:
+        """The same where these share optimizer state."""
+        groups = tuple(group.sharing(zero) for group in self.groups)
+        return replace(self, rules=replace(self.rules, zero=zero), groups=groups)
+
+    @property
+    def text(self) -> str:
+        """Nodes, devices and what these are."""
+        if self.groups:
+            return "; ".join(f"{group.cluster.name}: {group.text}" for group in self.groups)
+        nodes = "1 node" if self.cluster.nodes == 1 else f"{self.cluster.nodes:,} nodes"
+        return f"{nodes} of {self.cluster.gpus_per_node} × {self.hardware.name}"
+
+
+def devices_per_node(config: ClusterConfig) -> int:
+    """Those of the config, else this machine's GPUs, else one process for each core, between 2 and 4."""
+    return config.gpus_per_node or torch.cuda.device_count() or min(4, max(2, _cores()))
+
+
+def target_of_run(config: Config, cluster: ClusterConfig | None = None) -> Target:
+    """`plan_target` as a run's config says, on its own cluster or on another."""
+    train = config.train
+    return plan_target(
+        cluster or config.cluster, train.precision, train.zero, train.optimizer, config.resilience.keeps_gradients,
+        train.deterministic,
+    )  # fmt: skip
+
+
+def plan_target(
+    config: ClusterConfig,
+    precision: str = "auto",
+    zero: Zero | None = None,
+    optimizer: OptimizerConfig | None = None,
+    keeps_gradients: bool = False,
+    deterministic: bool = False,
+) -> Target:
+    """The devices of `cluster:` in the config, and `train.precision`, `train.zero` and `train.deterministic` on them.
+    keeps_gradients: see `ParameterBytes`.
+
+    Raises UserError for hardware that the file does not have, for bf16 on a GPU here without it, and for a reserve that
+    leaves nothing.
+    """
+    if config.groups:
+        return _target_of_groups(config, precision, zero, optimizer, deterministic)  # without recovery
+    gpus = torch.cuda.device_count()
+    per_node = devices_per_node(config)
+    threads = max(1, _cores() // per_node)
+    here = _this_device(per_node, threads)
+    path = Path(config.hardware_file) if config.hardware_file else None
+    if path is not None and not path.is_file():
+        raise UserError(f"cluster.hardware_file: {str(path)!r} does not exist")
+    listed = load_hardware(config.hardware, path) if config.hardware else here
+    is_local = config.hardware is None or is_same_hardware(here.name, listed.name)
+    # What was written by hand counts; only the name tells whose costs these are.
+    hardware = replace(listed, name=here.name) if is_local else listed
+    if config.memory_gib is not None:
+        hardware = replace(hardware, memory=config.memory_gib * 2**30)
+    if is_local:
+        device = torch.device("cuda" if gpus else "cpu")
+        dtype = str(pick_precision(precision, device)).removeprefix("torch.")
+    else:
+        on_gpu = not is_same_hardware("CPU", hardware.name)
+        dtype = "bfloat16" if precision == "bf16" or (precision == "auto" and on_gpu) else "float32"
+    return Target(
+        hardware=hardware,
+        requested=config.hardware or here.name,
+        cluster=cluster_of(hardware, config.nodes, per_node, _reserve(config, hardware, per_node)),
+        is_local=is_local,
+        threads=threads,
+        dtype=dtype,
+        rules=replace(
+            rules_of(FP32 if dtype == "float32" else BF16, optimizer or OptimizerConfig()),
+            zero=zero or DEFAULT_ZERO,
+            ranks_per_node=per_node,
+            keeps_gradients=keeps_gradients,
+            integers=EXACT_SUMS if deterministic else 0.0,
+        ),
+    )
+
+
+def _target_of_groups(
+    config: ClusterConfig,
+    precision: str,
+    zero: Zero | None,
+    optimizer: OptimizerConfig | None,
+    deterministic: bool,
+) -> Target:
+    """None is taken to be here: layers are modelled alike for all, where no file says better. Where one computes in
+    fp32 all do. Optimizer state is taken to be shared inside nodes that are as small as divides every group's."""
+    names = [group.name for group in config.groups or ()]
+    each = [plan_target(group, precision, zero, optimizer) for group in config.of_groups]
+    precise = any(target.dtype == "float32" for target in each)
+    dtype = "float32" if precise else "bfloat16"
+    rules = replace(
+        rules_of(FP32 if precise else BF16, optimizer or OptimizerConfig()),
+        zero=zero or DEFAULT_ZERO,
+        ranks_per_node=math.gcd(*(target.cluster.gpus_per_node for target in each)),
+        integers=EXACT_SUMS if deterministic else 0.0,
+    )
+    groups = tuple(
+        replace(
+            target,
+            cluster=replace(target.cluster, name=name, device=target.requested),
+            is_local=False,
+            dtype=dtype,
+            rules=rules,
+        )
+        for name, target in zip(names, each, strict=True)
+    )
+    if len(groups) == 1:
+        return groups[0]
+    together = cluster_of_groups([target.cluster for target in groups])
+    return replace(groups[0], cluster=together, groups=groups)
+
+
+def target_of_group(
+    config: ClusterConfig, name: str, precision: str = "auto", optimizer: OptimizerConfig | None = None
+) -> Target:
+    """The devices of one group, which are to be this machine's, in the precision that all groups compute in.
+
+    Raises UserError where the config has no such group, or this machine is of another kind."""
+    whole = plan_target(config, precision, optimizer=optimizer)
+    named = {group.name: one for group, one in zip(config.groups or (), config.of_groups, strict=True)}
+    if name not in named:
+        there = f"has {', '.join(named)}" if named else "is null"
+        raise UserError(f"--group {name!r}: cluster.groups {there}")
+    target = plan_target(named[name], precision, optimizer=optimizer)
+    if not target.is_local:
+        raise UserError(
+            f"--group {name!r}: these are {target.requested}, of which this machine has none; run "
+            "`dilatant profile` on one of them"
+        )
+    return replace(target, dtype=whole.dtype, rules=whole.rules)
+
+
+def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> MemoryReserve:
+    """What the config says, and for the rest what such devices usually need."""
+    usual = GPU_RESERVE
+    if config.memory_gib is not None or is_same_hardware("CPU", hardware.name):
+        usual = NO_RESERVE
+    elif config.nodes * per_node == 1:
+        usual = usual.model_copy(update={"communicators_gib": 0.0})
+    said = config.reserve.model_dump(exclude_none=True) if config.reserve else {}
+    asked = {**usual.model_dump(), **said}
+    reserve = MemoryReserve(
+        asked["context_gib"] * GIB, asked["communicators_gib"] * GIB, asked["fragmentation"] * hardware.memory
+    )
+    if reserve.total >= hardware.memory:
+        there, free = bytes_text(hardware.memory), bytes_text(reserve.total)
+        raise UserError(
+            f"cluster.reserve: of {hardware.name}'s {there}, {free} are to be left free; lower it"
+        )
+    return reserve
+
+
+def rules_of(rules: ParameterBytes, optimizer: OptimizerConfig) -> ParameterBytes:
+    """What a parameter takes under this optimizer. rules: under AdamW on the device."""
+    if optimizer.offload:
+        return replace(rules, optimizer=0.0)
+    saved = FP32_MOMENTS - EIGHT_BIT_MOMENTS if optimizer.name == "adamw_8bit" else 0.0
+    average = 0.0 if optimizer.ema is None else FP32_AVERAGE
+    return replace(rules, optimizer=rules.optimizer - saved + average)
+
+
+def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:
+    """The hardware with the links that were measured; the others as they are."""
+    measured = {
+        name: one.link
+        for name, one in (("inside", found.inside), ("between", found.between))
+        if one is not None
+    }
+    source = f"links {' and '.join(measured)} measured on {hardware.name}; the rest: {hardware.source}"
+    return replace(hardware, inside=measured.get("inside", hardware.inside),
+                   between=measured.get("between", hardware.between), ports=found.ports or hardware.ports,
+                   source=source)  # fmt: skip
+
+
+def entry_name(hardware: Hardware) -> str:
+    """What an entry of a hardware file for this device is best called: the known word in its name, or all of it."""
+    for word in sorted(_words(hardware.name)):
+        with suppress(UserError):
+            return load_hardware(word).name
+    return hardware.name
+
+
+def is_same_hardware(one: str, other: str) -> bool:
+    """Whether a device name is the other, or an entry of the hardware file that it belongs to: "NVIDIA H100 80GB HBM3"
+    is an "H100", "CPU Xeon, 1 thread" a "CPU"."""
+    return one == other or other in _words(one) or one in _words(other)
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name, alone and with the next one: "RTX 4090"."""
+    words = re.findall(r"[A-Za-z0-9]+", name)
+    return {*words, *map(" ".join, itertools.pairwise(words))}
+
+
+def _this_device(per_node: int, threads: int) -> Hardware:
+    if not torch.cuda.is_available():
+        listed = load_hardware("CPU")
+        name = f"CPU {_processor()}, {threads} {'thread' if threads == 1 else 'threads'}"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_node
+        return replace(listed, name=name, memory=memory)
+    properties = torch.cuda.get_device_properties(0)
+    listed = load_hardware(_UNKNOWN_GPU)
+    for word in sorted(_words(properties.name)):
+        with suppress(UserError):
+            listed = load_hardware(word)
+    return replace(listed, name=properties.name, memory=properties.total_memory)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = next((line.split(":", 1)[1] for line in lines if line.startswith("model name")), "")
+    return re.sub(r"\((R|TM)\)|\bCPU\b", "", found or platform.processor() or platform.machine()).strip()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

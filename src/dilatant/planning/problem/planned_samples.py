@@ -1,0 +1,99 @@
+"""The samples to plan for: the ones training will take first, as sizes, without decoding media."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config import Config, UserError
+from dilatant.data.index.measure import Chosen, measure
+from dilatant.data.index.sizes import SizesIndex, blend_sizes, known_sizes
+from dilatant.data.order.blend import Blend
+from dilatant.data.parallel_map import Progress
+from dilatant.plan.costs.workload import Workload, squares_of
+from dilatant.planning.assemble import Samples
+from dilatant.planning.problem.describe_model import ModelDescription
+
+MEASURED_WHOLE = 200_000
+"""Data sets up to this many samples are indexed whole, which training needs anyway; of larger ones that have no index
+yet a part is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSamples:
+    """`workload` holds whole global batches in the order of training; the first `available` samples are different ones.
+    What rows of several samples cost is of the costs, not of it.
+
+    `targets` is the share of the language model's tokens that carry loss. `left_out` samples could not be measured.
+    """
+
+    workload: Workload
+    targets: float
+    available: int
+    left_out: int
+
+    def first(self, count: int) -> Workload:
+        """The first `count` samples."""
+        return self.workload.part(0, count)
+
+
+def planned_samples(
+    config: Config,
+    samples: Samples,
+    model: ModelDescription,
+    progress: Progress = lambda done, total: None,
+) -> PlannedSamples:
+    """Global batches with `plan.samples` samples in all and at least `plan.steps`, but at most one pass over the data.
+
+    Raises UserError for streamed data, and for samples that cannot be measured unless `data.on_error` is skip.
+    """
+    blend, batch = samples.train, config.train.global_batch_size
+    if not isinstance(blend, Blend):
+        raise UserError(
+            "a plan needs the sizes of samples, which a stream does not tell ahead; do not stream to plan"
+        )
+    order, sizes = _sizes(config, samples, blend, progress)
+    taken = set(order.tolist())
+    bad = [at for at in sizes.problems if at in taken]
+    if bad and config.data.on_error == "error":
+        raise UserError(
+            f"{len(bad):,} of the samples cannot be measured; the first: {sizes.problems[bad[0]]}. List them with "
+            "`dilatant data lint`, or set 'data.on_error: skip'"
+        )
+    order = order[~np.isin(order, bad)]
+    if not len(order):
+        raise UserError("none of the samples can be measured; see `dilatant data lint`")
+    order = np.resize(order, max(len(order) // batch, 1) * batch)
+    tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
+    language = float(tokens[model.anchor].sum())
+    return PlannedSamples(
+        workload=Workload(tokens, squares_of(tokens, model.item_tokens, model.media_pairs)),
+        targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,
+        available=len(np.unique(order)),
+        left_out=len(bad),
+    )
+
+
+def _sizes(
+    config: Config, samples: Samples, blend: Blend, progress: Progress
+) -> tuple[NDArray[np.int64], SizesIndex]:
+    """Samples in the order of training, as positions in an index."""
+    batch, wanted = config.train.global_batch_size, config.plan.samples
+    steps = min(max(config.plan.steps, -(-wanted // batch)), max(1, len(blend) // batch))
+    sampler = blend.sampler(config.seed, batch)
+    taken = islice(sampler.batches(sampler.start()), steps)
+    order = np.concatenate([np.asarray(indices, dtype=np.int64) for indices, _ in taken])
+    cache_dir = config.data.cache_dir
+    if len(blend) <= MEASURED_WHOLE:
+        return order, blend_sizes(blend, samples.encoding, cache_dir=cache_dir, progress=progress)
+    index = known_sizes(blend, samples.encoding, cache_dir=cache_dir)
+    if index is not None:
+        return order, index
+    chosen, positions = np.unique(order, return_inverse=True)
+    part = measure(Chosen(blend, chosen), samples.encoding, progress=progress)
+    return positions.astype(np.int64), SizesIndex(
+        samples.encoding.unit_names, part.tokens.T, part.target_tokens, part.content, part.problems
+    )

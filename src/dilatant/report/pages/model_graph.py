@@ -1,0 +1,238 @@
+"""The picture of a plan: units in order of data flow, their stages as boxes, arrows where rows travel.
+
+Only geometry is computed here; the page's template draws it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from dilatant.plan import Plan, Replica, UnitPlan
+from dilatant.report.plan_report import PlanReport, UnitFacts
+from dilatant.report.text.wording import count_text, layers_text, percent_text, ranks_text
+
+_WIDTH = 1120.0
+_GAP = 84.0
+_PADDING = 16.0
+_HEADER = 62.0
+_BOX = 44.0
+_ROW = 62.0
+_BADGE = 52.0
+_SHAPES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StageBox:
+    """A stage: `busy` is the part of a step it computes, drawn as the filled part of the box."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    busy: float
+    label: str
+    below: str
+    title: str
+    colocated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCard:
+    """A unit: what it is, how it is laid out, the boxes of each different kind of replica and how many are alike."""
+
+    index: int
+    x: float
+    y: float
+    width: float
+    height: float
+    name: str
+    facts: str
+    layout: str
+    frozen: bool
+    boxes: tuple[StageBox, ...]
+    badges: tuple[tuple[float, float, str], ...]
+    more: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """Rows travel from one unit to the next; `gradients` says whether any come back."""
+
+    path: str
+    gradients: bool
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGraph:
+    width: float
+    height: float
+    cards: tuple[UnitCard, ...]
+    arrows: tuple[Arrow, ...]
+
+
+def model_graph(report: PlanReport) -> ModelGraph:
+    """Lay the plan out from left to right; units of equal depth stand above each other."""
+    plan = report.plan
+    facts = {unit.name: unit for unit in report.units}
+    depth = _depths(plan)
+    columns = max(depth.values()) + 1
+    width = (_WIDTH - _GAP * (columns - 1)) / columns
+    load = _busy_by_stage(report)
+    taken = [0.0] * columns
+    cards: dict[str, UnitCard] = {}
+    for index, unit in enumerate(plan.units):
+        column = depth[unit.name]
+        x = column * (width + _GAP)
+        cards[unit.name] = _card(plan, unit, facts.get(unit.name), index, x, taken[column], width, load)
+        taken[column] += cards[unit.name].height + 18.0
+    height = max(taken) - 18.0
+    for name, card in cards.items():
+        cards[name] = _moved(card, (height - (taken[depth[name]] - 18.0)) / 2.0)
+    return ModelGraph(_WIDTH, height, tuple(cards.values()), _arrows(plan, facts, cards))
+
+
+def _depths(plan: Plan) -> dict[str, int]:
+    """The longest way from a source to each unit; units come in topological order."""
+    depth = {unit.name: 0 for unit in plan.units}
+    for unit in plan.units:
+        for consumer in unit.feeds:
+            depth[consumer] = max(depth[consumer], depth[unit.name] + 1)
+    return depth
+
+
+def _busy_by_stage(report: PlanReport) -> dict[int, float]:
+    """Seconds of a step that each stage computes, as a part of the step."""
+    load: dict[int, float] = {}
+    for row in report.timeline.rows:
+        load[row.stage] = load.get(row.stage, 0.0) + row.seconds
+    return {stage: seconds / (report.timeline.seconds or 1.0) for stage, seconds in load.items()}
+
+
+def _shape(replica: Replica) -> tuple[tuple[int, ...], ...]:
+    return tuple((stage.first, stage.end, stage.tp, stage.cp) for stage in replica.stages)
+
+
+def _card(
+    plan: Plan,
+    unit: UnitPlan,
+    facts: UnitFacts | None,
+    index: int,
+    x: float,
+    y: float,
+    width: float,
+    load: dict[int, float],
+) -> UnitCard:
+    number = {(placed.unit, placed.replica, placed.position): placed.index for placed in plan.stages()}
+    users = Counter(rank for placed in plan.stages() for rank in placed.stage.ranks)
+    alike = Counter(_shape(replica) for replica in unit.replicas)
+    boxes: list[StageBox] = []
+    badges: list[tuple[float, float, str]] = []
+    for row, (shape, copies) in enumerate(list(alike.items())[:_SHAPES_SHOWN]):
+        first = next(i for i, replica in enumerate(unit.replicas) if _shape(replica) == shape)
+        top = y + _HEADER + row * _ROW
+        room = (width - 2 * _PADDING - _BADGE) / len(shape)
+        for position, stage in enumerate(unit.replicas[first].stages):
+            busy = min(load.get(number[unit.name, first, position], 0.0), 1.0)
+            layers = layers_text(stage.first, stage.end)
+            grid = f"tp {stage.tp}" + (f" × cp {stage.cp}" if stage.cp > 1 else "")
+            grid += f", ep {stage.ep}" if stage.ep > 1 else ""
+            boxes.append(
+                StageBox(
+                    x=x + _PADDING + position * room,
+                    y=top,
+                    width=room - 4.0,
+                    height=_BOX,
+                    busy=busy,
+                    label=layers if room >= 9.0 * len(layers) + 6.0 else "",
+                    below=grid if room >= 62.0 else "",
+                    title=f"{unit.name} stage {position}: layers {layers}, ranks {ranks_text(stage.ranks)}, "
+                    f"{grid}, computes {percent_text(busy)} of the step",
+                    colocated=any(users[rank] > 1 for rank in stage.ranks),
+                )
+            )
+        badges.append((x + width - _PADDING, top + _BOX / 2.0, f"× {copies}"))
+    hidden = len(alike) - _SHAPES_SHOWN
+    height = _HEADER + min(len(alike), _SHAPES_SHOWN) * _ROW + (18.0 if hidden > 0 else 0.0)
+    return UnitCard(
+        index=index,
+        x=x,
+        y=y,
+        width=width,
+        height=height,
+        name=unit.name,
+        facts=_facts(facts),
+        layout=_layout(unit),
+        frozen=facts is not None and facts.trainable_parameters == 0,
+        boxes=tuple(boxes),
+        badges=tuple(badges),
+        more=f"and {hidden} more kinds of replica" if hidden > 0 else "",
+    )
+
+
+def _layout(unit: UnitPlan) -> str:
+    ranks = {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
+    depths = sorted({len(replica.stages) for replica in unit.replicas})
+    replicas = "1 replica" if len(unit.replicas) == 1 else f"{len(unit.replicas)} replicas"
+    stages = "1 stage" if depths == [1] else f"{'–'.join(map(str, sorted({depths[0], depths[-1]})))} stages"
+    widths = sorted({(stage.tp, stage.cp) for replica in unit.replicas for stage in replica.stages})
+    for name, sizes in (("tp", sorted({tp for tp, _ in widths})), ("cp", sorted({cp for _, cp in widths}))):
+        if sizes != [1]:
+            stages += f", {name} {'–'.join(map(str, sorted({sizes[0], sizes[-1]})))}"
+    return f"{replicas}, {stages}, {len(ranks):,} {'rank' if len(ranks) == 1 else 'ranks'}"
+
+
+def _facts(facts: UnitFacts | None) -> str:
+    if facts is None:
+        return ""
+    if facts.trainable_parameters == 0:
+        trained = "frozen"
+    elif facts.trainable_parameters == facts.parameters:
+        trained = "trained"
+    else:
+        trained = f"{count_text(facts.trainable_parameters)} trained, the rest frozen"
+    return f"{facts.model} · {count_text(facts.parameters)} parameters · {trained}"
+
+
+def _moved(card: UnitCard, down: float) -> UnitCard:
+    return replace(
+        card,
+        y=card.y + down,
+        boxes=tuple(replace(box, y=box.y + down) for box in card.boxes),
+        badges=tuple((x, y + down, text) for x, y, text in card.badges),
+    )
+
+
+def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, UnitCard]) -> tuple[Arrow, ...]:
+    arrows = []
+    learns = _trainable_upstream(plan, facts)
+    for unit in plan.units:
+        for order, consumer in enumerate(unit.feeds):
+            source, target = cards[unit.name], cards[consumer]
+            producers = [other.name for other in plan.units if consumer in other.feeds]
+            x1, y1 = source.x + source.width, source.y + source.height * (order + 1) / (len(unit.feeds) + 1)
+            x2 = target.x
+            y2 = target.y + target.height * (producers.index(unit.name) + 1) / (len(producers) + 1)
+            middle = (x1 + x2) / 2.0
+            gradients = learns[unit.name]
+            back = "gradients return" if gradients else "nothing to train there, so no gradients return"
+            arrows.append(
+                Arrow(
+                    f"M{x1 + 7:.1f},{y1:.1f} C{middle:.1f},{y1:.1f} {middle:.1f},{y2:.1f} {x2 - 7:.1f},{y2:.1f}",
+                    gradients,
+                    f"{unit.name} → {consumer}: rows of samples travel here; {back}",
+                )
+            )
+    return tuple(arrows)
+
+
+def _trainable_upstream(plan: Plan, facts: dict[str, UnitFacts]) -> dict[str, bool]:
+    """Whether anything trains in a unit or before it; unknown units count as trained."""
+    learns = {
+        unit.name: unit.name not in facts or facts[unit.name].trainable_parameters > 0 for unit in plan.units
+    }
+    for unit in plan.units:
+        for consumer in unit.feeds:
+            learns[consumer] = learns[consumer] or learns[unit.name]
+    return learns

@@ -1,0 +1,68 @@
+"""What all pages share: one design, their assets, and templates that escape everything they are given."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dilatant.config.errors import UserError
+from dilatant.config.files.durable import write_named
+from dilatant.report.pages.page_links import EMPTY
+
+_TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
+
+
+def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -> str:
+    """A page of report/assets as text: one file that needs no network and opens from a disk.
+
+    timelines: as of `pack_chart`, one for each `timeline` of the template. values: what it shows, all of which is
+    escaped; one that the template wants and does not get is an error rather than a blank. No script but the page's own
+    may run in it.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("dilatant.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = "\n".join(map(_asset, (*(_TIMELINE_SCRIPTS if timelines else ()), "page.js")))
+    return environment.get_template(name).render(
+        **values,
+        links=Markup(EMPTY),
+        style=Markup(_asset("page.css")),
+        script=Markup(script),
+        script_hash=Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
+        data=Markup(_script_safe({"timelines": list(timelines)})),
+    )
+
+
+def write_page(path: str | Path, text: str) -> Path:
+    """Write a page, whole or not at all, and return its path. What is no plain file (a link, /dev/stdout) is written
+    through. Raises UserError where it cannot be written."""
+    path = Path(path)
+    try:
+        write_named(path, text)
+    except OSError as error:
+        raise UserError(f"page {str(path)!r} cannot be written: {error.strerror}") from None
+    return path
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("dilatant.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _script_safe(value: Any) -> str:
+    """JSON that cannot end the script element it stands in, and that is valid in any JavaScript."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and U+2029 are escaped
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

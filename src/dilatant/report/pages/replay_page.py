@@ -1,0 +1,281 @@
+"""Replays of a node trace on a terminal and as a page: throughput over time, and what time was lost to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dilatant.plan.replay.replay import (
+    COPYING,
+    RECONFIGURING,
+    RESTARTING,
+    ROLLED_BACK,
+    SAVING,
+    TOO_FEW,
+    UNFINISHED,
+    RecoveryCosts,
+    Replay,
+)
+from dilatant.report.pages.page import render, write_page
+from dilatant.report.plain import to_plain
+from dilatant.report.terminal import plain_table, print_line, print_table
+from dilatant.report.text.plan_table import sparkline
+from dilatant.report.text.wording import (
+    bytes_text,
+    count_text,
+    counted,
+    listed,
+    percent_text,
+    ranks_text,
+    seconds_text,
+    unbroken,
+)
+
+_WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
+_SPARKS = 60
+_CAUSES = (RECONFIGURING, COPYING, RESTARTING, UNFINISHED, ROLLED_BACK, SAVING, TOO_FEW)
+TONES: Mapping[str, str] = {cause: f"lost{order}" for order, cause in enumerate(_CAUSES)}
+"""Cause of lost time → its colour, on every page."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySetting:
+    """What was replayed, and what changes of membership were taken to cost.
+
+    models: what each unit is. nodes: the most that the trace has at once; nodes_asked: those of the config. templates:
+    numbers of nodes that a pipeline may have; a step has `microbatches` of `microbatch_size` samples. costs: where
+    layers' times are from.
+    """
+
+    run: str
+    models: Mapping[str, str]
+    device: str
+    gpus_per_node: int
+    nodes: int
+    nodes_asked: int
+    templates: tuple[int, ...]
+    microbatches: int
+    microbatch_size: int
+    costs: str
+    fault_tolerance: int
+    recovery: RecoveryCosts
+
+    @property
+    def title(self) -> str:
+        """Run, model and cluster in a line."""
+        units = " + ".join(self.models.values())
+        return f"{self.run}: {units} on up to {counted(self.nodes, 'node')} of {self.gpus_per_node} × {self.device}"
+
+    def sentences(self) -> tuple[str, ...]:
+        units = listed([f"{unit} ({model})" for unit, model in self.models.items()])
+        nodes = f"up to {counted(self.nodes, 'node')} of {self.gpus_per_node} × {self.device}, as the trace has them"
+        if self.nodes != self.nodes_asked:
+            nodes += f" (not the {self.nodes_asked} of the cluster)"
+        recovery = self.recovery
+        return (
+            f"Replayed: {units} on {nodes}; {counted(self.fault_tolerance, 'loss')} at once must leave a replica "
+            "whole.",
+            f"Plan: pipelines of {ranks_text(self.templates)} nodes, one chain of all units each; a step has "
+            f"{counted(self.microbatches, 'microbatch')} of {counted(self.microbatch_size, 'sample')}. Costs: "
+            f"{self.costs}.",
+            f"Assumed: {seconds_text(recovery.reconfigure_seconds)} to form new pipelines and "
+            f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
+            f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
+            f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}. "
+            + (
+                "Of an interrupted step, what pipelines without a loss had done is kept."
+                if recovery.keeps_pipelines
+                else "An interrupted step is repeated."
+            ),
+            "`dilatant train` goes on like this with `resilience.enabled`; without it, it restarts from a checkpoint.",
+        )
+
+
+def replays_to_plain(replays: Sequence[Replay], setting: ReplaySetting) -> dict[str, Any]:
+    """What `--json` prints: every replay with its rate, and segments as they are."""
+    return {
+        "setting": list(setting.sentences()),
+        "replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays],
+    }
+
+
+def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
+    """The first replay in sentences, and what the others would have reached."""
+    ours = replays[0]
+    lost = sum(ours.lost.values())
+    useful = 1.0 - lost / ours.seconds if ours.seconds else 0.0
+    sentences = [
+        f"Over {seconds_text(ours.seconds)} the cluster changed {ours.changes:,} times; "
+        f"{ours.name} trained {count_text(ours.samples_per_second)} samples per second on average "
+        f"and computed for {percent_text(useful)} of the time."
+    ]
+    if ours.lost:
+        cause, seconds = next(iter(ours.lost.items()))
+        sentences.append(f"Most time was lost to {cause}: {seconds_text(seconds)}.")
+    if ours.rollbacks:
+        changes = "1 change" if ours.rollbacks == 1 else f"{ours.rollbacks:,} changes"
+        sentences.append(f"{changes} cost finished steps: training fell back to a checkpoint.")
+    if ours.exposed_seconds:
+        part = percent_text(ours.exposed_seconds / ours.seconds)
+        sentences.append(
+            f"For {part} of the time there were fewer replicas than the fault tolerance asks for."
+        )
+    for other in replays[1:]:
+        if other.samples_per_second > 0.0:
+            factor = ours.samples_per_second / other.samples_per_second
+            sentences.append(
+                f"In the same time {other.name} trained {count_text(other.samples_per_second)} samples per second: "
+                f"{ours.name} trained {factor:.2f} times as many."
+            )
+        else:
+            sentences.append(f"{other.name[0].upper()}{other.name[1:]} would not have finished a step.")
+    return tuple(sentences)
+
+
+def print_replays(replays: Sequence[Replay], console: Console, setting: ReplaySetting) -> None:
+    """Print the sentences, a line of throughput over time for each replay, and the seconds lost by cause."""
+    for sentence in summarize_replays(replays):
+        print_line(console, sentence)
+    for sentence in setting.sentences():
+        print_line(console, (sentence, "dim"))
+    names = [one.name for one in replays]
+    # Beside the longest name, the rate and the gaps between the columns.
+    bins = max(min(_SPARKS, console.width - max(map(len, names)) - 20), 10)
+    most = max((rate for one in replays for rate in _rates(one, bins)), default=0.0) or 1.0
+    table = plain_table(("over time", "", "samples/s"), right={"samples/s"}, whole={"over time", "samples/s"})
+    for one in replays:
+        # A last bin of full height gives all lines one scale; it is cut off again.
+        table.add_row(
+            sparkline([*_rates(one, bins), most])[:-1], one.name, count_text(one.samples_per_second)
+        )
+    table.add_row(sparkline(_nodes(replays[0], bins)), "nodes alive", "", style="dim")
+    print_table(console, table)
+    table = plain_table(("time lost to", *names), right=names, whole={"time lost to"})
+    for cause in _causes(replays):
+        table.add_row(
+            cause, *(unbroken(seconds_text(one.lost[cause])) if cause in one.lost else "" for one in replays)
+        )
+    print_table(console, table)
+
+
+def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: ReplaySetting) -> Path:
+    """Write the page to `path` and return it."""
+    return write_page(path, render_replay_page(replays, setting))
+
+
+def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str:
+    """The page as text: the first replay against the others over time, and lost time by cause."""
+    causes = _causes(replays)
+    tones = {cause: TONES[cause] for cause in causes}
+    rows = []
+    for order, one in enumerate(replays):
+        useful = max(one.seconds - sum(one.lost.values()), 0.0)
+        parts = [("training", useful, f"shade u{order % 6} B")]
+        parts += [(cause, one.lost[cause], tones[cause]) for cause in causes if cause in one.lost]
+        rows.append(
+            {
+                "name": one.name,
+                "rate": count_text(one.samples_per_second),
+                "useful": percent_text(useful / one.seconds) if one.seconds else "",
+                "parts": [
+                    {
+                        "name": cause,
+                        "percent": round(100 * seconds / one.seconds, 3) if one.seconds else 0.0,
+                        "tone": tone,
+                        "text": seconds_text(seconds),
+                    }
+                    for cause, seconds, tone in parts
+                ],
+            }
+        )
+    return render(
+        "replay.html",
+        trace=replays[0].trace,
+        summary=summarize_replays(replays),
+        title=setting.title,
+        setting=setting.sentences(),
+        chart=_chart(replays),
+        rows=rows,
+        causes=[{"name": cause, "tone": tone} for cause, tone in tones.items()],
+        lines=[{"name": one.name, "tone": f"shade u{order % 6} B"} for order, one in enumerate(replays)],
+    )
+
+
+def _causes(replays: Sequence[Replay]) -> list[str]:
+    """Causes of lost time over all replays, the largest first."""
+    totals: dict[str, float] = {}
+    for one in replays:
+        for cause, seconds in one.lost.items():
+            totals[cause] = totals.get(cause, 0.0) + seconds
+    return sorted(totals, key=lambda cause: -totals[cause])
+
+
+def _binned(one: Replay, area: list[float], bins: int) -> list[float]:
+    """Averages over `bins` equal spans of time; `area[i]` is what segment i adds up to."""
+    start, span = one.segments[0].start, one.seconds / bins
+    totals = [0.0] * bins
+    for segment, amount in zip(one.segments, area):
+        first, end = (segment.start - start) / span, (segment.start + segment.seconds - start) / span
+        for index in range(int(first), min(int(end) + 1, bins)):
+            common = min(end, index + 1) - max(first, index)
+            totals[index] += amount * max(common, 0.0) * span / segment.seconds
+    return [amount / span for amount in totals]
+
+
+def _rates(one: Replay, bins: int) -> list[float]:
+    return _binned(one, [segment.samples for segment in one.segments], bins) if one.segments else []
+
+
+def _nodes(one: Replay, bins: int) -> list[float]:
+    if not one.segments:
+        return []
+    return _binned(one, [segment.nodes * segment.seconds for segment in one.segments], bins)
+
+
+def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
+    """Step lines of throughput, and below them the nodes alive."""
+    start, seconds = replays[0].segments[0].start, replays[0].seconds or 1.0
+    rates = [part.samples / part.seconds for one in replays for part in one.segments]
+    top = max(rates, default=0.0) or 1.0
+    most = max((part.nodes for part in replays[0].segments), default=1) or 1
+
+    def x(moment: float) -> float:
+        return _LEFT + (moment - start) / seconds * (_WIDTH - _LEFT)
+
+    def steps(one: Replay, value: Any, floor: float, height: float) -> str:
+        points = []
+        for part in one.segments:
+            y = floor - height * value(part)
+            points.append(f"{x(part.start):.1f},{y:.1f} {x(part.start + part.seconds):.1f},{y:.1f}")
+        return " ".join(points)
+
+    base = _HEIGHT + 26 + _NODES
+    area = steps(replays[0], lambda part: part.nodes / most, base, _NODES)
+    return {
+        "width": _WIDTH,
+        "height": base + 24,
+        "left": _LEFT,
+        "floor": _HEIGHT,
+        "base": base,
+        "lines": [
+            {
+                "tone": f"u{order % 6}",
+                "name": one.name,
+                "points": steps(one, lambda part: part.samples / part.seconds / top, _HEIGHT, _HEIGHT - 14),
+            }
+            for order, one in reversed(list(enumerate(replays)))
+        ],
+        "nodes": f"{x(start):.1f},{base:.1f} {area} {x(start + seconds):.1f},{base:.1f}",
+        "marks": [
+            {"y": _HEIGHT - (_HEIGHT - 14) * part, "text": count_text(top * part)} for part in (0.0, 0.5, 1.0)
+        ],
+        "most": most,
+        "ticks": [
+            {"x": x(start + seconds * part), "text": seconds_text(seconds * part) if part else "0"}
+            for part in (0.0, 0.25, 0.5, 0.75, 1.0)
+        ],
+    }

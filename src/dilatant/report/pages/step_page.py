@@ -1,0 +1,66 @@
+"""The step page: one measured step as one HTML file, beside its prediction where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dilatant.plan import Plan
+from dilatant.report.pages.gantt_data import pack_chart
+from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
+from dilatant.report.pages.page import render, write_page
+from dilatant.report.step_comparison import Prediction, comparison_rows
+from dilatant.report.text.gantt_summary import data_waits, losses, measurement, pace
+from dilatant.report.text.gantt_tables import action_legend, cause_tones, idle_legend, idle_rows
+from dilatant.report.text.wording import counted, seconds_text, unbroken
+from dilatant.schedule.measured import DataWait, MeasuredAction
+
+
+def write_step_page(
+    path: str | Path,
+    actions: Sequence[MeasuredAction],
+    plan: Plan,
+    title: str,
+    prediction: Prediction | None = None,
+    waits: Sequence[DataWait] = (),
+) -> Path:
+    """Write the page of one step to `path` and return it. Raises ValueError without actions."""
+    return write_page(path, render_step_page(actions, plan, title, prediction, waits))
+
+
+def render_step_page(
+    actions: Sequence[MeasuredAction],
+    plan: Plan,
+    title: str,
+    prediction: Prediction | None = None,
+    waits: Sequence[DataWait] = (),
+) -> str:
+    """The page as text; everything given is escaped. Raises ValueError without actions."""
+    measured = measured_chart(actions, plan, waits)
+    computed = measured_chart(actions, plan)  # what a prediction is of
+    predicted = None if prediction is None else predicted_chart(prediction.timeline)
+    charts = {"Who computed what, when": measured}
+    if predicted is not None:
+        charts = {"The step as predicted": predicted, "The step as measured": measured}
+    tones = cause_tones(plan, [cause for chart in charts.values() for cause in chart.idle_fractions()])
+    samples = {sample for one in actions for sample in one.samples}
+    microbatches = {(one.unit, one.action.stage, one.action.microbatch) for one in actions}
+    most = max(sum(1 for _, stage, _ in microbatches if stage == placed.index) for placed in plan.stages())
+    summary = [losses(measured, plan), *data_waits(waits, measured.seconds), *pace(measured, plan)]
+    if predicted is not None:
+        summary = [*measurement(predicted, computed, plan), *summary]
+    longest = max(chart.seconds for chart in charts.values())
+    return render(
+        "step.html",
+        [pack_chart(chart, plan, name, longest) for name, chart in charts.items()],
+        title=title,
+        subtitle=f"{seconds_text(measured.seconds)} for {counted(len(samples), 'sample')} in "
+        f"{counted(most, 'microbatch')} on {counted(len(plan.ranks), 'rank')}",
+        summary=[unbroken(one) for one in summary],
+        timeline_titles=list(charts),
+        comparison=None if predicted is None else comparison_rows(predicted, computed, plan, tones),
+        origin="" if prediction is None else prediction.origin,
+        action_legend=action_legend(plan, charts.values()),
+        idle_rows=idle_rows(measured, plan, tones),
+        idle_legend=idle_legend(tones),
+    )

@@ -1,0 +1,119 @@
+"""What stands below a timeline: its legend, and each stage's time by action and by cause of idleness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dilatant.plan import Plan
+from dilatant.plan.plan import PlacedStage
+from dilatant.report.gantt import BETWEEN, GanttChart
+from dilatant.report.text.wording import ACTION_NAMES, lost_to, percent_text
+from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
+
+_TONES = {
+    WARM_UP: "c0",
+    DRAIN: "c1",
+    COMMUNICATION: "c2",
+    IMBALANCE: "c3",
+    BETWEEN: "c4",
+    WAITING_FOR_DATA: "c5",
+}
+
+HUES = 6
+"""As many as page.css has for units, and for causes of idle time."""
+
+
+def action_legend(plan: Plan, timelines: Iterable[GanttChart]) -> list[dict[str, str]]:
+    """An entry for every pair of unit and kind of action that is drawn."""
+    stages = plan.stages()
+    units = [unit.name for unit in plan.units]
+    seen = {
+        (units.index(stages[row.stage].unit) if row.stage >= 0 else len(units), row.kind)
+        for timeline in timelines
+        for row in timeline.rows
+    }
+    entries = []
+    for unit, kind in sorted(seen, key=lambda pair: _shade_order(*pair)):
+        shade = kind if kind in ACTION_NAMES else "other"
+        name = f"{units[unit]} {ACTION_NAMES.get(kind, kind)}" if unit < len(units) else kind
+        entries.append({"name": name, "tone": f"shade u{unit % HUES} {shade}"})
+    return [*entries, {"name": "idle", "tone": "idle"}]
+
+
+def cause_tones(plan: Plan, causes: Iterable[str]) -> dict[str, str]:
+    """The colour of each cause of idle time: one cause, one colour on every page. Waiting for a unit takes its hue."""
+    waits = {waiting_for(unit.name): f"wait u{order % HUES}" for order, unit in enumerate(plan.units)}
+    return {cause: waits.get(cause) or _TONES.get(cause, "c5") for cause in causes}
+
+
+def idle_legend(tones: dict[str, str]) -> list[dict[str, str]]:
+    """An entry for every cause, or one for all waiting where causes are unknown."""
+    entries = [{"name": lost_to(cause), "tone": tone} for cause, tone in tones.items()]
+    return entries or [{"name": "waiting", "tone": "idle"}]
+
+
+def idle_rows(timeline: GanttChart, plan: Plan, tones: dict[str, str]) -> list[dict[str, Any]]:
+    """A line for the stages of one unit and position, the mean over replicas: work by action, loss by cause."""
+    stages = plan.stages()
+    units = [unit.name for unit in plan.units]
+    time = timeline.seconds or 1.0
+    work: list[dict[tuple[int, str], float]] = [{} for _ in timeline.lanes]
+    for row in timeline.rows:
+        unit = units.index(stages[row.stage].unit) if row.stage >= 0 else len(units)
+        shade = row.kind if row.kind in ACTION_NAMES else "other"
+        work[row.lane][unit, shade] = work[row.lane].get((unit, shade), 0.0) + row.seconds / time
+    rows = []
+    for name, lanes in _lanes_alike(timeline, plan).items():
+        parts = []
+        busy: dict[tuple[int, str], float] = {}
+        for lane in lanes:
+            for key, part in work[lane].items():
+                busy[key] = busy.get(key, 0.0) + part / len(lanes)
+        for (unit, shade), part in sorted(busy.items(), key=lambda item: _shade_order(*item[0])):
+            label = f"{units[unit]} {ACTION_NAMES.get(shade, shade)}" if unit < len(units) else "other work"
+            parts.append(bar_part(label, part, f"shade u{unit % HUES} {shade}"))
+        lost = {
+            cause: sum(timeline.idle[lane].get(cause, 0.0) for lane in lanes) / len(lanes) / time
+            for cause in (timeline.idle_fractions() if timeline.idle else ())
+        }
+        parts += [bar_part(lost_to(cause), part, tones[cause]) for cause, part in lost.items() if part > 0.0]
+        worst = max(lost, key=lambda cause: lost[cause], default="")
+        notable = worst and lost[worst] >= 0.005
+        rows.append(
+            {
+                "name": name + (f" (× {len(lanes)})" if len(lanes) > 1 else ""),
+                "parts": parts,
+                "busy": percent_text(sum(busy.values())),
+                "loss": f"{lost_to(worst)}, {percent_text(lost[worst])}" if notable else "",
+            }
+        )
+    return rows
+
+
+def bar_part(name: str, fraction: float, tone: str, text: str = "") -> dict[str, Any]:
+    """A part of a bar in figures.html; `fraction` of its whole length."""
+    return {
+        "name": name,
+        "percent": round(100 * fraction, 3),
+        "tone": tone,
+        "text": text or percent_text(fraction),
+    }
+
+
+def stage_name(placed: list[PlacedStage]) -> str:
+    """What devices hold: "vision 0 + language 1"."""
+    return " + ".join(dict.fromkeys(f"{stage.unit} {stage.position}" for stage in placed)) or "other"
+
+
+def _lanes_alike(timeline: GanttChart, plan: Plan) -> dict[str, list[int]]:
+    """Lanes by unit and position, over all replicas: what the tables show as one line."""
+    stages = plan.stages()
+    groups: dict[str, list[int]] = {}
+    for number, lane in enumerate(timeline.lanes):
+        groups.setdefault(stage_name([stages[index] for index in lane.stages]), []).append(number)
+    return groups
+
+
+def _shade_order(unit: int, kind: str) -> tuple[int, int]:
+    return unit, list(ACTION_NAMES).index(kind) if kind in ACTION_NAMES else len(ACTION_NAMES)

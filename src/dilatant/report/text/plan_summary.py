@@ -1,0 +1,151 @@
+"""What a plan report says in plain sentences."""
+
+from __future__ import annotations
+
+from dilatant.report.plan_report import ComparedPlan, PlanReport
+from dilatant.report.text.gantt_summary import NOTABLE, losses, measurement, pace
+from dilatant.report.text.wording import (
+    bytes_text,
+    count_text,
+    counted,
+    listed,
+    lost_to,
+    percent_text,
+    seconds_text,
+)
+
+_REMEDY = {
+    "warm-up": "more microbatches in a step, or fewer stages, would shorten the filling of the pipeline",
+    "drain": "more microbatches in a step, or fewer stages, would shorten the draining of the pipeline",
+    "imbalance": "work that is spread more evenly, over stages by other cuts or over microbatches by the policies "
+    "balanced and searched, would shorten the waits",
+    "communication": "faster links, or stages that are neighbours and replicas of a stage on one machine, would "
+    "shorten transfers",
+}
+
+
+def summarize(report: PlanReport) -> tuple[str, ...]:
+    """The report in sentences a newcomer understands: speed, losses, pace-maker, memory, data, rivals."""
+    sentences = [_speed(report)]
+    if report.measured is not None:
+        sentences += measurement(report.timeline, report.measured, report.plan)
+    sentences += [losses(report.timeline, report.plan), *pace(report.timeline, report.plan)]
+    sentences += [
+        *_memory(report),
+        *_data(report),
+        *_optimality(report),
+        *_rivals(report),
+    ]
+    return tuple(sentences)
+
+
+def suggest(report: PlanReport) -> tuple[str, ...]:
+    """What would help: the planner's own advice, then a remedy for each large loss with the most it can save."""
+    advice = list(report.advice)
+    for cause, fraction in report.timeline.idle_fractions().items():
+        if fraction < 3 * NOTABLE or len(advice) >= len(report.advice) + 2:
+            break
+        remedy = _REMEDY.get(cause)
+        if remedy is None and cause.startswith("waiting for "):
+            unit = cause.removeprefix("waiting for ")
+            remedy = f"more devices for {unit}, or fewer of its layers on the slowest stage, would shorten the wait"
+        if remedy:
+            advice.append(
+                f"{remedy[0].upper()}{remedy[1:]}: {percent_text(fraction)} of device time at most."
+            )
+    return tuple(advice)
+
+
+def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
+    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss."""
+    if candidate.why:
+        return candidate.why
+    if candidate.chosen:
+        return "The fastest plan that fits."
+    if candidate.peak_memory > 1.0:
+        return f"Does not fit: {percent_text(candidate.peak_memory)} of a device's memory."
+    if candidate.recomputed and not chosen.recomputed:
+        return f"To fit memory it computes forwards again: {candidate.recomputed}."
+    extra = {cause: part - chosen.idle.get(cause, 0.0) for cause, part in candidate.idle.items()}
+    worst = max(extra, key=lambda cause: extra[cause], default="")
+    if worst and extra[worst] >= NOTABLE:
+        return f"Loses {percent_text(extra[worst])} more of device time to {lost_to(worst)}."
+    waits = candidate.sync_seconds - chosen.sync_seconds
+    if waits >= NOTABLE * chosen.step_seconds:
+        return f"Gradients and updated weights travel {seconds_text(waits)} longer behind the last backward."
+    if candidate.devices < chosen.devices:
+        return f"Leaves {chosen.devices - candidate.devices} devices unused."
+    if candidate.step_seconds <= chosen.step_seconds:
+        return "As fast, within the accuracy of the prediction."
+    return "The slowest stage has more work."
+
+
+def _speed(report: PlanReport) -> str:
+    devices = len(report.plan.ranks)
+    unused = (report.allocated_devices or devices) - devices
+    sentence = (
+        f"One step should take {seconds_text(report.step_seconds)} for {report.global_batch:,} samples: "
+        f"{count_text(report.samples_per_second)} samples per second on {counted(devices, 'device')}."
+    )
+    return f"{sentence} {unused:,} allocated devices stay unused." if unused > 0 else sentence
+
+
+def _memory(report: PlanReport) -> list[str]:
+    if not report.memory:
+        return []
+    fullest = max(report.memory, key=lambda use: use.fraction)
+    who = f"rank {min(fullest.ranks)}"
+    need, capacity = bytes_text(fullest.peak_bytes), bytes_text(fullest.capacity_bytes)
+    if fullest.fraction > 1.0:
+        over = bytes_text(fullest.peak_bytes - fullest.capacity_bytes)
+        return [f"It does not fit: {who} needs {need} of {capacity}, {over} too much."]
+    reserve = fullest.bytes_by_use.get("reserve", 0)
+    free = f", {bytes_text(reserve)} of it a reserve (cluster.reserve)" if reserve else ""
+    return [
+        f"Memory fits: {who}, the fullest, needs {need} of {capacity} ({percent_text(fullest.fraction)}){free}."
+    ]
+
+
+def _data(report: PlanReport) -> list[str]:
+    ratio = report.ratio
+    if ratio is None or not ratio.shares:
+        return []
+    shares = []
+    for unit, share in ratio.shares.items():
+        off = 100 * max(ratio.high[unit] - share, share - ratio.low[unit])
+        shares.append(f"{unit} {percent_text(share)} (± {off:.2g} points)")
+    sure = percent_text(ratio.confidence)
+    return [f"Of a step's work, {listed(shares)}: from {ratio.samples:,} samples, with {sure} confidence."]
+
+
+def _optimality(report: PlanReport) -> list[str]:
+    bound = report.lower_bound_seconds
+    searched = f" ({report.searched})" if report.searched else ""
+    if report.proven:
+        return [f"Of what was searched{searched}, no plan is faster in this model of costs."]
+    if bound is None or bound <= 0.0:
+        return []
+    gap = max(report.step_seconds / bound - 1.0, 0.0)
+    if gap > 1.0:
+        return [
+            f"No plan of those searched{searched} can take less than {seconds_text(bound)}; that bound is too loose to "
+            "tell how good this one is."
+        ]
+    return [
+        f"No plan of those searched{searched} can take less than {seconds_text(bound)}; this one is within "
+        f"{percent_text(gap)} of that."
+    ]
+
+
+def _rivals(report: PlanReport) -> list[str]:
+    chosen = report.chosen if report.candidates else None
+    others = [one for one in report.ranked if not one.chosen and one.peak_memory <= 1.0]
+    if chosen is None or not chosen.chosen or not others:
+        return []
+    second = others[0]
+    slower = second.step_seconds / chosen.step_seconds - 1.0
+    name = f"{second.name}: {second.layout}" if second.layout else second.name
+    if abs(slower) < 0.0005:
+        return [f"The runner-up ({name}) takes as long."]
+    relation = "slower" if slower >= 0.0 else "faster"
+    return [f"The runner-up ({name}) is {percent_text(abs(slower))} {relation}. {explain(second, chosen)}"]

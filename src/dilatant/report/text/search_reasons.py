@@ -1,0 +1,221 @@
+"""Why a search chose its winner, in sentences a user can check."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from dilatant.config.recompute import Recompute
+from dilatant.cost.memory import Zero
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.modes import EncoderPosition
+from dilatant.plan.plan import Plan, Replica
+from dilatant.plan.search.finals import RankedPlan
+from dilatant.plan.search.search_result import SearchResult
+from dilatant.report.text.wording import (
+    counted,
+    degrees_text,
+    listed,
+    microbatches_text,
+    percent_text,
+    seconds_text,
+)
+
+_WHERE = {
+    EncoderPosition.PARALLEL: "every unit on devices of its own",
+    EncoderPosition.COLOCATED: "the encoders together on devices of their own",
+    EncoderPosition.IN_LANGUAGE: "the encoders in the language model's first stage",
+    EncoderPosition.MIXED: "the encoders in different places from pipeline to pipeline",
+}
+
+_SHARED_BY: Mapping[Zero, str] = {
+    "none": "shared by nobody",
+    "node": "shared by the ranks of a node that hold the same weight",
+    "all": "shared by all ranks that hold the same weight",
+}
+
+_KEEPING: Mapping[Recompute, str] = {"block": "", "block_keep_attention": " but for attention"}
+
+
+def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tuple[str, ...]:
+    """Sentences on the winner's shape, its devices against its work, its slowest stage, and how sure the search is.
+    Idle time, memory and runners-up are not among them: the plan report draws these."""
+    winner = result.winner
+    lines = [
+        _shape(winner, cluster),
+        *_shares(winner),
+        _bottleneck(winner),
+        *_tensor(result),
+        *_sharing(result),
+        *_recomputation(winner.plan),
+    ]
+    sync = winner.score.sync_seconds
+    if sync > 0.0:
+        lines.append(
+            f"Summing gradients adds {seconds_text(sync)} ({percent_text(sync / result.seconds)} of the step) "
+            "after the last backward."
+        )
+    if winner.idle_devices:
+        lines.append(
+            f"Unused devices: {winner.idle_devices}. Every plan on all of them that was simulated is slower."
+        )
+    lines += [f"Rejected: {text}." for text in result.rejected[:3]]
+    lines.append(_certainty(result))
+    return tuple(lines)
+
+
+def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
+    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`; of
+    unlike devices with the group that they are on."""
+
+    def group(replica: Replica) -> str:
+        if cluster is None or not cluster.parts:
+            return ""
+        names = dict.fromkeys(cluster.at(stage.ranks[0]).name for stage in replica.stages)
+        return f"on {' and '.join(names)}"
+
+    texts = []
+    for unit in plan.units:
+        alike = Counter(
+            (
+                len(replica.stages),
+                tuple(sorted({(stage.tp, stage.cp, stage.ep) for stage in replica.stages})),
+                group(replica),
+            )
+            for replica in unit.replicas
+        )
+        shapes = [
+            " ".join(
+                [
+                    f"{count} × {counted(stages, 'stage')}",
+                    *filter(None, (*(degrees_text(*one) for one in degrees), where)),
+                ]
+            )
+            for (stages, degrees, where), count in alike.items()
+        ]
+        texts.append(f"{unit.name} {' and '.join(shapes)}")
+    return ", ".join(texts)
+
+
+def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
+    on_groups = cluster is not None and cluster.parts
+    extra = ", one more on the devices that these leave" if _is_unlike(one.plan) and not on_groups else ""
+    cut = microbatches_text(*one.microbatches, one.row_tokens)
+    return (
+        f"{counted(one.replicas, 'pipeline')}{extra}, {cut} each: {layout_text(one.plan, cluster)}; "
+        f"{_WHERE[one.encoders_at]}."
+    )
+
+
+def _is_unlike(plan: Plan) -> bool:
+    """Whether a unit's replicas are cut or shared unlike."""
+    return any(
+        len(
+            {
+                tuple((stage.first, stage.tp, stage.cp, stage.ep) for stage in replica.stages)
+                for replica in unit.replicas
+            }
+        )
+        > 1
+        for unit in plan.units
+    )
+
+
+def _shares(one: RankedPlan) -> list[str]:
+    """Every chain's share of the devices beside its share of a mean microbatch's device time, over all replicas."""
+    devices, work = {}, {}
+    for unit in one.plan.units:
+        if unit.name in one.stage_seconds:
+            stages = [stage for replica in unit.replicas for stage in replica.stages]
+            devices[unit.name] = len({rank for stage in stages for rank in stage.ranks})
+            work[unit.name] = (
+                sum(one.stage_seconds[unit.name]) * stages[0].tp * stages[0].cp * len(unit.replicas)
+            )
+    if len(work) < 2 or _is_unlike(one.plan):
+        return []
+    shares = [
+        f"{name} has {percent_text(devices[name] / sum(devices.values()))} of the devices for "
+        f"{percent_text(work[name] / sum(work.values()))} of the device time"
+        for name in work
+    ]
+    return [f"Devices follow work: {listed(shares)}."]
+
+
+def _tensor(result: SearchResult) -> list[str]:
+    """The best step with each tensor-parallel degree of the widest unit, where several were simulated."""
+    plans = (result.winner, *result.runners_up)
+
+    def widest(one: RankedPlan) -> int:
+        return max(placed.stage.tp for placed in one.plan.stages())
+
+    best = {
+        tp: min(one.score.seconds for one in plans if widest(one) == tp) for tp in sorted(map(widest, plans))
+    }
+    if len(best) < 2:
+        return []
+    own = widest(result.winner)
+    others = [f"tp {tp} {seconds_text(seconds)}" for tp, seconds in best.items() if tp != own]
+    return [
+        f"Tensor parallelism: tp {own} takes {seconds_text(best[own])}, the best step with {listed(others)}."
+    ]
+
+
+def _sharing(result: SearchResult) -> list[str]:
+    """Who shares optimizer state, and what the best step takes that was simulated where others do."""
+    own, others = result.winner.zero, [zero for zero in result.by_zero if zero != result.winner.zero]
+    if not others:
+        return []
+    found = {zero: result.by_zero[zero] for zero in others}
+    slower = [
+        f"zero {zero} {seconds_text(seconds)}" for zero, seconds in found.items() if seconds is not None
+    ]
+    takes = f"takes {seconds_text(result.seconds)}"
+    said = [f"{takes}, the best step with {listed(slower)}"] if slower else [takes]
+    said += [f"with zero {zero} no plan that was simulated fits" for zero in others if found[zero] is None]
+    return [f"Optimizer state is {_SHARED_BY[own]}: zero {own} {'; '.join(said)}."]
+
+
+def recomputation_text(plan: Plan) -> str:
+    """Return which units compute forwards again in the backward, and how many of their layers; "" for none."""
+    found = []
+    for unit in plan.units:
+        counts = Counter(how for how in unit.recompute if how != "none")
+        how = [f"{count} of {len(unit.recompute)} layers{_KEEPING[level]}" for level, count in counts.items()]
+        if how:
+            found.append(f"{unit.name} {listed(how)}")
+    return listed(found) if found else ""
+
+
+def _recomputation(plan: Plan) -> list[str]:
+    text = recomputation_text(plan)
+    return [f"To fit memory, the backward computes forwards again (train.recompute): {text}."] if text else []
+
+
+def _bottleneck(one: RankedPlan) -> str:
+    stages = [
+        (seconds, name, position)
+        for name, each in one.simulated_stage_seconds.items()
+        for position, seconds in enumerate(each)
+    ]
+    slowest, fastest = max(stages), min(stages)
+    if len(stages) == 1:
+        return f"One stage takes {seconds_text(slowest[0])} for a mean microbatch."
+    return (
+        f"The slowest stage, {slowest[1]} stage {slowest[2]}, takes {seconds_text(slowest[0])} for a mean microbatch, "
+        f"the fastest, {fastest[1]} stage {fastest[2]}, {seconds_text(fastest[0])}."
+    )
+
+
+def _certainty(result: SearchResult) -> str:
+    # A candidate may be simulated in several orders of ranks, or filled up.
+    plans = 1 + len(result.runners_up) + len(result.rejected)
+    tried = f"{result.simulated:,} of {counted(result.candidates, 'candidate')} were simulated"
+    if plans > result.simulated:
+        tried += f" (as {plans:,} plans)"
+    if cut := sum(group.cut for group in result.groups):
+        tried += f", {cut:,} cut off by their bounds"
+    if left := sum(group.left for group in result.groups):
+        tried += f", {left:,} left because others promised more"
+    if result.proven:
+        return f"{tried}; no other of them can be faster."
+    return f"{tried}; no other of them can be faster than {seconds_text(result.lower_bound)}."

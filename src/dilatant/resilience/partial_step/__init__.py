@@ -1,0 +1,1 @@
+"""Recovery of a partial step between ranks: exchange, hand over and adopt its gradients."""

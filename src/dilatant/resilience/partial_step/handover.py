@@ -1,0 +1,86 @@
+"""What a rank that must leave in the middle of a step had finished of it: a file in the run folder for those who go on.
+
+A file names the generation and the step that it is of, so that it counts only for who goes on from that very state; it
+appears whole or not at all, and is read, and checked by a hash, by one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, uint8
+
+from dilatant.runtime.partial_step.salvage import Finished
+from dilatant.runtime.runtime import Runtime
+
+_NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HandedOver:
+    """By a rank that has left. gradients: its own sums by logical name, as in `Runtime.local_gradients`."""
+
+    finished: Finished
+    gradients: Mapping[str, Tensor]
+
+
+def hand_over(folder: Path, generation: int, runtime: Runtime) -> None:
+    """Leave what this rank, of `generation`, has finished of the step in hand. Where it raises, it leaves nothing."""
+    finished = runtime.finished()
+    if finished is None or all(
+        len(share.ranks) > 1 for share in finished.layers
+    ):  # of no use without the others
+        return
+    local = {
+        name: gradient.detach().cpu().contiguous() for name, gradient in runtime.local_gradients().items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{generation}-{finished.step}-{finished.rank}.safetensors"
+    temporary = folder / f"{secrets.token_hex(6)}.writing"
+    told = {"finished": finished.to_json(), "hash": _hash(local)}
+    try:
+        save_file(local, temporary, told)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) -> list[HandedOver]:
+    """What ranks of `generation` left of a step, as far as it is for this one of `size` ranks to read; what cannot be
+    read, or is not what was written, is not there."""
+    found = []
+    for path in sorted(folder.glob(f"{generation}-{step}-*.safetensors")):
+        match = _NAME.fullmatch(path.name)
+        if match is None or int(match[3]) % size != rank:
+            continue
+        with suppress(OSError, SafetensorError, ValueError, KeyError):
+            with safe_open(path, framework="pt") as file:
+                told = file.metadata() or {}
+                gradients = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if told["hash"] == _hash(gradients):
+                found.append(HandedOver(Finished.from_json(told["finished"]), gradients))
+    return found
+
+
+def clear_handed_over(folder: Path) -> None:
+    """Forget what was left, which is of no use to anybody any more."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hash(gradients: Mapping[str, Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(gradients):
+        digest.update(name.encode())
+        digest.update(gradients[name].flatten().view(uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,46 @@
+"""What a rank's trainer inherits from the generation before: its state, and what is finished of the step in hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dilatant.comm.gather import all_gather_object
+from dilatant.resilience.partial_step.handover import handed_over
+from dilatant.resilience.partial_step.salvage_exchange import salvage_step
+from dilatant.resilience.state_transfer import transfer
+from dilatant.training.checkpoints.boxes import pieces_of
+from dilatant.training.checkpoints.checkpoint import list_checkpoints
+from dilatant.training.trainer import Trainer
+
+
+def take_over(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
+    """Bring what ranks hold of the generation before to where it belongs now; the bytes that came here from others.
+    Raises Lost on all ranks."""
+    newest = list_checkpoints(checkpoints)[:1] if trainer.rank == 0 else []
+    own = None if old is None else [old.values(), sorted(old.names_with_moments())]
+    gathered = all_gather_object(trainer.comm, [own, newest[0].step if newest else 0, trainer.stays])
+    told = [each for each, *_ in gathered if each is not None]
+    values = told[0][0]
+    stays = all(each for *_, each in gathered)
+    copied = 0
+    if not stays:
+        everybody = {name for _, names in told for name in names}
+        held = [] if old is None else list(pieces_of(old.state(), old.shapes))
+        wanted = trainer.empty_state(everybody)
+        copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
+    trainer.go_on_from(values, stays)
+    trainer.continue_branch(gathered[0][1], newest[0].path if newest else None)
+    return copied
+
+
+def take_up(trainer: Trainer, old: Trainer | None, base: int, handed: Path) -> tuple[tuple[int, int], int]:
+    """Bring what is finished of the step in hand to where it counts; its pairs of a layer and a sample that are
+    kept, and those that are not, (0, 0) where nothing is; and how many ranks of generation `base` that left have handed
+    over, in the folder `handed`."""
+    comm, step = trainer.comm, trainer.step
+    left = handed_over(handed, base, step, comm.rank, comm.size)
+    found = salvage_step(comm, step, None if old is None else old.runtime, trainer.runtime, left)
+    if found is None:
+        return (0, 0), 0
+    given = {move.source for move in found.moves if move.source >= comm.size}
+    return found.pairs(trainer.runtime.trained_by_layer), len(given)

@@ -1,0 +1,72 @@
+"""Salvage over processes: ranks tell what they have finished of a step, and bring its gradients to who needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.plan.boxes import Box
+from dilatant.resilience.partial_step.handover import HandedOver
+from dilatant.resilience.state_transfer import transfer
+from dilatant.runtime.partial_step.salvage import Finished, Salvage, decide
+from dilatant.runtime.runtime import Runtime
+from dilatant.training.checkpoints.boxes import Piece
+
+
+def salvage_step(
+    comm: Comm, step: int, old: Runtime | None, new: Runtime, left: Sequence[HandedOver] = ()
+) -> Salvage | None:
+    """Let `new` go on with what ranks have of step number `step`; called by all ranks of `comm`. Returns what that is,
+    None for nothing.
+
+    old: of the generation before, which communicates no more; None of a rank that was not there, or whose gradients
+    are not to be used. left: what this rank has read of ranks that have gone; it acts for them.
+    """
+    own = None if old is None else old.finished()
+    texts = [None if own is None else own.to_json(), *(each.finished.to_json() for each in left)]
+    gathered = all_gather_object(comm, texts)
+    having = [None if first is None else Finished.from_json(first) for first, *_ in gathered]
+    gone = [(rank, Finished.from_json(text)) for rank, (_, *more) in enumerate(gathered) for text in more]
+    salvage = decide(having, step, new.plan, new.trained_by_layer, gone)
+    if salvage is None:
+        return None
+    reader_of = [*range(comm.size), *(rank for rank, _ in gone)]
+    local = {comm.rank: {} if old is None else old.local_gradients()}
+    of_gone = (source for source in range(comm.size, len(reader_of)) if reader_of[source] == comm.rank)
+    local |= {source: each.gradients for source, each in zip(of_gone, left, strict=True)}
+    new.take_up(salvage, _moved(comm, salvage, local, reader_of, new))
+    return salvage
+
+
+def _moved(
+    comm: Comm,
+    salvage: Salvage,
+    local: Mapping[int, Mapping[str, Tensor]],
+    reader_of: Sequence[int],
+    new: Runtime,
+) -> dict[str, Tensor]:
+    """This rank's gradients of the step to come: its own, and what others hand over, added up. local: by the source of
+    a move; reader_of: source → the rank that has it."""
+    parts: dict[str, list[Tensor]] = {}
+    held, wanted = [], []
+    for move in salvage.moves:
+        reader = reader_of[move.source]
+        if reader == move.target == comm.rank:
+            parts.setdefault(move.name, []).append(local[move.source][move.name])
+            continue
+        name = f"{move.name}|{move.source}"
+        if reader == comm.rank:
+            gradient = local[move.source][move.name]
+            held.append(Piece(Box.of(name, gradient.shape), gradient))
+        elif move.target == comm.rank:
+            weight = new.parameters[move.name]
+            arriving = torch.empty_like(weight, dtype=new.dtype_of_sums or weight.grad_dtype or weight.dtype)
+            parts.setdefault(move.name, []).append(arriving)
+            wanted.append(Piece(Box.of(name, arriving.shape), arriving))
+    if any(reader_of[move.source] != move.target for move in salvage.moves):
+        transfer(comm, held, wanted)
+    return {name: torch.stack(each).sum(0) if len(each) > 1 else each[0] for name, each in parts.items()}

@@ -1,0 +1,1 @@
+"""The coordinator and the agents as processes, and how they talk."""

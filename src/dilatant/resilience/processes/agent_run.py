@@ -1,0 +1,256 @@
+"""The agent of a machine: it asks the coordinator what the run is, and has its ranks here join. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from dilatant.comm.store.protocol import Refused
+from dilatant.comm.store.token import REMEDY, shared_token
+from dilatant.config.config import Config
+from dilatant.config.environment import Place
+from dilatant.config.errors import UserError
+from dilatant.config.printable import printable
+from dilatant.resilience.processes.agent_process import NO_COORDINATOR, Service
+from dilatant.resilience.processes.job import Ask, Job, WorkerStart
+from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, Start
+from dilatant.resilience.processes.standby import Standby
+from dilatant.resilience.processes.wire import connect
+from dilatant.resilience.protocol.agent import End
+from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
+
+WORKER = "dilatant.resilience.worker.worker_process"
+PATIENCE_LEASES = 20
+"""What a machine does without a coordinator: one that returned, or a network that heals, has found it by then."""
+LOOK_SECONDS = 0.5
+LAST_SECONDS = 10.0
+"""What workers have to end by themselves after the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """host, port: of the coordinator. name: of this machine, for people; its host name by default. wait_seconds: for a
+    coordinator that is not there yet. notice_file: this node leaves when the file is there; notice_url: when an answer
+    there is other than 404. stands_by: this is the machine of `resilience.standby`."""
+
+    host: str
+    port: int
+    name: str = ""
+    wait_seconds: float = 600.0
+    notice_file: Path | None = None
+    notice_url: str | None = None
+    stands_by: bool = False
+
+
+def coordinator_port(place: Place) -> int:
+    """Where who leads listens under a launcher: torchrun's own store is at the port that it names. Raises UserError
+    where the launcher started several processes on a machine."""
+    if place.local_size > 1:
+        raise UserError(
+            f"{place.launcher} started {place.local_size} processes on this machine; with resilience.enabled start "
+            "one, which starts resilience.ranks_per_node itself (Slurm: --ntasks-per-node=1)"
+        )
+    return place.port if place.hosts_store else place.port + 1
+
+
+def launched_agent(config: Config, place: Place) -> AgentOptions:
+    """Of a machine that a launcher started behind the first one, which leads. Raises as `coordinator_port`."""
+    stands_by = place.rank == 1 and config.resilience.standby is not None
+    return AgentOptions(place.host, coordinator_port(place), stands_by=stands_by)
+
+
+def run_agent(options: AgentOptions) -> int:
+    """Have this machine's ranks take part in a run; returns an exit code, when the run is over or goes on without them.
+
+    0: the run is finished, or it or this node was asked to end. 75: try again later. Raises UserError where no
+    coordinator answers, or one with another token.
+    """
+    token = shared_token()
+    with ExitStack() as stack:
+        return _take_part_again(options, token, stack)
+
+
+def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> int:
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", options.name or socket.gethostname())
+    following: tuple[str, int] | None = None
+    for attempt in itertools.count():
+        try:
+            job = _ask(options, token, options.wait_seconds if attempt == 0 else 0.0)
+        except UserError:
+            if attempt == 0:
+                raise
+            job = None  # it has ended meanwhile, or another machine leads
+            if following is not None:
+                options, following = replace(options, host=following[0], port=following[1]), None
+                with suppress(UserError):
+                    job = _ask(options, token, 0.0)
+        if job is None:
+            return TOO_FEW_EXIT_CODE
+        if attempt == 0 and options.stands_by:
+            if job.next_address is None:
+                raise UserError("--standby: the run has no resilience.standby, this machine's HOST:PORT")
+            stack.callback(Standby(job, options.host, options.port, token).close)
+        following = job.next_address
+        # A name that nobody had before: who was lost once is another node when it comes again.
+        service = _take_part(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
+        if service.ended in (FINISHED, ASKED) or service.leaves:
+            return 0
+        if service.ended == NO_COORDINATOR:
+            print(
+                f"error: nobody leads the run any more ({options.host}:{options.port} is gone"
+                f"{', and most machines with it' if job.standby else ''}); {_what_is_left(Path(job.folder).parent)}",
+                file=sys.stderr,
+                flush=True,
+            )
+        if not service.is_out:
+            is_temporary = service.ended == NO_COORDINATOR or TOO_FEW in service.ended
+            return TOO_FEW_EXIT_CODE if is_temporary else 1
+        print(printable(f"this machine was left out: {service.ended}"), file=sys.stderr, flush=True)
+        if attempt >= job.restarts:
+            return 1
+    raise AssertionError
+
+
+def _what_is_left(run: Path) -> str:
+    """Of a run that nobody leads any more."""
+    names = (path.name for path in run.glob("checkpoints/step-*"))
+    saved = [name for name in names if re.fullmatch(r"step-\d+", name)]  # others are of abandoned branches
+    newest = max(saved, key=lambda name: int(name[5:]), default="its beginning, for nothing is saved")
+    return f"`dilatant resume {shlex.quote(str(run))}` goes on from {newest}"
+
+
+def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
+    """What the run is. Raises UserError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            link = connect(options.host, options.port, token)
+            try:
+                link.send(Ask())
+                job = link.receive()
+            finally:
+                link.close()
+            if isinstance(job, Job):
+                return job
+            reason = job.reason if isinstance(job, End) else "what answers there is none of ours"
+            raise UserError(f"the run at {options.host}:{options.port} takes nobody: {reason}")
+        except Refused:
+            raise UserError(
+                f"the coordinator at {options.host}:{options.port} refused this machine: their tokens differ; {REMEDY}"
+            ) from None
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"no coordinator answers at {options.host}:{options.port} within {seconds:g} s ({error}): "
+                    "`dilatant train` did not start there, or a firewall is in between"
+                ) from None
+            time.sleep(0.2)
+
+
+def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Service:
+    """Serve as a node until that is over; its workers have ended then."""
+    workers: list[subprocess.Popen[bytes]] = []
+
+    def ended_worker() -> int | None:
+        return next((index for index, each in enumerate(workers) if each.poll() is not None), None)
+
+    start = Start(
+        options.host,
+        options.port,
+        token.hex(),
+        job.settings,
+        job.folder,
+        node,
+        job.workers,
+        max(
+            PATIENCE_LEASES * job.settings.lease_seconds,
+            4 * job.leader_patience_seconds if job.standby else 0.0,
+        ),
+        job,
+    )
+    service = Service(start, ended_worker)
+    closed = threading.Event()
+    with _leaving(service):
+        threading.Thread(target=_watch_notice, args=(options, service, closed), daemon=True).start()
+        try:
+            for index in range(job.workers):
+                worker = WorkerStart(job, node, index, service.port, options.host, token.hex())
+                workers.append(_started(worker))
+            service.serve()
+            deadline = time.monotonic() + LAST_SECONDS
+            for each in workers:
+                with suppress(subprocess.TimeoutExpired):
+                    each.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            closed.set()
+            for each in workers:
+                each.kill()
+                each.wait()
+    return service
+
+
+def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
+    """A worker, which ends with this process."""
+    worker = subprocess.Popen(
+        [sys.executable, "-P", "-u", "-m", WORKER],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for us
+    )
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(asdict(start)).encode() + b"\n")
+    worker.stdin.flush()
+    return worker
+
+
+@contextmanager
+def _leaving(service: Service) -> Iterator[None]:
+    """While open, SIGTERM and Ctrl-C let the node leave at the end of the step; a second one acts as usual."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, frame: object) -> None:
+        service.leave()
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield
+    finally:
+        restore()
+
+
+def _watch_notice(options: AgentOptions, service: Service, closed: threading.Event) -> None:
+    """Clouds say by a file or an address that they will take the machine soon."""
+    while not closed.wait(LOOK_SECONDS):
+        if (options.notice_file is not None and options.notice_file.exists()) or (
+            options.notice_url is not None and _is_noticed(options.notice_url)
+        ):
+            service.leave()
+            return
+
+
+def _is_noticed(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as answer:
+            return answer.status == 200
+    except (OSError, ValueError, urllib.error.URLError):  # 404 where nothing is planned
+        return False

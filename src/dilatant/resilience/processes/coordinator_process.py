@@ -1,0 +1,202 @@
+"""The coordinator as a process: agents on one side, a file that outlives it on the other. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from dilatant.config.files.durable import write_durably
+from dilatant.config.files.own_files import open_in_place, read_text
+from dilatant.resilience.processes.job import Ask
+from dilatant.resilience.processes.process import (
+    NO_MAJORITY_EXIT_CODE,
+    SUPERSEDED_EXIT_CODE,
+    Start,
+    end_with_parent,
+    read_start,
+    say,
+)
+from dilatant.resilience.processes.wire import Connections, Link, LinkClosed, Received, close_all, listen
+from dilatant.resilience.protocol.agent import End
+from dilatant.resilience.protocol.candidate import Candidate
+from dilatant.resilience.protocol.coordinator import Coordinator
+from dilatant.resilience.protocol.values import ASKED, Effect, Order, Persist, Record, Status, Task
+
+TICK_SECONDS = 0.05
+LAST_SECONDS = 5.0
+"""What agents have to end after the run has."""
+STATE = "coordinator.json"
+EVENTS = "events.jsonl"
+PID = "coordinator.pid"
+COMMIT = "commit"
+"""In the history: the first step of a generation is committed, so that the run goes on."""
+
+
+def read_record(folder: Path) -> Record | None:
+    """What the last coordinator of a run wrote down. Raises ValueError for something else."""
+    try:
+        return msgspec.json.decode(read_text(folder / STATE), type=Record)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder / STATE}: {error}") from None
+
+
+class Service:
+    """Serves one coordinator until the run has stopped, or another coordinator has taken over."""
+
+    def __init__(self, start: Start) -> None:
+        self._folder = Path(start.folder)
+        self._token = bytes.fromhex(start.token)
+        self._listener = listen(start.host, start.port)
+        self.port: int = self._listener.getsockname()[1]
+        self._connections = Connections(self._listener, self._token)
+        self._job = start.job
+        self._is_asked_to_end = threading.Event()
+        self._links: dict[str, Link] = {}
+        self._settings = start.settings
+        self._majority_seconds = start.majority_seconds
+        self._coordinator = Coordinator(start.settings, read_record(self._folder), time.monotonic())
+        self._shown = (0, Task.WAIT)
+        self._began_at: int | None = None
+
+    def serve(self) -> None:
+        """Raises SystemExit where another coordinator leads, or most members do not come to this one."""
+        early = self._await_majority() if self._majority_seconds else []
+        coordinator = self._coordinator = Coordinator(
+            self._settings, read_record(self._folder), time.monotonic()
+        )
+        self._carry_out(coordinator.start())
+        for heard in early:
+            self._hear(heard)
+        ended: float | None = None
+        ticks = 0.0
+        while ended is None or (self._links and time.monotonic() - ended < LAST_SECONDS):
+            for heard in self._connections.wait(TICK_SECONDS):
+                self._hear(heard)
+            if time.monotonic() >= ticks:
+                ticks = time.monotonic() + TICK_SECONDS
+                self._carry_out(coordinator.tick(time.monotonic()))
+            if self._is_asked_to_end.is_set():
+                self._is_asked_to_end.clear()
+                self._carry_out(coordinator.end(ASKED, time.monotonic()))
+            if coordinator.stopped and ended is None:
+                ended = time.monotonic()
+        close_all(self._links.values())
+
+    def _await_majority(self) -> list[Received]:
+        """Lead nobody before most members have come here; what they said meanwhile. Raises SystemExit."""
+        deadline = time.monotonic() + self._majority_seconds
+        candidate, early = Candidate(Record()), list[Received]()
+        node_of: dict[Link, str] = {}
+        while time.monotonic() < deadline:
+            record = read_record(self._folder) or Record()
+            if record.generation != candidate.record.generation or record.term != candidate.record.term:
+                candidate = Candidate(record)
+                for heard in early:
+                    if isinstance(heard.message, Status) and heard.link in node_of:
+                        candidate.hear(heard.message)
+            if candidate.is_elected:
+                return early
+            for heard in self._connections.wait(TICK_SECONDS):
+                if isinstance(heard.message, Ask):
+                    self._hear(heard)
+                    continue
+                early.append(heard)
+                if isinstance(heard.message, Status):
+                    node_of[heard.link] = heard.message.node
+                    candidate.hear(heard.message)
+                elif heard.link in node_of:
+                    candidate.lost(node_of.pop(heard.link))
+        close_all(node_of)
+        raise SystemExit(NO_MAJORITY_EXIT_CODE)
+
+    def end(self) -> None:
+        """Let all save and end; from any thread or a signal."""
+        self._is_asked_to_end.set()
+
+    def _hear(self, heard: Received) -> None:
+        now = time.monotonic()
+        if isinstance(heard.message, Ask):
+            refusal = End(self._coordinator.stopped or "it is on one machine, and starts its own agents")
+            with suppress(LinkClosed):
+                heard.link.send(refusal if self._coordinator.stopped else self._job or refusal)
+            return
+        if isinstance(heard.message, Status):
+            self._links.setdefault(heard.message.node, heard.link)
+            if self._links[heard.message.node] is not heard.link:  # it connected again
+                self._connections.drop(self._links[heard.message.node])
+                self._links[heard.message.node] = heard.link
+            self._carry_out(self._coordinator.hear(heard.message, now))
+            return
+        self._connections.drop(heard.link)
+        for node in [node for node, link in self._links.items() if link is heard.link]:
+            del self._links[node]
+            self._carry_out(self._coordinator.lost(node, now))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Persist):
+                self._persist(effect.record)
+            elif (link := self._links.get(effect.node)) is not None:
+                with suppress(LinkClosed):
+                    link.send(effect)
+        if any(isinstance(effect, Order) for effect in effects):
+            self._show()
+
+    def _persist(self, record: Record) -> None:
+        """Raises SystemExit where another coordinator leads: it must not be contradicted."""
+        written = read_record(self._folder)
+        if written is not None and written.term > record.term:
+            raise SystemExit(SUPERSEDED_EXIT_CODE)
+        write_durably(self._folder / STATE, msgspec.json.encode(record).decode() + "\n")
+
+    def _show(self) -> None:
+        """A line of the run's history at every change of what is to be done, and at a generation's first step."""
+        coordinator = self._coordinator
+        shown = coordinator.generation, coordinator.task
+        if shown != self._shown:
+            self._shown = shown
+            self._began_at = coordinator.committed if coordinator.task is Task.RUN else None
+            self._write_event(coordinator.task.value)
+        elif self._began_at is not None and coordinator.committed > self._began_at:
+            self._began_at = None
+            self._write_event(COMMIT)
+
+    def _write_event(self, task: str) -> None:
+        coordinator = self._coordinator
+        event = {
+            "time": time.time(),
+            "task": task,
+            "generation": coordinator.generation,
+            "step": coordinator.committed,
+            "members": list(coordinator.members),
+            "reason": coordinator.stopped or coordinator.reason,
+        }
+        with suppress(OSError), open_in_place(self._folder / EVENTS) as file:
+            file.write(json.dumps(event).encode() + b"\n")  # a full disk costs the history, not the run
+
+
+def main() -> None:
+    """Read how to start from standard input, whose end is that of whoever started this."""
+    start = read_start()
+    try:
+        service = Service(start)
+        end_with_parent()
+        signal.signal(signal.SIGTERM, lambda *_: service.end())
+        write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
+        say(port=service.port, pid=os.getpid())
+        service.serve()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"the coordinator cannot work: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

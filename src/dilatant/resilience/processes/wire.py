@@ -1,0 +1,287 @@
+"""How agents, workers and the coordinator talk: a message a frame, over a connection whose two sides share a token.
+
+Both sides prove the token as they do to the rendezvous store, and derive a key from that exchange. A frame is its
+length (4 bytes), the protocol's version (1), a keyed BLAKE2b of the direction, the number of the frame and its body
+(32), and the body: msgpack, decoded into the struct that it names, every field checked. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import queue
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dilatant.comm.store import protocol as store
+from dilatant.comm.store.newcomers import BACKLOG, Newcomers
+from dilatant.comm.store.server import keep_alive
+from dilatant.resilience.processes.job import Ask, Job
+from dilatant.resilience.protocol import agent, values
+from dilatant.resilience.protocol.values import Message
+
+VERSION = 2
+MAX_FRAME_BYTES = 1 << 24
+_HEAD = struct.Struct(">IB")
+_MAC_BYTES = 32
+_READ_BYTES = 1 << 16
+PORT_SECONDS = 2.0
+"""How long a port that is in use is asked for again."""
+ROUND_SECONDS = 0.01
+"""Pause between rounds of accepting and reading, so that a crowd is served in batches and takes no core."""
+SEND_SECONDS = 5
+"""A peer that reads nothing for so long, while what is sent to it has filled all buffers, is given up: whoever sends
+serves others, too."""
+
+
+class LinkClosed(ConnectionError):
+    """The other side is gone, or what it sent was not of this protocol."""
+
+
+class Hello(Message, frozen=True):
+    """The first message of a worker. index: among those of its node. pid: of its process."""
+
+    index: int
+    pid: int
+
+
+class StoreAt(Message, frozen=True):
+    """Where ranks meet from now on: who led before is gone."""
+
+    host: str
+    port: int
+
+
+class Warm(Message, frozen=True):
+    """A worker has what it needs to become part of a generation, but for the state of the run."""
+
+
+class Beat(Message, frozen=True):
+    """A worker is alive."""
+
+
+_Anything = (
+    values.Status | values.Order | agent.Command | agent.Event | Ask | Job | Hello | StoreAt | Beat | Warm
+)
+_DECODER = msgspec.msgpack.Decoder(_Anything)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Link:
+    """One authenticated connection. `send` from any thread, receive from one. Use `connect` or `accept`."""
+
+    def __init__(self, connection: socket.socket, key: bytes, is_client: bool) -> None:
+        self.socket = connection
+        self._key = key
+        self._own, self._theirs = (b"c", b"s") if is_client else (b"s", b"c")
+        self._sent = self._received = 0
+        self._arrived = bytearray()
+        self._failure: LinkClosed | None = None
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Raises LinkClosed."""
+        if not isinstance(message, Message | Job):
+            raise TypeError(f"{type(message).__name__} is no message")
+        body = _ENCODER.encode(message)
+        with self._lock:
+            mac = self._mac(self._own, self._sent, body)
+            self._sent += 1
+            try:
+                self.socket.sendall(_HEAD.pack(len(body), VERSION) + mac + body)
+            except OSError as error:
+                with contextlib.suppress(OSError):  # half a frame may be out; who reads hears of the end
+                    self.socket.shutdown(socket.SHUT_RDWR)
+                raise LinkClosed(str(error)) from None
+
+    def receive(self) -> Any:
+        """The next message, when there is one. Raises LinkClosed."""
+        while (message := self._next_message()) is None:
+            self._read()
+        return message
+
+    def receive_some(self) -> list[Any]:
+        """The messages that one read brings to an end, perhaps none. Raises LinkClosed where that tells nothing else.
+
+        Waits only where nothing is there to be read.
+        """
+        self._read()
+        messages: list[Any] = []
+        try:
+            while (message := self._next_message()) is not None:
+                messages.append(message)
+        except LinkClosed as failure:
+            if not messages:
+                raise
+            self._failure = failure  # which the next read says; whoever waits for one is woken
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+        return messages
+
+    def close(self) -> None:
+        """End the connection, and what is blocked in it. May be called twice."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _read(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            data = self.socket.recv(_READ_BYTES)
+        except OSError as error:
+            raise LinkClosed(str(error)) from None
+        if not data:
+            raise LinkClosed("the other side closed the connection")
+        self._arrived += data
+
+    def _next_message(self) -> Any:
+        """The first message of what has arrived; None unless all of it has. Raises LinkClosed."""
+        arrived = self._arrived
+        if len(arrived) < _HEAD.size:
+            return None
+        length, version = _HEAD.unpack_from(arrived)
+        if version != VERSION or length > MAX_FRAME_BYTES:
+            raise LinkClosed(f"a frame of version {version} and {length} bytes")
+        start = _HEAD.size + _MAC_BYTES
+        if len(arrived) < start + length:
+            return None
+        with memoryview(arrived) as frame:
+            mac, body = bytes(frame[_HEAD.size : start]), bytes(frame[start : start + length])
+        del arrived[: start + length]
+        if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, body)):
+            raise LinkClosed("a frame that was not signed by the other side")
+        self._received += 1
+        try:
+            return _DECODER.decode(body)
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+            raise LinkClosed(f"a message that makes no sense: {error}") from None
+
+    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
+        return hashlib.blake2b(
+            direction + number.to_bytes(8, "big") + body, key=self._key, digest_size=_MAC_BYTES
+        ).digest()
+
+
+def connect(host: str, port: int, token: bytes, timeout_seconds: float = 10.0) -> Link:
+    """Raises OSError, or ValueError for a server of another kind."""
+    return _ready(*store.dial(host, port, token, timeout_seconds), token, is_client=True)
+
+
+def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.0) -> Link:
+    """The server's half, for one connection. Raises OSError; the connection is closed then."""
+    with selectors.DefaultSelector() as selector:
+        newcomers = Newcomers(token, selector, timeout_seconds)
+        newcomers.greet(connection)
+        while newcomers:
+            for key, _ in selector.select(newcomers.seconds_to_deadline()):
+                if (proved := newcomers.read(key.data)) is not None:
+                    return _ready(*proved, token, is_client=False)
+            newcomers.expire()
+    raise ConnectionError("a connection without the run's token")
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening socket. Raises OSError; of a port in use late, as an agent that dials may have it for a moment."""
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            return socket.create_server((host, port), backlog=BACKLOG, reuse_port=False)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """What one of several connections brought. message: None when it is closed, which is said once and last."""
+
+    link: Link
+    message: Any
+
+
+class Connections:
+    """Messages of all who connect with the token, and of links that are added, for one thread that waits for them.
+
+    Nobody who connects holds it up: handshakes have a thread of their own, and one that does not read is given up.
+    """
+
+    def __init__(self, listener: socket.socket, token: bytes) -> None:
+        self._listener = listener
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._newcomers: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def add(self, link: Link) -> None:
+        """From any thread."""
+        self._newcomers.put(link)
+        self._wake.send(b"x")
+
+    def drop(self, link: Link) -> None:
+        """Close a connection, of which nothing more is said; by the thread that waits."""
+        with contextlib.suppress(KeyError, ValueError):  # twice
+            self._selector.unregister(link.socket)
+        link.close()
+
+    def wait(self, seconds: float) -> list[Received]:
+        """What has come, as soon as something has; nothing after so many seconds."""
+        received: list[Received] = []
+        for key, _ in self._selector.select(seconds):
+            link: Link | None = key.data
+            if link is None:
+                self._register(len(self._woken.recv(1 << 12)))
+                continue
+            try:
+                received += [Received(link, message) for message in link.receive_some()]
+            except LinkClosed:
+                self.drop(link)
+                received.append(Received(link, None))
+        return received
+
+    def _register(self, count: int) -> None:
+        for _ in range(count):
+            link = self._newcomers.get()
+            self._selector.register(link.socket, selectors.EVENT_READ, link)
+
+    def _accept(self) -> None:
+        self._listener.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            newcomers = Newcomers(self._token, selector)
+            selector.register(self._listener, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(newcomers.seconds_to_deadline()):
+                    if key.data is None:
+                        newcomers.accept(self._listener)
+                    elif (proved := newcomers.read(key.data)) is not None:
+                        with contextlib.suppress(OSError):  # it is gone again
+                            self.add(_ready(*proved, self._token, is_client=False))
+                newcomers.expire()
+                time.sleep(ROUND_SECONDS)
+
+
+def close_all(links: Iterable[Link]) -> None:
+    for link in links:
+        link.close()
+
+
+def _ready(connection: socket.socket, first: bytes, second: bytes, token: bytes, is_client: bool) -> Link:
+    connection.settimeout(None)
+    keep_alive(connection)
+    if not is_client:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
+    key = hmac.new(token, b"dilatant-link" + first + second, hashlib.sha256).digest()
+    return Link(connection, key, is_client)

@@ -1,0 +1,216 @@
+"""State from those who hold it to those who need it: boxes by name, from several holders at once, checked by hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.plan.boxes import Box
+from dilatant.training.checkpoints.boxes import Piece
+
+_HASH_BYTES = 16
+
+
+class Lost(Exception):
+    """Nobody in this generation holds some of the state; the message names it."""
+
+
+class Corrupted(RuntimeError):
+    """What arrived is not what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A cell of a tensor goes from one rank to another."""
+
+    cell: Box
+    source: int
+    target: int
+
+
+def plan_copies(
+    held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], num_bytes: int = 4
+) -> tuple[Copy, ...]:
+    """What has to travel so that every rank has what it wants: the same on all ranks, which give the same.
+
+    held, wanted: by rank. Every cell comes from the rank itself where that has it, else from the holder that has sent
+    least. num_bytes: of a number. Raises Lost.
+    """
+    holders: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank, boxes in enumerate(held):
+        for box in boxes:
+            holders[box.name].append((rank, box))
+    own = [set(boxes) for boxes in held]
+    sent: Counter[int] = Counter()
+    copies: list[Copy] = []
+    lost: dict[str, None] = {}
+    for target, boxes in enumerate(wanted):
+        for box in boxes:
+            if target < len(own) and box in own[target]:
+                copies += [Copy(cell, target, target) for cell in box.cells()]
+                continue
+            found = _cover(box, target, holders[box.name], sent)
+            if sum(cell.size for _, cell in found) != box.size:
+                lost[box.name] = None
+            for source, cell in found:
+                copies.append(Copy(cell, source, target))
+                if source != target:
+                    sent[source] += cell.size * num_bytes
+    if lost:
+        names = list(lost)
+        raise Lost(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+    return tuple(copies)
+
+
+@torch.no_grad()
+def transfer(comm: Comm, held: Sequence[Piece], wanted: Sequence[Piece]) -> int:
+    """Fill what is `wanted` from what all ranks have `held`; called by all of them. Returns the bytes that came from
+    others.
+
+    Raises Lost on all ranks, before anything is filled, and Corrupted.
+    """
+    own = [[piece.box for piece in pieces] for pieces in (held, wanted)]
+    texts = [json.dumps([_row(box) for box in boxes]) for boxes in own]
+    gathered = all_gather_object(comm, texts)
+    read = dict(zip(texts, own))  # most ranks hold and want the same
+    for text in {text for two in gathered for text in two} - read.keys():
+        read[text] = [_box(row) for row in json.loads(text)]
+    copies = plan_copies([read[has] for has, _ in gathered], [read[wants] for _, wants in gathered])
+    have: dict[str, list[Piece]] = defaultdict(list)
+    for piece in held:
+        have[piece.box.name].append(piece)
+    need: dict[str, list[Piece]] = defaultdict(list)
+    for piece in wanted:
+        need[piece.box.name].append(piece)
+
+    def source_of(cell: Box) -> Tensor:
+        piece = next(piece for piece in have[cell.name] if _contains(piece.box, cell))
+        return piece.tensor[piece.box.place(cell)]
+
+    def target_of(cell: Box) -> Tensor:
+        piece = next(piece for piece in need[cell.name] if _contains(piece.box, cell))
+        return piece.tensor[piece.box.place(cell)]
+
+    outgoing: dict[int, list[Box]] = defaultdict(list)
+    incoming: dict[int, list[Box]] = defaultdict(list)
+    for copy in copies:
+        if copy.source == copy.target == comm.rank:
+            target_of(copy.cell).copy_(source_of(copy.cell))
+        elif copy.source == comm.rank:
+            outgoing[copy.target].append(copy.cell)
+        elif copy.target == comm.rank:
+            incoming[copy.source].append(copy.cell)
+    buffers = {
+        source: torch.empty(
+            sum(_num_bytes(target_of(cell)) for cell in cells) + _HASH_BYTES, dtype=torch.uint8
+        )
+        for source, cells in incoming.items()
+    }
+    pending = [
+        comm.world.receive(buffer, source, what="state of a layer") for source, buffer in buffers.items()
+    ]
+    pending += [
+        comm.world.send(_packed([source_of(cell) for cell in cells]), target, what="state of a layer")
+        for target, cells in outgoing.items()
+    ]
+    for each in pending:
+        each.wait()
+    for source, buffer in buffers.items():
+        data = buffer[:-_HASH_BYTES]
+        if _hash(data) != buffer[-_HASH_BYTES:].numpy().tobytes():
+            raise Corrupted(f"state from rank {source} was changed on its way")
+        start = 0
+        for cell in incoming[source]:
+            target = target_of(cell)
+            size = _num_bytes(target)
+            part = data[start : start + size].clone()  # aligned
+            target.copy_(part.view(target.dtype).view(target.shape))
+            start += size
+    return sum(buffer.numel() - _HASH_BYTES for buffer in buffers.values())
+
+
+def _cover(
+    wanted: Box, target: int, holders: Sequence[tuple[int, Box]], sent: Mapping[int, int]
+) -> list[tuple[int, Box]]:
+    """Who gives which cell of a box; fewer numbers than it has where nobody holds some."""
+    if not wanted.size:
+        return []
+    order = sorted(holders, key=lambda holder: (holder[0] != target, sent.get(holder[0], 0), holder[0]))
+    found: list[tuple[int, Box]] = []
+    missing = list(wanted.cells())
+    for rank, box in order:
+        left: list[Box] = []
+        for cell in missing:
+            both = cell.meet(box) if cell.whole == box.whole else None
+            if both is None:
+                left.append(cell)
+                continue
+            found += [(rank, piece) for piece in both.cells()]
+            left += _without(cell, both)
+        missing = left
+        if not missing:
+            break
+    return found
+
+
+def _without(cell: Box, taken: Box) -> list[Box]:
+    """A cell but for what was taken of it, as cells."""
+    left = [cell]
+    for hole in taken.cells():
+        left = [piece for each in left for piece in _cut(each, hole)]
+    return left
+
+
+def _cut(cell: Box, hole: Box) -> list[Box]:
+    both = cell.meet(hole)
+    if both is None:
+        return [cell]
+    pieces = []
+    rest = [spans[0] for spans in cell.intervals]
+    for dim, ((start, end),) in enumerate(both.intervals):
+        for span in ((rest[dim][0], start), (end, rest[dim][1])):
+            if span[0] < span[1]:
+                intervals = tuple((span if i == dim else each,) for i, each in enumerate(rest))
+                pieces.append(Box(cell.name, cell.whole, intervals))
+        rest[dim] = (start, end)
+    return pieces
+
+
+def _contains(box: Box, cell: Box) -> bool:
+    try:
+        box.place(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    data = torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    return torch.cat([data, torch.frombuffer(bytearray(_hash(data)), dtype=torch.uint8)])
+
+
+def _hash(data: Tensor) -> bytes:
+    return hashlib.blake2b(data.numpy().data, digest_size=_HASH_BYTES).digest()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _row(box: Box) -> list[object]:
+    return [box.name, box.whole, box.intervals]
+
+
+def _box(row: Sequence[Any]) -> Box:
+    name, whole, intervals = row
+    spans = tuple(tuple((start, end) for start, end in dim) for dim in intervals)
+    return Box(str(name), tuple(whole), spans)

@@ -1,0 +1,413 @@
+"""A rank of a run that goes on: generation after generation a trainer of its own, with the state of the one before."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommTimeout
+from dilatant.comm.launch import Worker
+from dilatant.comm.rendezvous import end_generation
+from dilatant.comm.store.store import Store, connect
+from dilatant.config import Config, UserError
+from dilatant.config.files.own_files import open_in_place
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.planning.layout import TrainingPlan
+from dilatant.report.run_folder import RunFolder
+from dilatant.resilience.history import write_history
+from dilatant.resilience.partial_step.handover import clear_handed_over, hand_over
+from dilatant.resilience.partial_step.inherited import take_over, take_up
+from dilatant.resilience.processes.wire import StoreAt
+from dilatant.resilience.protocol.agent import Rebuild
+from dilatant.resilience.protocol.values import NO_STATE
+from dilatant.resilience.state_transfer import Lost
+from dilatant.resilience.status import REBUILDS
+from dilatant.resilience.worker.generation_plan import GenerationPlans, tell_plan
+from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
+from dilatant.training.checkpoints.checkpoint import newest_valid
+from dilatant.training.checkpoints.starting_point import Start, agreed_checkpoint
+from dilatant.training.commit import Membership
+from dilatant.training.feeding.decoding import KeptPool, decoding_of, stand_by
+from dilatant.training.prepare import Prepared, prepare
+from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
+from dilatant.training.stop_signal import StopSignal
+from dilatant.training.trainer import Trainer
+
+STORE_SECONDS = 30.0
+"""For a store that was there a moment ago."""
+LATER_SECONDS = 1.0
+"""After a generation began: then nobody waits for what need not be done at once."""
+FOLDER = "resilience"
+_BEGUN = "resilience/begun"
+"""In the run's store once the run has a folder of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a worker finds its agent. index: among the workers of its node. store_at: where ranks meet, for one that is
+    not connected yet: who leads when it is first needed may be another one by then; on_one_machine: of that store."""
+
+    node: str
+    index: int
+    port: int
+    token: bytes
+    store_at: StoreAt | None = None
+    on_one_machine: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """The state of one generation: a trainer that may communicate no more, and who its ranks were."""
+
+    generation: int
+    trainer: Trainer
+    planned: TrainingPlan
+    members: tuple[str, ...]
+    workers: tuple[int, ...]
+
+
+def train_rank_resiliently(
+    worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seats: Sequence[Seat]
+) -> RunResult | None:
+    """As `train_seat`, in the seat of this rank."""
+    return train_seat(worker, config, plan_json, start, show, seats[worker.rank])
+
+
+def train_seat(
+    worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
+) -> RunResult | None:
+    """One worker's part of a run, whichever rank it is at the time. None where the run goes on without it.
+
+    Raises what stops the run for everybody, and RunEnded where there are too few nodes.
+    """
+    return _Rank(worker, config, plan_json, start, show, seat).run()
+
+
+class Stopwatch:
+    """Seconds from one `lap` to the next, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._since
+        self._since = now
+
+
+class _Rank:
+    def __init__(
+        self, worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
+    ) -> None:
+        self._worker = worker
+        self._config = config
+        self._start = start
+        self._show = show
+        self._seat = seat
+        self._store_at: StoreAt | None = None
+        self._rank = worker.rank
+        self._stop = StopSignal()
+        self._link = WorkerLink(
+            seat.port,
+            seat.token,
+            seat.index,
+            self._unblock,
+            config.resilience.lease_seconds / 4,
+            self._stop.request,
+            self._hand_over,
+        )
+        initial = TrainingPlan.from_json(plan_json)
+        try:
+            self._prepared: Prepared = prepare(config, initial)
+        except UserError as error:
+            self._link.lost(str(error))
+            raise
+        self._folder = RunFolder(config.output_dir)
+        self._pool = KeptPool()
+        self._shown_plan: TrainingPlan | None = None
+        self._held: Held | None = None
+        self._pending: Held | None = None
+        self._trainers: list[Trainer] = []
+        self._opened: list[Comm] = []
+        self._is_joining = False
+        self._later: threading.Timer | None = None
+        self._spare: MultimodalModel | None = None
+        self._is_torn = False
+        self._mistake: UserError | None = None
+        self._node_of: list[str] = []
+        self._plans = GenerationPlans(config, self._prepared, initial)
+        self._plans.warm_up()
+        self._link.warm()
+
+    def run(self) -> RunResult | None:
+        result: RunResult | None = None
+        with contextlib.closing(self._pool), self._stop as stop:
+            while True:
+                try:
+                    order = self._await_rebuild()
+                    try:
+                        result = self._generation(order, stop)
+                        self._link.await_end()
+                        return result
+                    except RunEnded:
+                        raise
+                    except Fenced:
+                        pass
+                    except Exception as error:
+                        self._explain(error)
+                except RunEnded:
+                    ended = self._link.ended
+                    if ended is not None and ended.is_out:
+                        return None
+                    if self._mistake is not None:
+                        raise self._mistake from None
+                    raise
+                finally:
+                    self._still()
+
+    def _generation(self, order: Rebuild, stop: StopSignal) -> RunResult:
+        """Become part of a generation, and train in it to the end."""
+        made = self._pending = self._made(order)
+        self._link.await_activation(made.trainer.step)
+        self._activate(made)  # only now is nobody to go back to the one before
+        self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.comm,))
+        self._later.daemon = True
+        self._later.start()
+        result = train_to_end(self._config, made.trainer, self._folder, self._show, stop)
+        if made.trainer.rank == 0:
+            self._show_plan()
+        return result
+
+    def _activate(self, made: Held) -> None:
+        if self._held is not None:
+            before, step = self._held.trainer.done.recent, made.trainer.step
+            made.trainer.done.recent = tuple(metrics for metrics in before if metrics.step <= step)
+        self._held, self._pending, self._is_torn = made, None, False
+        made.trainer.begin_alone()
+
+    def _do_later(self, comm: Comm) -> None:
+        """Make the copy of the model that the next generation is built in, show what has happened, and be ready to
+        decode for the machine."""
+        if self._spare is None:
+            self._spare = copy.deepcopy(self._prepared.model)
+        stand_by(comm, decoding_of(self._config.data))
+        if comm.rank == 0:
+            self._show_plan()
+            write_history(self._folder.path, self._config.output_dir)
+
+    def _show_plan(self) -> None:
+        """Write down what the run's plan is by now."""
+        planned = None if self._held is None else self._held.planned
+        if planned is not None and planned is not self._shown_plan:
+            self._shown_plan = planned
+            self._folder.write_text("plan.json", planned.to_json())
+
+    def _await_rebuild(self) -> Rebuild:
+        """Stand still with what is held; apply what turned out to be committed."""
+        held = self._held
+        if held is None:
+            order = self._link.await_rebuild(NO_STATE, 0, None)
+        else:
+            order = self._link.await_rebuild(held.generation, held.trainer.step, held.trainer.voted_step)
+        if self._pending is not None and self._pending.generation == order.base:
+            self._activate(self._pending)  # it was elsewhere
+        self._pending = None
+        held = self._held
+        self._follow_store(held)
+        if held is not None and held.generation == order.base and held.trainer.step == order.committed - 1:
+            held.trainer.apply_voted()
+        return order
+
+    @property
+    def _store(self) -> Store:
+        assert self._worker.store is not None
+        return self._worker.store
+
+    def _follow_store(self, held: Held | None) -> None:
+        """Go on in the store of who leads now, and put there what the next generation is planned from. Raises RunEnded
+        where it cannot be reached: that is the end of this node alone."""
+        at = self._link.store_at or self._seat.store_at
+        if at is None or at == self._store_at:
+            return
+        try:
+            store = connect(at.host, at.port, self._seat.token, self._seat.on_one_machine, STORE_SECONDS)
+        except UserError as error:
+            self._link.lost(str(error))
+            raise RunEnded(str(error)) from None
+        self._store_at = at
+        self._worker = replace(self._worker, store=store)
+        if held is not None:
+            tell_plan(self._store, held.generation, held.planned, held.members, held.workers)
+            self._store.set(_BEGUN, b"")
+
+    def _made(self, order: Rebuild) -> Held:
+        """This rank's trainer in the generation, with the state of those who hold it."""
+        self._rank = order.first_rank + self._seat.index
+        self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
+        held = self._held if self._held is not None and self._held.generation == order.base else None
+        watch, began = Stopwatch(), time.process_time()
+        planned = self._plans.of(order, self._rank, self._store, self._link)
+        watch.lap("plan")
+        trainer = self._trainer(
+            order, planned, order.base != NO_STATE, None if held is None else held.trainer
+        )
+        watch.lap("build")
+        copied, pairs, given = 0, (0, 0), 0
+        if order.base == NO_STATE:
+            self._begin(trainer, planned)
+        else:
+            try:
+                old = None if held is None else held.trainer
+                copied = take_over(trainer, old, self._folder.checkpoints)
+                watch.lap("copy")
+                if self._config.resilience.salvage and not order.doubted:
+                    pairs, given = take_up(trainer, old, order.base, self._handed_over)
+                trainer.decide_ahead()
+                watch.lap("salvage")
+            except Lost:
+                trainer.comm.world.barrier("the news that state is lost")
+                self._still()
+                trainer = self._trainer(order, planned, weights_follow=False, before=None)
+                self._begin(trainer, planned)
+                watch.lap("copy")
+        kept, again = pairs
+        salvaged = {
+            "salvaged_share": kept / max(1, kept + again),
+            "salvaged_pairs": kept,
+            "missing_pairs": again,
+            "ranks_handed_over": given,
+        }
+        if order.base != NO_STATE:
+            costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
+            trainer.recovery = {
+                "ranks": trainer.comm.size,
+                "bytes_to_first_rank": copied,
+                **salvaged,
+                **costs,
+            }
+        if trainer.rank == 0:
+            record = {
+                "generation": order.generation,
+                "step": trainer.step,
+                "seconds": watch.laps,
+                "cpu_seconds": time.process_time() - began,
+                "bytes_to_first_rank": copied,
+                **salvaged,
+                "stays": trainer.stays,
+            }
+            with open_in_place(self._folder.path / FOLDER / REBUILDS) as file:
+                file.write(json.dumps(record).encode() + b"\n")
+        return Held(order.generation, trainer, planned, order.members, order.workers)
+
+    def _trainer(
+        self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
+    ) -> Trainer:
+        """With the weights of the one before, which nobody changes until all are ready; where this rank's part does not
+        stay as it was, in a model of its own, and the one before keeps its memory until then."""
+        self._is_joining = True
+        if self._link.is_fenced:
+            raise Fenced
+        places = tuple(node for node, count in enumerate(order.workers) for _ in range(count))
+        membership = Membership(
+            order.generation,
+            places,
+            weights_follow,
+            self._link,
+            self._joined,
+            order.reason,
+            self._config.resilience.salvage,
+            self._pool,
+        )
+        worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
+        samples = self._prepared.samples
+        if self._is_torn or before is None or not before.runtime.stays(planned.plan, self._rank):
+            before = None
+            model, self._spare = self._spare or copy.deepcopy(self._prepared.model), None
+        else:
+            model = before.runtime.model
+        self._is_torn |= before is not None  # what is built halfway there cannot be taken back
+        checkpoints = self._folder.checkpoints
+        trainer = Trainer(self._config, samples, model, planned, worker, checkpoints, membership, before)
+        self._is_torn &= before is None
+        self._trainers.append(trainer)
+        return trainer
+
+    def _joined(self, comm: Comm) -> None:
+        self._opened.append(comm)
+        self._is_joining = False
+
+    def _begin(self, trainer: Trainer, planned: TrainingPlan) -> None:
+        """With nobody's state: as the run was asked to, or once it has begun at its newest checkpoint."""
+        begun = self._store.check([_BEGUN])
+        if trainer.rank == 0:
+            clear_handed_over(self._handed_over)  # of a run before this one
+        checkpoint = self._start.checkpoint
+        if begun and trainer.rank == 0:
+            newest, _ = newest_valid(self._folder.checkpoints)
+            checkpoint = checkpoint if newest is None else newest.path
+        agreed = agreed_checkpoint(trainer.comm, checkpoint)
+        if agreed is not None:
+            trainer.restore(agreed)
+        if trainer.rank == 0 and not begun:
+            begin_folder(
+                self._config, self._prepared, planned, self._folder, self._start.discards, self._show
+            )
+            self._store.set(_BEGUN, b"")
+
+    @property
+    def _handed_over(self) -> Path:
+        return self._folder.path / FOLDER / "handed_over"
+
+    def _hand_over(self) -> None:
+        """The others go on without this rank, which leaves what it has finished of the step to them. What fails costs
+        them only that."""
+        held = self._held
+        if held is not None and self._config.resilience.salvage:
+            try:
+                hand_over(self._handed_over, held.generation, held.trainer.runtime)
+            except Exception as error:
+                print(
+                    f"warning: this rank leaves, and could not hand over its gradients: {error}", flush=True
+                )
+
+    def _still(self) -> None:
+        """End all communication and what works in the background; what is held stays."""
+        if self._later is not None:
+            self._later.cancel()
+        for trainer in self._trainers:
+            with contextlib.suppress(Exception):
+                trainer.close()
+        for comm in self._opened:
+            comm.close()
+        self._trainers.clear()
+        self._opened.clear()
+
+    def _unblock(self, generation: int) -> None:
+        """From the link's thread: whoever waits for others in this generation waits no more."""
+        is_joining = self._is_joining  # before looking at what is open: it turns from the one into the other
+        for comm in tuple(self._opened):  # from threads of their own: the link has to hear what comes next
+            end = partial(comm.abort, "this generation is over", tell_others=False)
+            threading.Thread(target=end, name="dilatant-end", daemon=True).start()
+        if is_joining:
+            with contextlib.suppress(Exception), contextlib.closing(self._store.clone()) as store:
+                end_generation(store, generation, self._rank, "this generation is over")
+
+    def _explain(self, error: Exception) -> None:
+        """Say why this rank cannot go on, unless that is known already."""
+        if self._link.is_fenced:
+            return
+        if isinstance(error, UserError):
+            self._mistake = error
+        culprits = error.culprits if isinstance(error, CommTimeout) else ()
+        nodes = {self._node_of[rank] for rank in culprits} - {self._seat.node}
+        accuses = nodes.pop() if len(nodes) == 1 else None
+        self._link.broken(f"{type(error).__name__}: {error}", isinstance(error, UserError), accuses)

@@ -1,0 +1,218 @@
+"""A worker's connection to its node's agent: what it is to do, and what is unblocked at once when that changes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from dilatant.resilience.processes.wire import Beat, Hello, Link, LinkClosed, StoreAt, Warm, connect
+from dilatant.resilience.protocol.agent import (
+    Activate,
+    Apply,
+    Broken,
+    Command,
+    Computing,
+    Died,
+    Done,
+    End,
+    Event,
+    Fence,
+    HandedOver,
+    HandOver,
+    Made,
+    Prepared,
+    Rebuild,
+    SaveAndEnd,
+    Slow,
+    Stopped,
+)
+
+SOON_BEATS = 2
+"""A step that may take no longer than so many beats is said to be computed at once."""
+
+
+class Fenced(Exception):
+    """This generation is over: stand still, and wait to be rebuilt."""
+
+
+class RunEnded(Exception):
+    """The run is over; the message says why."""
+
+
+class WorkerLink:
+    """Used by one thread; another one reads, and calls `on_fence` with the generation that is over, and `on_ending`
+    when all are to save and end. `on_hand_over` is called by `await_rebuild`, when the run goes on without this worker,
+    to leave what it has finished to the others.
+
+    A worker whose agent is gone ends at once: it could be told nothing any more, and others go on without it.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        token: bytes,
+        index: int,
+        on_fence: Callable[[int], None],
+        beat_seconds: float = 1.0,
+        on_ending: Callable[[], None] = lambda: None,
+        on_hand_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._link: Link = connect("127.0.0.1", port, token)
+        self._on_fence = on_fence
+        self._on_ending = on_ending
+        self._on_hand_over = on_hand_over
+        self._beat_seconds = beat_seconds
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._newest = 0
+        self._generation = 0
+        self.ended: End | None = None
+        self.store_at: StoreAt | None = None
+        """Where ranks meet, once that is elsewhere than where the run began."""
+        self._closed = False
+        self._unsaid: tuple[Computing, float] | None = None
+        self._link.send(Hello(index, os.getpid()))
+        threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
+
+    def warm(self) -> None:
+        """Say that this worker can become part of a generation; from now on its silence is a fault."""
+        self._send(Warm())
+        threading.Thread(target=self._beat, name="dilatant-beat", daemon=True).start()
+
+    @property
+    def generation(self) -> int:
+        """That this worker belongs to, or was last rebuilt for."""
+        return self._generation
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the generation is over that this worker belongs to."""
+        return self._newest > self._generation or self.ended is not None
+
+    def await_rebuild(self, base: int, applied: int, prepared: int | None) -> Rebuild:
+        """Stand still, and return when this worker is to be part of a generation. Raises RunEnded.
+
+        base, applied, prepared: see `Stopped`.
+        """
+        while True:
+            command = self._next()
+            if isinstance(command, Fence):
+                self._send(Stopped(command.generation, base, applied, prepared))
+            elif isinstance(command, HandOver):
+                self._on_hand_over()
+                self._send(HandedOver(command.generation))
+            elif isinstance(command, Rebuild) and command.generation == self._newest:
+                self._generation = command.generation
+                return command
+
+    def await_activation(self, applied: int) -> None:
+        """Say that this worker is ready, and return when all are. Raises Fenced or RunEnded."""
+        self._send(Made(self._generation, applied))
+        self._await(Activate)
+
+    def begin(self, step: int, limit_seconds: float) -> None:
+        """Say that this worker begins to compute a step, and what that may take before the others should know. Where
+        that is long, with the next beat: most steps are over by then, and cost no message."""
+        computing = Computing(self._generation, step, limit_seconds)
+        if limit_seconds > SOON_BEATS * self._beat_seconds:
+            self._unsaid = computing, time.monotonic()
+        else:
+            self._send(computing)
+
+    def propose(self, step: int, hashes: Mapping[str, int]) -> None:
+        """Say that this worker has all gradients of a step. hashes: see `Prepared`."""
+        self._unsaid = None
+        self._send(Prepared(self._generation, step, hashes))
+
+    def await_commit(self) -> None:
+        """Return when the step that was proposed is committed. Raises Fenced when it is not known whether it is, or
+        RunEnded."""
+        self._await(Apply)
+
+    def slow(self, times: float) -> None:
+        """Say that this worker is too slow for the others; 0: no longer."""
+        self._send(Slow(self._generation, times))
+
+    def await_end(self) -> None:
+        """Say that nothing is left to do, and return when that is so for all. Raises Fenced."""
+        self._send(Done(self._generation))
+        try:
+            self._await(End)
+        except RunEnded:
+            return
+
+    def broken(self, reason: str, fatal: bool = False, accuses: str | None = None) -> None:
+        """Say that this worker cannot go on in its generation; fatal: nor could anybody. accuses: the node that it
+        waited for in vain."""
+        self._send(Broken(self._generation, reason[:2000], accuses, fatal))
+
+    def lost(self, reason: str) -> None:
+        """Say that this worker cannot take part at all."""
+        self._send(Died(reason[:2000]))
+
+    def close(self) -> None:
+        self._closed = True
+        self._link.close()
+
+    def _await(self, wanted: type) -> None:
+        while True:
+            if self._newest > self._generation:
+                raise Fenced
+            command = self._next()
+            if isinstance(command, Fence | HandOver):
+                self._commands.put(command)  # `await_rebuild` answers it
+                raise Fenced
+            of_now = not isinstance(command, End | SaveAndEnd) and command.generation == self._generation
+            if of_now and isinstance(command, wanted):
+                return
+
+    def _next(self) -> Command:
+        command = self._commands.get()
+        if isinstance(command, End):
+            self._commands.put(command)
+            raise RunEnded(command.reason)
+        return command
+
+    def _send(self, message: Event | Beat | Warm) -> None:
+        try:
+            self._link.send(message)
+        except LinkClosed:
+            if self.ended is None and not self._closed:
+                os._exit(1)
+
+    def _beat(self) -> None:
+        """A process that is stopped, or whose interpreter is held, does not."""
+        said: tuple[Computing, float] | None = None
+        while True:
+            time.sleep(self._beat_seconds)
+            if self._closed or self.ended is not None:
+                return
+            self._send(Beat())
+            if (unsaid := self._unsaid) is not None and unsaid is not said:
+                said = unsaid
+                computing, began = unsaid
+                left = max(0.0, computing.limit_seconds - (time.monotonic() - began))
+                self._send(Computing(computing.generation, computing.step, left))
+
+    def _read(self) -> None:
+        try:
+            while True:
+                command = self._link.receive()
+                if isinstance(command, StoreAt):
+                    self.store_at = command
+                    continue
+                if isinstance(command, SaveAndEnd):
+                    self._on_ending()
+                    continue
+                if isinstance(command, Fence | HandOver):
+                    self._newest = command.generation
+                if isinstance(command, End):
+                    self.ended = command
+                self._commands.put(command)
+                if isinstance(command, Fence | HandOver | End):
+                    self._on_fence(self._generation)
+        except LinkClosed:
+            if self.ended is None and not self._closed:
+                os._exit(1)

@@ -1,0 +1,76 @@
+"""A rank of a machine of several, as a process that its agent started."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from dilatant.config.config import parse_config
+from dilatant.config.environment import hide_gpus
+from dilatant.config.errors import UserError
+from dilatant.config.files.yaml_text import read_yaml
+from dilatant.config.printable import printable
+from dilatant.resilience.processes.job import WorkerStart
+from dilatant.resilience.processes.process import end_with_parent
+
+if TYPE_CHECKING:
+    from dilatant.training.rank import Show
+
+
+def main() -> None:
+    """Train until the run is over, or goes on without this node."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends them to all; the agent says what follows
+        signal.signal(number, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerStart)
+    end_with_parent()
+    code = 0
+    try:
+        train(start)
+    except UserError as error:
+        print(printable(f"error: {start.node}: {error}"), file=sys.stderr)
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # Threads that wait in torch for ranks which are cut off would not survive the interpreter's own end.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def train(start: WorkerStart) -> None:
+    """Raises UserError for what is wrong here, or with the run."""
+    job = start.job
+    config = parse_config(read_yaml(job.config), base=Path("/"))
+    if config.train.device == "cpu":
+        hide_gpus()
+    from dilatant.comm.launch import worker_here
+    from dilatant.resilience.processes.wire import StoreAt
+    from dilatant.resilience.run_result import write_result
+    from dilatant.resilience.worker.rank import Seat, train_seat
+    from dilatant.resilience.worker.worker_link import RunEnded
+    from dilatant.training.checkpoints.starting_point import Start
+
+    token = bytes.fromhex(start.token)
+    worker = worker_here(start.index, job.workers, start.index, job.workers, None)
+    at = StoreAt(start.host, job.store_port)
+    seat = Seat(start.node, start.index, start.agent_port, token, at, job.on_one_machine)
+    begin = Start(Path(job.checkpoint) if job.checkpoint else None, job.discards)
+    try:
+        result = train_seat(worker, config, job.plan, begin, cast("Show", job.show), seat)
+    except RunEnded:
+        return  # the coordinator says why
+    if result is not None and result.is_first:
+        write_result(Path(job.folder), result)
+
+
+if __name__ == "__main__":
+    main()

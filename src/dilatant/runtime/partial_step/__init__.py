@@ -1,0 +1,1 @@
+"""Recovery of a partial step: which gradients of a failed step are still usable."""

@@ -1,0 +1,1 @@
+"""Gradient sync, and sharded weights and optimizer state."""

@@ -1,0 +1,91 @@
+"""Who holds which weight under a plan: the basis of gradient groups, of counting, and of moving state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from dilatant.models.core.stage import stage_tensors
+from dilatant.models.core.unit import Unit
+from dilatant.models.parallel.tensor_plan import TensorPlan, tensor_plan
+from dilatant.plan.boxes import Box, Intervals, atoms
+from dilatant.plan.holdings import HeldWeight, Holdings, holdings
+from dilatant.plan.plan import Plan, Stage
+
+
+def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
+    """Who holds which part of each parameter and buffer, in layer order of the units in plan order.
+
+    A tied weight is one logical weight, held where either of its layers is.
+    """
+    weights = []
+    for unit_plan in plan.units:
+        unit = units[unit_plan.name]
+        layers: dict[str, set[str]] = {}
+        for weight in unit.weights:
+            layers.setdefault(weight.canonical, set()).add(weight.layer)
+        weights += [
+            HeldWeight(name, frozenset(layers[name]), tuple(tensor.shape))
+            for name, tensor in stage_tensors(unit).items()
+        ]
+    plans = tensor_plans(plan, units)
+
+    def split(weight: HeldWeight, stage: Stage, place: int) -> tuple[Intervals | None, bool]:
+        own = plans.get(weight.name.partition(".")[0])
+        if own is None:
+            return None, False
+        # tp varies fastest
+        return own.held(weight.name, weight.shape, stage.tp, place % stage.tp, stage.ep, place % stage.ep)
+
+    return holdings(plan, {name: unit.layers for name, unit in units.items()}, weights, split)
+
+
+def tensor_plans(plan: Plan, units: Mapping[str, Unit]) -> dict[str, TensorPlan]:
+    """How the units that have stages of several tensor- or expert-parallel ranks are shared among these."""
+    wide = dict.fromkeys(p.unit for p in plan.stages() if p.stage.tp > 1 or p.stage.ep > 1)
+    return {name: tensor_plan(units[name]) for name in wide}
+
+
+def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
+    """Unit → for each layer, whether any of its weights trains (a tied weight trains in both of its layers)."""
+    flags = {}
+    for name, unit in units.items():
+        parameters = {canonical for canonical, _ in unit.named_logical_parameters()}
+        training = {
+            weight.layer
+            for weight in unit.weights
+            if weight.canonical in parameters and weight.canonical not in unit.frozen
+        }
+        flags[name] = [layer in training for layer in unit.layers]
+    return flags
+
+
+def boxes_held_on(held: Holdings, rank: int) -> dict[str, Box]:
+    """Logical name → what `rank` holds of the weight or buffer."""
+    return {name: holding.boxes[rank] for name, holding in held.items() if rank in holding.boxes}
+
+
+def part(tensor: Tensor, box: Box) -> Tensor:
+    """The part of a whole weight that is `box`; of a whole box a view, else in memory of its own."""
+    if box.is_whole:
+        return tensor
+    own = tensor.new_empty(box.shape)
+    for cell in box.cells():
+        own[box.place(cell)] = tensor[Box.of(box.name, box.whole).place(cell)]
+    return own
+
+
+def written_cells(held: Holdings, rank: int) -> dict[str, tuple[Box, ...]]:
+    """Logical name → the cells that `rank` writes of weights that no optimizer owns: it is the first that has them."""
+    return {
+        name: tuple(_first_of(holding.boxes, rank)) for name, holding in held.items() if rank in holding.boxes
+    }
+
+
+def _first_of(boxes: Mapping[int, Box], rank: int) -> Iterator[Box]:
+    if not boxes[rank].size:  # no atom has any of it
+        yield from (boxes[rank],) if rank == min(boxes) else ()
+    for atom in atoms(boxes):
+        if atom.ranks[0] == rank:
+            yield atom.box

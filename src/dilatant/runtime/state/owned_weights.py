@@ -1,0 +1,152 @@
+"""What a rank's optimizer updates: the boxes of trainable weights that it owns, and everybody's updates afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.group import Pending
+from dilatant.plan.boxes import Box
+from dilatant.plan.buckets import BucketShare
+from dilatant.plan.holdings import Holdings
+from dilatant.runtime.state.shared_groups import group_of
+
+
+class OwnedWeights:
+    """The boxes of trainable weights that this rank updates, as parameters by key (see `Box.key`).
+
+    weights: the trainable ones held here, by logical name. shares: of all buckets that this rank is in.
+
+    A weight whose optimizer state nobody shares is its own parameter. Of the others, a box in fp32 whose numbers lie
+    together is a view into the weight; any other box is an fp32 master copy, or without `masters` (the optimizer keeps
+    its own) as the weight is. exact: values that weights were rounded from, by name, where they are known. spoken: key
+    → the cells of it that this rank counts in norms and writes into checkpoints; over all ranks they hold every number
+    of every weight once. before: of the same weights in the generation before; where nothing of what this rank owns
+    has changed (`stays`), the parameters are the same ones.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        weights: Mapping[str, nn.Parameter],
+        holdings: Holdings,
+        shares: Sequence[BucketShare],
+        exact: Mapping[str, Tensor] | None = None,
+        masters: bool = True,
+        before: OwnedWeights | None = None,
+    ) -> None:
+        self.comm = comm
+        self._keeps_masters = masters
+        self.weights = dict(weights)
+        self.held = {name: holdings[name].boxes[comm.rank] for name in weights}
+        self._divided = [share for share in shares if share.is_divided]
+        divided = self._names_divided = frozenset(
+            name for share in self._divided for name in share.bucket.names
+        )
+        own = {box.key: box for name, box in self.held.items() if name not in divided}
+        own |= {box.key: box for share in shares for box in share.own if box.name in divided}
+        self.stays = before is not None and (before._names_divided, before.boxes) == (divided, own)
+        kept = before.parameters if before is not None and self.stays else {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.boxes: dict[str, Box] = {}
+        self.spoken: dict[str, tuple[Box, ...]] = {}
+        self._copies: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            if name not in divided:
+                self._own(self.held[name], weight)
+                if not weight.numel() and holdings[name].ranks[0] == comm.rank:  # in no bucket
+                    self.spoken[self.held[name].key] = (self.held[name],)
+        for share in shares:
+            for box in share.own:
+                if box.name in divided:
+                    self._own(box, self._part(box, exact or {}, kept.get(box.key)))
+                if share.speaks:
+                    key = (box if box.name in divided else self.held[box.name]).key
+                    self.spoken[key] = (*self.spoken.get(key, ()), box)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether any state is shared; then an update must be followed by `gather`."""
+        return bool(self._divided)
+
+    def view(self, box: Box) -> Tensor:
+        """A cell of a weight held here, in the weight's own memory."""
+        return self.weights[box.name].detach()[self.held[box.name].place(box)]
+
+    def squared_norm(self) -> float:
+        """This rank's share in the squared norm of all gradients: every number counts at one rank."""
+        own = [gradient for _, gradient in self.spoken_parts({k: p.grad for k, p in self.parameters.items()})]
+        if not own:
+            return 0.0
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(own)])
+        return float(norms.square().sum())
+
+    def spoken_parts(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[Box, Tensor]]:
+        """The cells that this rank speaks for, of tensors shaped like the parameters of their keys; none of None."""
+        for key, cells in self.spoken.items():
+            tensor = tensors.get(key)
+            if tensor is not None:
+                box = self.boxes[key]
+                yield from ((cell, tensor if cell == box else tensor[box.place(cell)]) for cell in cells)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring the weights of all holders to what their owners hold; called by all ranks, after every update."""
+        for key, copied in self._copies.items():
+            copied.copy_(self.parameters[key])
+        under_way: tuple[BucketShare, Tensor, Pending] | None = None
+        for share in self._divided:  # one bucket travels while the one before is unpacked
+            started = self._start(share)
+            if under_way is not None:
+                self._finish(*under_way)
+            under_way = started
+        if under_way is not None:
+            self._finish(*under_way)
+
+    def _own(self, box: Box, parameter: nn.Parameter) -> None:
+        self.parameters[box.key] = parameter
+        self.boxes[box.key] = box
+
+    def _part(self, box: Box, exact: Mapping[str, Tensor], kept: nn.Parameter | None) -> nn.Parameter:
+        view = self.view(box)
+        if view.is_contiguous() and (view.dtype == torch.float32 or not self._keeps_masters):
+            return self._as_held(view) if kept is None else kept
+        self._copies[box.key] = view
+        if kept is not None:
+            return kept
+        if not self._keeps_masters:
+            return self._as_held(view.clone(memory_format=torch.contiguous_format))
+        source = exact[box.name][self.held[box.name].place(box)] if box.name in exact else view
+        return nn.Parameter(torch.empty(box.shape, dtype=torch.float32, device=view.device).copy_(source))
+
+    def _as_held(self, own: Tensor) -> nn.Parameter:
+        parameter = nn.Parameter(own)
+        if own.dtype != torch.float32:
+            parameter.grad_dtype = torch.float32
+        return parameter
+
+    def _start(self, share: BucketShare) -> tuple[BucketShare, Tensor, Pending]:
+        weight = self.weights[share.bucket.names[0]]
+        own = weight.new_empty(share.width)
+        start = 0
+        for box in share.own:
+            own[start : start + box.size].view(box.shape).copy_(self.parameters[box.key])
+            start += box.size
+        own[start:].zero_()
+        flat = weight.new_empty(len(share.sharing) * share.width)
+        names = share.bucket.names
+        what = f"updated weights {names[0]} to {names[-1]} on ranks {share.sharing}"
+        return share, flat, group_of(self.comm, share.sharing).all_gather(flat, own, what)
+
+    def _finish(self, share: BucketShare, flat: Tensor, pending: Pending) -> None:
+        pending.wait()
+        if min(share.sizes) < share.width:
+            rows = flat.view(len(share.sharing), -1)
+            flat = torch.cat([row[:size] for row, size in zip(rows.unbind(), share.sizes)])
+        start = 0
+        for box in share.bucket.boxes:
+            self.view(box).copy_(flat[start : start + box.size].view(box.shape))
+            start += box.size

@@ -1,0 +1,125 @@
+"""A unit whose layers or experts ranks of a stage share: weights drawn whole and cut, stages made those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.expert_group import ExpertGroup
+from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.core.materialize import materialize
+from dilatant.models.core.stage import Stage
+from dilatant.models.core.unit import Unit
+from dilatant.models.language.language_stage import LanguageStage
+from dilatant.models.parallel.tensor_parallel import (
+    share_blocks,
+    share_experts,
+    share_vocabulary,
+    with_weights,
+)
+from dilatant.models.parallel.tensor_plan import tensor_plan
+from dilatant.plan.boxes import Box
+from dilatant.plan.plan import Stage as StagePlan
+from dilatant.runtime.state.holders import part
+from dilatant.runtime.state.shared_groups import group_in, tensor_group_of
+
+
+class SharedUnit:
+    """A transformers model that tensor-parallel ranks, expert-parallel ranks or both share. The unit itself stays as it
+    was: whole, or without memory.
+
+    placed: a stage of it on this rank. boxes: logical name → what this rank holds.
+    """
+
+    def __init__(self, unit: Unit, comm: Comm, placed: StagePlan, boxes: Mapping[str, Box]) -> None:
+        self._unit = unit
+        self._boxes = boxes
+        self._plan = tensor_plan(unit)
+        self._comm = comm
+        self._ranks = TensorGroup(tensor_group_of(comm, placed)) if placed.tp > 1 else None
+        self._holders: dict[int, ExpertGroup] = {}  # by ep, in which stages of a unit may differ
+        self._drawn: dict[str, Tensor] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+
+    def materialize(self, first: int, end: int, seed: int | None, given: Collection[str]) -> None:
+        """Draw this rank's part of the layers as one process draws them, layer by layer; see `materialize`."""
+        unit = self._unit
+        absent = {name for name, parameter in unit.named_logical_parameters() if parameter.is_meta}
+        for layer in range(first, end):
+            materialize(unit, layer, layer + 1, seed, given)
+            whole = dict(unit.named_logical_parameters())
+            for name in self._names(layer, layer + 1):
+                if name in whole and name not in self._drawn:
+                    self._drawn[name] = self._cut(name, whole[name].detach(), name in given)
+            self._release(absent)
+
+    def share(self, stage: Stage, placed: StagePlan) -> None:
+        """Give `stage` modules of its own with this rank's weights of the layers that are `placed`."""
+        first, end = placed.first, placed.end
+        model = getattr(stage, "model", None)
+        if model is None:  # a projector alone
+            return
+        held = dict(stage.named_logical_parameters())
+        for name in self._names(first, end):
+            if name in held and name not in self._parameters:
+                drawn = self._drawn.pop(name).to(held[name].dtype)
+                self._parameters[name] = nn.Parameter(drawn, requires_grad=held[name].requires_grad)
+        own = {held[name]: self._parameters[name] for name in self._names(first, end) if name in held}
+        stage.model = model = with_weights(model, own)
+        structure = self._unit.structure
+        assert structure is not None
+        blocks = list(model.get_submodule(structure.blocks).children())
+        start = max(first - 1, 0)
+        experts = self._plan.experts[start : start + len(blocks)]
+        share_experts(blocks, experts, self._ranks, self._holders_of(placed))
+        if self._ranks is None:
+            return
+        regions = self._plan.regions[start : start + len(blocks)]
+        stage.shards = share_blocks(blocks, regions, experts, self._ranks, stage.behind_blocks)
+        if isinstance(stage, LanguageStage):
+            whole = cast(PreTrainedModel, self._unit.model)
+            rows, head_rows = (
+                cast(nn.Linear, module).weight.shape[0]
+                for module in (whole.get_input_embeddings(), whole.get_output_embeddings())
+            )
+            stage.vocabulary = share_vocabulary(cast(PreTrainedModel, model), rows, head_rows, self._ranks)
+
+    def _holders_of(self, placed: StagePlan) -> ExpertGroup | None:
+        if placed.ep == 1:
+            return None
+        if placed.ep not in self._holders:
+            self._holders[placed.ep] = ExpertGroup(group_in(self._comm, "experts", placed, placed.ep))
+        return self._holders[placed.ep]
+
+    def _names(self, first: int, end: int) -> dict[str, None]:
+        layers = set(self._unit.layers[first:end])
+        return dict.fromkeys(
+            weight.canonical
+            for weight in self._unit.weights
+            if weight.layer in layers and weight.part == "model"
+        )
+
+    def _cut(self, name: str, whole: Tensor, is_given: bool) -> Tensor:
+        box = self._boxes[name]
+        if is_given:  # its numbers come later
+            return torch.empty(box.shape, dtype=whole.dtype)
+        return part(whole, box).clone() if box.is_whole else part(whole, box)
+
+    def _release(self, absent: Collection[str]) -> None:
+        """Take the memory of whole weights back, where they had none."""
+        gone = {
+            id(p): p for name, p in self._unit.named_logical_parameters() if name in absent and not p.is_meta
+        }
+        hollow = {
+            number: nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            for number, parameter in gone.items()
+        }
+        for module in self._unit.model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in hollow:
+                    module._parameters[key] = hollow[id(parameter)]

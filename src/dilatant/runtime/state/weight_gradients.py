@@ -1,0 +1,302 @@
+"""Split backward: linear layers, experts among them, that put off their weight gradients.
+
+`I` is an ordinary backward pass while `WeightGradients.deferring` is set: a linear layer passes on the gradient of its
+input and only notes what its weight gradient needs. `W` computes what was noted. All other weights (norms,
+embeddings, convolutions, routers) get their gradients in `I`, as they cost little; so does what a stage names (see
+`Stage.undeferred`).
+
+Weights below fp32 have their gradients added up in fp32 here, product by product: autograd would round every product
+to the weight's format first.
+
+torch.distributed.pipelining walks the graph twice instead; that recomputes a checkpointed block many times over and
+loses gradients behind frozen stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilatant.models.core.parallel_linear import ParallelLinear
+from dilatant.models.parallel.experts import group_experts, is_fused, ungroup_experts
+from dilatant.models.parallel.grouped_linear import grouped_linear
+
+_PIECE = 1 << 24
+"""Numbers of a weight whose gradients are made at once, where they are not made in the format they are added in."""
+
+Deferred = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor, Sequence[int] | None]
+"""A weight gradient that is put off: weight and bias, None for what does not train; the inputs [rows, in_features], and
+the gradient of the outputs [rows, out_features]; of experts, how many of the rows are each one's."""
+
+
+class WeightGradients:
+    """Weight gradients of one stage that are still to be computed. Set `deferring` around a backward to put them off.
+
+    splits: whether the backward of a forward that runs now may be split. Without it most linear layers in fp32 are
+    plain ones, which cost less.
+    """
+
+    def __init__(self) -> None:
+        self.splits = True
+        self._deferring = False
+        self._deferred: list[Deferred] = []
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Inside, backward passes note weight gradients instead of computing them."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    @property
+    def is_deferring(self) -> bool:
+        return self._deferring
+
+    def defer(self, deferred: Deferred) -> None:
+        """Note a linear layer's weight gradient."""
+        self._deferred.append(deferred)
+
+    def take(self) -> list[Deferred]:
+        """What was noted since the last call, in the order of the backward pass; for `accumulate`."""
+        deferred, self._deferred = self._deferred, []
+        return deferred
+
+
+@torch.no_grad()
+def accumulate(deferred: list[Deferred]) -> None:
+    """Add weight gradients that were put off to `grad`, and drop what they needed one by one."""
+    deferred.reverse()
+    while deferred:
+        weight, bias, inputs, gradient, counts = deferred.pop()
+        if weight is not None and counts is not None:
+            _add_products(weight, gradient, inputs, counts)
+        elif weight is not None:
+            _add_product(weight, gradient, inputs)
+        if bias is not None:
+            _add(bias, gradient.sum(dim=0, dtype=_gradient_dtype(bias)))
+
+
+class DeferredLinear(ParallelLinear):
+    """A linear layer that shares the weights of `linear` and can put off their gradients."""
+
+    def __init__(self, linear: nn.Linear, gradients: WeightGradients, defers: bool = True) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.training = linear.training
+        self.gradients = gradients
+        self.defers = defers
+        self.enter = linear.enter if isinstance(linear, ParallelLinear) else None
+        self.leave = linear.leave if isinstance(linear, ParallelLinear) else None
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        bias_trains = bias is not None and bias.requires_grad
+        trains = torch.is_grad_enabled() and (self.weight.requires_grad or bias_trains)
+        if trains and (self.gradients.splits or not self.defers or _adds_itself(self.weight)):
+            return _Linear.apply(input, self.weight, bias, self.gradients, self.defers)
+        return functional.linear(input, self.weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """What `replace_linears` replaced in a stage. linears: parent, name there, and the layer itself. experts: modules
+    that are computed otherwise since."""
+
+    linears: tuple[tuple[nn.Module, str, nn.Linear], ...]
+    experts: tuple[nn.Module, ...]
+
+
+def replace_linears(
+    stage: nn.Module, gradients: WeightGradients, undeferred: Collection[nn.Module] = ()
+) -> Replaced:
+    """Put a DeferredLinear in the place of every plain linear layer, and let fused experts put off their gradients,
+    too; returns what `restore_linears` takes.
+
+    undeferred: linear layers whose gradients are not put off.
+
+    A layer that is held in several places becomes one layer held in these places. Only plain `nn.Linear`, or a part of
+    one, without hooks is replaced; what derives from it may compute something else, and gets its gradients in `I`.
+    """
+    places = tuple(
+        (parent, name, child)
+        for parent in stage.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear)
+        and type(child) in (nn.Linear, ParallelLinear)
+        and not _has_hooks(child)
+    )
+    # `named_children` skips a second name of one module in one parent; those are rare and keep working undeferred.
+    made: dict[int, DeferredLinear] = {}
+    for parent, name, child in places:
+        parent._modules[name] = made.setdefault(
+            id(child), DeferredLinear(child, gradients, defers=child not in undeferred)
+        )
+
+    def product(rows: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
+        if torch.is_grad_enabled() and weight.requires_grad:
+            return _GroupedLinear.apply(rows, weight, tuple(counts), gradients)
+        return grouped_linear(rows, weight, counts)
+
+    experts = tuple(module for module in stage.modules() if is_fused(module))
+    for module in experts:
+        group_experts(module).product = product
+    return Replaced(places, experts)
+
+
+def restore_linears(replaced: Replaced) -> None:
+    """Undo `replace_linears`; what was loaded, frozen or moved in between stays so."""
+    for parent, name, linear in replaced.linears:
+        current = parent._modules[name]
+        assert isinstance(current, DeferredLinear)
+        linear.weight, linear.bias = current.weight, current.bias
+        linear.training = current.training
+        parent._modules[name] = linear
+    for module in replaced.experts:
+        ungroup_experts(module)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        gradients: WeightGradients,
+        defers: bool,
+    ) -> Tensor:
+        output = functional.linear(input, weight, bias)
+        ctx.save_for_backward(input)
+        # The Parameter itself: a saved one comes back from a checkpoint's recomputation as a copy, and its gradient
+        # would be lost.
+        ctx.weight, ctx.bias, ctx.gradients, ctx.defers = weight, bias, gradients, defers
+        return output
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        (inputs,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = gradient @ weight
+        rows, flat = inputs.flatten(0, -2), gradient.flatten(0, -2)
+        trains = (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        puts_off = ctx.gradients.is_deferring and ctx.defers
+        if puts_off:
+            ctx.gradients.defer(
+                (
+                    weight if trains[0] else None,
+                    bias if trains[1] else None,
+                    rows.detach(),
+                    flat.detach(),
+                    None,
+                )
+            )
+        elif trains[0] and (not ctx.defers or _adds_itself(weight)):
+            # In place, as chunks of a row and microbatches add up; hooks that wait for the gradient run all the same.
+            _add_product(weight, flat, rows)
+        elif trains[0]:
+            grad_weight = flat.t() @ rows
+        if trains[1] and not puts_off:
+            grad_bias = flat.sum(dim=0, dtype=_gradient_dtype(bias))
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: nn.Parameter, counts: tuple[int, ...], gradients: WeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.weight, ctx.counts, ctx.gradients = weight, counts, gradients  # the Parameter: see `_Linear`
+        return grouped_linear(rows, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (rows,) = ctx.saved_tensors
+        weight, counts = ctx.weight, ctx.counts
+        if ctx.gradients.is_deferring:
+            ctx.gradients.defer((weight, None, rows.detach(), gradient.detach(), counts))
+        else:
+            _add_products(weight, gradient, rows, counts)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return grouped_linear(gradient, weight.transpose(1, 2), counts), None, None, None
+
+
+@torch.no_grad()
+def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None:
+    """Add `gradient.t() @ inputs` to the gradient of `weight`, in the gradient's own format and in little memory."""
+    dtype = _gradient_dtype(weight)
+    if dtype == inputs.dtype:
+        if weight.grad is None:
+            weight.grad = gradient.t() @ inputs
+        else:
+            weight.grad.addmm_(gradient.t(), inputs)
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight, dtype=dtype)
+    _add_wide(weight.grad, gradient, inputs)
+
+
+@torch.no_grad()
+def _add_products(weight: nn.Parameter, gradient: Tensor, inputs: Tensor, counts: Sequence[int]) -> None:
+    """`_add_product` of each expert's rows to its matrix of `weight` [experts, out, in]."""
+    dtype = _gradient_dtype(weight)
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight, dtype=dtype)
+    for total, out, into in zip(
+        weight.grad, gradient.split(list(counts)), inputs.split(list(counts)), strict=True
+    ):
+        if dtype == inputs.dtype:
+            total.addmm_(out.t(), into)
+        else:
+            _add_wide(total, out, into)
+
+
+def _add_wide(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
+    """Add `gradient.t() @ inputs` to `total`, which is of a wider format, in little memory."""
+    rows = max(1, _PIECE // total.shape[1])
+    wide = inputs if inputs.device.type == "cuda" else inputs.to(total.dtype)
+    for own, part in zip(total.split(rows), gradient.t().split(rows), strict=True):
+        if inputs.device.type == "cuda":  # halves are multiplied, and their products summed in fp32
+            own += torch.mm(part, inputs, out_dtype=total.dtype)
+        else:
+            own.addmm_(part.to(total.dtype), wide)
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+def _gradient_dtype(parameter: Tensor) -> torch.dtype:
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _adds_itself(weight: Tensor) -> bool:
+    """Whether gradients of `weight` are wider than what autograd would hand it."""
+    return _gradient_dtype(weight) != weight.dtype
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

@@ -1,0 +1,1 @@
+"""Plan, measure and finish one training step."""

@@ -1,0 +1,52 @@
+"""What one rank adds to the losses of a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dilatant.models.core.stage import StepData
+from dilatant.runtime.forward_outcome import Outcome
+from dilatant.runtime.partial_step.salvage import LossShare
+from dilatant.runtime.state.exact_sums import rounded_loss
+
+
+def sum_losses(
+    outcomes: Sequence[Outcome], data: StepData, salvaged: Sequence[LossShare], exact: bool
+) -> tuple[dict[str, float], list[str]]:
+    """Loss → the sum of what was computed of it here, and of what was before; and the ids of samples whose are not
+    finite. exact: each is rounded, so that their sum does not depend on their order."""
+    parts = [outcome.value.float().reshape(-1) for outcome in outcomes if isinstance(outcome.value, Tensor)]
+    values = iter(torch.cat(parts).tolist() if parts else ())
+    sums: dict[str, float] = {}
+    nonfinite: list[str] = []
+    for part, outcome in zip(parts, outcomes, strict=True):
+        made = itertools.islice(values, len(part))
+        value = sum(map(rounded_loss, made) if exact else made)
+        if not math.isfinite(value):
+            nonfinite += [data.samples[sample].id for sample in outcome.samples]
+        sums[outcome.name] = sums.get(outcome.name, 0.0) + value
+    for share in salvaged:
+        for name, value in share.values.items():
+            sums[name] = sums.get(name, 0.0) + (rounded_loss(value) if exact else value)
+    return sums, nonfinite
+
+
+def sum_sources(
+    outcomes: Sequence[Outcome], data: StepData, salvaged: Sequence[LossShare], name: str, num_sources: int
+) -> list[float]:
+    """What samples of each data set add to the loss `name` here, before it is divided; nothing of a single one."""
+    if num_sources < 2:
+        return []
+    sums = [0.0] * num_sources
+    for outcome in outcomes:
+        if outcome.name == name and outcome.by_sample is not None:
+            for sample, loss in zip(outcome.samples, outcome.by_sample.tolist(), strict=True):
+                sums[data.samples[sample].source] += loss
+    for share in salvaged:
+        sums = [sum(both) for both in zip(sums, share.by_source, strict=True)]
+    return sums

@@ -1,0 +1,162 @@
+"""Row owners: which rank of a stage has which of a microbatch's rows, in one step.
+
+Without context parallelism every rank of a stage has all of them. With it, a rank has the rows of its own tokens or
+items (see `Stage.owners`), whoever makes or takes them; both ends of an edge derive the same from the samples. Of
+tensor-parallel ranks, which need the same rows, each is sent a share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dilatant.models.core.stage import Boundary, StepData
+from dilatant.models.core.unit import Unit
+from dilatant.plan.plan import PlacedStage
+from dilatant.runtime.routes import Link, Routes, boundary_of, divide_rows, places_met, ranks_in
+from dilatant.schedule.dependencies import Message
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What of a message goes from one rank to another: `rows` rows of `width` numbers. at_source, at_target: which of
+    the message's rows that the giver has, and of those that are sent to the taker, these are; None for all of them."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+    at_source: Rows | None = None
+    at_target: Rows | None = None
+
+
+class RowOwners:
+    """Of the stages of a plan, in one step. boundaries: by stage, then by the unit that takes its rows."""
+
+    def __init__(
+        self,
+        units: Mapping[str, Unit],
+        placed: Sequence[PlacedStage],
+        boundaries: Sequence[Mapping[str, Boundary]],
+        routes: Routes,
+        data: StepData,
+    ) -> None:
+        self._units = units
+        self._placed = placed
+        self._boundaries = boundaries
+        self._routes = routes
+        self._data = data
+        self._of_elements: dict[tuple[str, int, tuple[int, ...]], list[NDArray[np.integer]]] = {}
+        self._parcels: dict[tuple[Message, Link], Parcel] = {}
+        self._crossings: dict[tuple[Message, int], dict[tuple[int, int], Rows]] = {}
+
+    def counts(
+        self, stage: int, rank: int, samples: tuple[int, ...], other: str, boundary: Boundary
+    ) -> list[int]:
+        """How many rows a rank of a stage, which runs these samples together, has of each: of those that pass between
+        it and the unit `other`."""
+        own = self._placed[stage].stage
+        if own.cp == 1:
+            return [boundary.rows_of(self._data.samples[sample]) for sample in samples]
+        place = own.ranks.index(rank) // own.tp
+        return [
+            int((owners == place).sum()) for owners in self._owners(stage, samples, samples, other, boundary)
+        ]
+
+    def parcel(self, message: Message, link: Link) -> Parcel:
+        """What of a message goes along a link."""
+        if (message, link) not in self._parcels:
+            self._parcels[message, link] = self._parcel(message, link)
+        return self._parcels[message, link]
+
+    def shares(self, message: Message, rank: int) -> tuple[Rows, ...] | None:
+        """Of the rows of a message that `rank` takes, those that are sent to each of the tensor-parallel ranks that
+        need the same; None where each of them is sent, or has, all."""
+        own = self._placed[message.consumer.stage].stage
+        if own.tp == 1:
+            return None
+        place = own.ranks.index(rank) // own.tp
+        target = self._rows_at(message, message.consumer.stage, message.producer.stage, place)
+        sent = [self._sent_to(message, place, taker) for taker in ranks_in(own, place)]
+        if all(len(rows) == len(target) for rows in sent):
+            return None
+        return tuple(np.searchsorted(target, rows) for rows in sent)
+
+    def _parcel(self, message: Message, link: Link) -> Parcel:
+        boundary = self.boundary(message)
+        made, taken = (self._placed[stage].stage for stage in link[:2])
+        if len(made.ranks) == len(taken.ranks) == 1:
+            return Parcel(self._count(message), boundary.width, boundary.dtype)
+        part, place = made.ranks.index(link[2]) // made.tp, taken.ranks.index(link[3]) // taken.tp
+        rows = self._crossing(message, place)[link[2:]]
+        source = self._rows_at(message, link[0], link[1], part)
+        target = self._sent_to(message, place, link[3])
+        return Parcel(len(rows), boundary.width, boundary.dtype, _among(rows, source), _among(rows, target))
+
+    def _crossing(self, message: Message, place: int) -> dict[tuple[int, int], Rows]:
+        """(giver, taker) → the rows of a message that go from one to the other, of takers in one place."""
+        if (message, place) not in self._crossings:
+            giving, taking = (self._placed[end.stage] for end in (message.producer, message.consumer))
+            samples = [self._routes.samples[end] for end in (message.producer, message.consumer)]
+            target = self._rows_at(message, taking.index, giving.index, place)
+            found = self._crossings[message, place] = {}
+            for part, at in places_met(giving, taking, samples[0] == samples[1]):
+                if at != place:
+                    continue
+                rows = self._rows_at(message, giving.index, taking.index, part)
+                rows = np.intersect1d(rows, target, assume_unique=True)
+                having, takers = ranks_in(giving.stage, part), ranks_in(taking.stage, place)
+                found |= divide_rows(rows, having, takers)
+        return self._crossings[message, place]
+
+    def _sent_to(self, message: Message, place: int, rank: int) -> Rows:
+        """Of the rows of a message those that are sent to a rank, or are there."""
+        rows = [rows for (_, taker), rows in self._crossing(message, place).items() if taker == rank]
+        return np.sort(np.concatenate([np.empty(0, np.int64), *rows]))
+
+    def boundary(self, message: Message) -> Boundary:
+        """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
+        made = boundary_of(message)
+        taken = message.consumer.stage if message.producer.stage == made else message.producer.stage
+        return self._boundaries[made][self._placed[taken].unit]
+
+    def _count(self, message: Message) -> int:
+        boundary = self.boundary(message)
+        return sum(boundary.rows_of(self._data.samples[sample]) for sample in message.samples)
+
+    def _rows_at(self, message: Message, stage: int, other: int, place: int) -> Rows:
+        """Which rows of a message the ranks in a place of one of its stages have."""
+        if self._placed[stage].stage.cp == 1:
+            return np.arange(self._count(message))
+        action = message.producer if message.producer.stage == stage else message.consumer
+        row = self._routes.samples[action]
+        other_unit = self._placed[other].unit
+        owners = self._owners(stage, row, message.samples, other_unit, self.boundary(message))
+        return np.flatnonzero(np.concatenate([np.empty(0, np.int64), *owners]) == place)
+
+    def _owners(
+        self,
+        stage: int,
+        row: tuple[int, ...],
+        samples: Sequence[int],
+        other: str,
+        boundary: Boundary,
+    ) -> list[NDArray[np.integer]]:
+        placed = self._placed[stage]
+        unit = self._units[placed.unit]
+        key = placed.unit, placed.stage.cp, row
+        if key not in self._of_elements:
+            self._of_elements[key] = unit.owners(self._data, row, placed.stage.cp)
+        of_row = dict(zip(row, self._of_elements[key], strict=True))
+        given = [(s, self._data.samples[s]) for s in samples]
+        return [of_row[s][unit.element_of_row(other, each, boundary.rows_of(each))] for s, each in given]
+
+
+def _among(rows: Rows, all_rows: Rows) -> Rows | None:
+    """Where rows are among others, which are in order; None for all of these."""
+    return None if len(rows) == len(all_rows) else np.searchsorted(all_rows, rows)

@@ -1,0 +1,246 @@
+"""From the sizes of a global batch to the step that all ranks run: the same on every rank, from the same numbers.
+
+All of it is known before a sample is decoded, so it may be done ahead of the step, in another thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.data.sample import EncodedSample
+from dilatant.models.core.graph import ModelGraph
+from dilatant.plan.costs.step_costs import TOKENS
+from dilatant.plan.plan import Plan
+from dilatant.runtime.partial_step.salvage import LayerWeights, Salvage, Salvaged, patterns_of
+from dilatant.runtime.routes import Routes, derive_routes
+from dilatant.runtime.step.agreement import digest
+from dilatant.runtime.step.cost_correction import CostCorrection, OwnWork
+from dilatant.schedule.assignment.split_batches import split_by_pattern
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
+from dilatant.schedule.families.families import gpipe
+from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.simulator.graph import ScheduleGraph, build
+from dilatant.schedule.simulator.step_time import TimedStep, time_step
+from dilatant.schedule.timeline import Timeline
+from dilatant.schedule.trainability import Trainability
+
+
+class Sized(Protocol):
+    """As much of a sample as a step is planned from."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def draw(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """A step of one global batch, planned and compiled for one rank.
+
+    tokens: unit → of each sample, what the unit processes. draws: of each sample. actions, routes: of this rank.
+    digests: what all ranks must agree on. work: of this rank's actions, what the costs before any correction say.
+    timed: the simulated step, by the costs that hold for it. is_rough: nobody measured these, and no step has corrected
+    them. forwards: it has no backward. salvaged: what it rests on, where only some samples run.
+    """
+
+    assignment: Assignment
+    schedule: Schedule
+    tokens: Mapping[str, tuple[int, ...]]
+    draws: tuple[int, ...]
+    actions: tuple[Action, ...]
+    routes: Routes
+    digests: Mapping[str, int]
+    work: OwnWork
+    timed: TimedStep
+    origin: str
+    is_rough: bool
+    forwards: bool = False
+    salvaged: Salvaged | None = None
+
+    def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
+        """What all ranks must have alike before anything of the step moves, by what it is called. samples: those that
+        the step is executed with, as the run's number `number`. Raises ValueError when it was planned for others."""
+        if self.draws != tuple(sample.draw for sample in samples):
+            raise ValueError("the step was planned for other samples than it is given")
+        kept = self.salvaged
+        return {
+            **self.digests,
+            "what is salvaged": digest(
+                "" if kept is None else f"{sorted(kept.missing)} {kept.salvage.layers}"
+            ),
+            "the global batch": digest("\n".join(sample.key for sample in samples)),
+            "tokens or labels": digest(np.asarray([s.content_digest for s in samples], dtype=np.int64)),
+            "the step number": number,
+        }
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """Seconds from the first action to synced gradients; None where costs say nothing of seconds."""
+        return None if self.origin == TOKENS else self.timed.seconds_synced
+
+    def predicted_timeline(self) -> Timeline | None:
+        """When every action is predicted to run, and why ranks idle; None where costs say nothing of seconds."""
+        return None if self.origin == TOKENS else self.timed.timeline()
+
+
+class StepPlanner:
+    """Plans the steps of one rank of a run under one plan. Keeps no state of its own, so threads may share it.
+
+    with_backward: the stages that have a backward, by number.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        trainability: Trainability,
+        graph: ModelGraph,
+        microbatching: Microbatching,
+        costs: CostCorrection,
+        rank: int,
+    ) -> None:
+        self._plan = plan
+        self._trainability = trainability
+        self._graph = graph
+        self._microbatching = microbatching
+        self._costs = costs
+        self._rank = rank
+        self._with_backward = {
+            index for index, backward in enumerate(trainability.backward) if backward
+        }  # fmt: skip
+
+    def plan_step(self, samples: Sequence[Sized], step: int, forwards: bool = False) -> PreparedStep:
+        """The step of a global batch, which is the run's number `step`. forwards: without backwards, and only of what
+        the anchor's answers hang on. Raises RuntimeError as `CostCorrection.costs_at`."""
+        idle = self._graph.behind_anchor if forwards else ()
+        tokens = self._tokens(samples, idle)
+        costs = self._costs.origin if forwards else self._costs.costs_at(step)
+        assignment = assign_step(
+            self._plan, costs, costs.workload(_arrays(tokens)), self._microbatching, self._graph.anchor
+        )
+        if forwards:
+            nothing = (False,) * len(self._plan.stages())
+            schedule = gpipe(self._plan, assignment, Trainability(nothing, nothing))
+        else:
+            schedule = self._microbatching.family(self._plan, assignment, self._trainability)
+        return self.prepare(samples, assignment, schedule, step, forwards)
+
+    def plan_missing(self, samples: Sequence[Sized], salvaged: Salvaged) -> PreparedStep:
+        """The step of a global batch of which much is done: only what is missing runs. Raises as `plan_step`."""
+        step, missing = salvaged.salvage.step, sorted(salvaged.missing)
+        costs = self._costs.costs_at(step)
+        tokens = {
+            unit: tuple(counts[sample] for sample in missing)
+            for unit, counts in self._tokens(samples).items()
+        }
+        fewer = -(-self._microbatching.num_microbatches * len(missing) // len(samples))
+        few = assign_step(
+            self._plan,
+            costs,
+            costs.workload(_arrays(tokens)),
+            replace(self._microbatching, num_microbatches=max(1, fewer)),
+            self._graph.anchor,
+        )
+        numbered = Assignment(
+            {
+                unit: tuple(
+                    tuple(tuple(missing[place] for place in batch) for batch in own) for own in replicas
+                )
+                for unit, replicas in few.microbatches.items()
+            }
+        )
+        assignment = split_by_pattern(numbered, patterns_of(missing, salvaged.salvage.covered()))
+        schedule = self._microbatching.family(self._plan, assignment, self._trainability)
+        return replace(self.prepare(samples, assignment, schedule, step), salvaged=salvaged)
+
+    def missing(
+        self, samples: Sequence[Sized], salvage: Salvage, weights: LayerWeights, speaking: Mapping[str, range]
+    ) -> Salvaged:
+        """What of a global batch runs again, see `Salvage.missing`."""
+        return Salvaged(salvage, salvage.missing(self._tokens(samples), weights, speaking))
+
+    def prepare(
+        self,
+        samples: Sequence[Sized],
+        assignment: Assignment,
+        schedule: Schedule,
+        step: int,
+        forwards: bool = False,
+    ) -> PreparedStep:
+        """The step of an assignment and a schedule that are given. Raises ScheduleError for one that cannot run."""
+        tokens = self._tokens(samples, self._graph.behind_anchor if forwards else ())
+        costs = self._costs.origin if forwards else self._costs.costs_at(step)
+        graph = build(self._plan, assignment, schedule)
+        timed = time_step(graph, costs, costs.workload(_arrays(tokens)))
+        return PreparedStep(
+            assignment=assignment,
+            schedule=schedule,
+            tokens=tokens,
+            draws=tuple(sample.draw for sample in samples),
+            actions=schedule.actions.get(self._rank, ()),
+            routes=derive_routes(graph, self._rank, () if forwards else self._with_backward),
+            digests={
+                "the assignment": digest(*_assignment_arrays(assignment)),
+                "the schedule": digest(*_schedule_arrays(graph)),
+                "the sizes of the samples": digest(
+                    *(np.asarray(values, dtype=np.int64) for values in self._tokens(samples).values()),
+                    np.asarray([sample.draw for sample in samples], dtype=np.int64),
+                ),
+            },
+            work=self._own_work(graph, timed),
+            timed=timed,
+            origin=costs.origin,
+            is_rough=not costs.origin.startswith("measured")
+            and (forwards or not self._costs.is_corrected_at(step)),
+            forwards=forwards,
+        )
+
+    def _tokens(self, samples: Sequence[Sized], idle: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+        return {
+            unit.name: tuple(0 if unit.name in idle else sample.sizes.get(unit.name, 0) for sample in samples)
+            for unit in self._plan.units
+        }
+
+    def _own_work(self, graph: ScheduleGraph, timed: TimedStep) -> OwnWork:
+        packed = graph.packed
+        if self._rank not in packed.ranks:
+            return OwnWork(np.empty((0, 3)), np.empty(0, dtype=np.int64))
+        index = packed.ranks.index(self._rank)
+        rows = slice(packed.offsets[index], packed.offsets[index + 1])
+        stage, kind, piece = packed.stage[rows], packed.kind[rows], packed.piece[rows]
+        seconds = self._costs.origin.stages.seconds[stage, kind]
+        # An even share: what ranks that share items measure adds up to that of all, not to the fullest one's each.
+        return OwnWork(seconds * timed.pieces[piece], self._costs.group_of(stage, kind))
+
+
+def _arrays(tokens: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float64]]:
+    return {unit: np.asarray(counts, dtype=np.float64) for unit, counts in tokens.items()}
+
+
+def _assignment_arrays(assignment: Assignment) -> list[NDArray[np.int64]]:
+    """The samples of all microbatches in turn, and how many are in each, by unit and replica."""
+    found = []
+    for replicas in assignment.microbatches.values():
+        for batches in replicas:
+            found += [
+                np.asarray([len(batch) for batch in batches], dtype=np.int64),
+                np.asarray(list(chain.from_iterable(batches)), dtype=np.int64),
+            ]
+    return found
+
+
+def _schedule_arrays(graph: ScheduleGraph) -> list[NDArray[np.int64]]:
+    packed = graph.packed
+    pieces = packed.pieces
+    arrays = (
+        np.asarray(packed.ranks), packed.offsets, packed.kind, packed.stage, packed.piece,
+        pieces.microbatch, pieces.first, pieces.offsets, pieces.samples,
+    )  # fmt: skip
+    return [np.asarray(values, dtype=np.int64) for values in arrays]

@@ -1,0 +1,1 @@
+"""Assign samples to replicas and microbatches."""

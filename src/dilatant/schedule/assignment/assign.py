@@ -1,0 +1,399 @@
+"""Which samples share a microbatch, and in which order microbatches run: five policies for one pipeline.
+
+Every policy is deterministic: ranks that know the sizes of all samples derive the same microbatches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.plan.costs.bin_packing import pack_rows
+from dilatant.plan.costs.depth import eager_depths, path_depths
+from dilatant.schedule.assignment.pipeline_shape import (
+    ByUnit,
+    PipelineShape,
+    default_shape,
+    shape_seconds,
+    step_bound,
+)
+from dilatant.schedule.assignment.split_batches import split_by_pattern
+from dilatant.schedule.families.families import interleaved
+from dilatant.schedule.schedule import Assignment, Microbatch
+
+Policy = Literal["random", "disttrain", "entrain", "balanced", "searched"]
+POLICIES: tuple[Policy, ...] = ("random", "disttrain", "entrain", "balanced", "searched")
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """Samples of every microbatch of one pipeline.
+
+    `microbatches[unit]`, by column number or name, are as many tuples of sample numbers as were asked for, in
+    execution order, or more where a policy's microbatches were cut to the capacity; each sample is once in every unit.
+    Empty ones (there may be fewer samples than microbatches, and Entrain may use fewer) are not run. `seconds` is the
+    simulated step, None for policies that do not simulate; `lower_bound` a time no assignment beats; `load_bound[unit]`
+    the least that the largest microbatch of a unit can take and `largest_load[unit]` what it takes, in seconds per
+    stage. `depths` are the in-flight microbatches by stage for which it was made. `wall_seconds` takes no part in
+    comparisons.
+    """
+
+    microbatches: Mapping[int | str, tuple[Microbatch, ...]]
+    policy: str
+    largest_load: tuple[float, ...]
+    load_bound: tuple[float, ...]
+    seconds: float | None = None
+    lower_bound: float | None = None
+    depths: tuple[int, ...] | None = None
+    evaluations: int = 0
+    proven: bool = False
+    wall_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How far the largest microbatch is above its bound, in the unit where that is most; 0.005 is 0.5 %."""
+        pairs = zip(self.largest_load, self.load_bound, strict=True)
+        return max((load / bound - 1 for load, bound in pairs if bound > 0), default=0.0)
+
+
+def assign_microbatches(
+    seconds: ArrayLike,
+    num_microbatches: int,
+    policy: Policy = "balanced",
+    seed: int = 0,
+    *,
+    names: Sequence[str] | None = None,
+    shape: PipelineShape | None = None,
+    evaluations: int | None = None,
+    weight: ArrayLike | None = None,
+    capacity: float = np.inf,
+) -> Microbatches:
+    """Group samples into microbatches.
+
+    `seconds[sample, unit]` is what a sample costs each stage of a unit, forward and backward together, 0 where it has
+    no work there; `names` names the columns. `shape` describes the pipeline, by default four stages per unit, all
+    feeding the last, backward twice the forward, eager 1F1B. `weight[sample]` of a microbatch add up to at most
+    `capacity` (row tokens, say). Policies:
+
+    - `random`: equal counts, in an order drawn from `seed`.
+    - `disttrain`: random groups in the order of DistTrain's inter-microbatch reordering (Alg. 3, repaired), that for
+      interleaved 1F1B where it runs (6.2), if it is quicker by simulation.
+    - `entrain`: Alg. 4 of Entrain (thesis 4.5) with pairwise deferral, at the K asked for and at K_eff, the quicker
+      of the two by simulation (planning notes E3). The unit that the others feed defers; what it feeds
+      follows it.
+    - `balanced`: each sample, largest first, to the microbatch whose largest load grows least.
+    - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
+      `evaluations` simulated steps.
+
+    `balanced` groups samples within `capacity`; of the other policies a microbatch that exceeds it is cut into several,
+    beside each other in the order of execution. Raises UserError for input that is not
+    an array of finite non-negative seconds `[samples, units]`, a microbatch count below 1, an unknown policy, or
+    samples that cannot be grouped within `capacity`.
+    """
+    began = time.perf_counter()
+    table = np.array(seconds, dtype=np.float64)
+    _check(table, num_microbatches, policy, names)
+    num_samples, num_units = table.shape
+    shape = shape or default_shape(num_units)
+    weights = np.zeros(num_samples) if weight is None else np.array(weight, dtype=np.float64)
+    limit = np.inf if weight is None else capacity
+    problem = _Problem(table, num_microbatches, shape, weights, limit, seed)
+
+    if policy == "balanced":
+        found = _shared(problem, _balanced(problem))
+    elif policy == "random":
+        found = _cut(problem, _shared(problem, _random(problem)))
+    elif policy == "disttrain":
+        found = _cut(problem, _disttrain(problem))
+    elif policy == "entrain":
+        found = _cut(problem, _entrain(problem))
+    else:
+        found = _searched(problem, evaluations)
+    return _result(problem, found, policy, names, time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Problem:
+    seconds: NDArray[np.float64]
+    num_microbatches: int
+    shape: PipelineShape
+    weight: NDArray[np.float64]
+    capacity: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """`slot_of [samples]` where all units share their microbatches."""
+
+    by_unit: ByUnit
+    slot_of: NDArray[np.int64] | None = None
+    seconds: float | None = None
+    depths: tuple[int, ...] | None = None
+    evaluations: int = 0
+
+
+def _check(
+    table: NDArray[np.float64], num_microbatches: int, policy: str, names: Sequence[str] | None
+) -> None:
+    if table.ndim != 2 or table.shape[1] == 0:
+        raise UserError(f"seconds must be an array [samples, units], got shape {list(table.shape)}")
+    if not (np.isfinite(table.sum()) and table.min(initial=0.0) >= 0):
+        wrong = np.flatnonzero((~np.isfinite(table) | (table < 0)).any(axis=1))
+        raise UserError(f"seconds must be finite and not negative; samples {wrong[:10].tolist()} are not")
+    if num_microbatches < 1:
+        raise UserError(f"num_microbatches must be at least 1, got {num_microbatches}")
+    if policy not in POLICIES:
+        raise UserError(f"unknown policy {policy!r}; there are {', '.join(POLICIES)}")
+    if names is not None and len(names) != table.shape[1]:
+        raise UserError(f"{len(names)} names for {table.shape[1]} columns of seconds")
+
+
+def _cut(problem: _Problem, found: _Found) -> _Found:
+    """Cut each of the anchor's microbatches that exceeds the capacity into as few as hold its samples. The microbatches
+    of one number are cut alike in all units, since schedules pair them by their numbers. Raises UserError for a sample
+    that exceeds the capacity alone."""
+    # A sum of a few hundred weights may exceed the limit by rounding alone.
+    limit = problem.capacity * (1 + 1e-12)
+    anchor = found.by_unit[problem.shape.anchor]
+    if np.isinf(limit) or all(problem.weight[list(batch)].sum() <= limit for batch in anchor):
+        return found
+    if problem.weight.max() > limit:
+        sample = int(problem.weight.argmax())
+        raise UserError(
+            f"sample {sample} (weight {problem.weight[sample]:g}) fits no microbatch of {problem.capacity:g}"
+        )
+    row_of = {
+        batch[place]: number
+        for batch in anchor
+        for number, row in enumerate(pack_rows(problem.weight[list(batch)].tolist(), limit))
+        for place in row
+    }
+    whole = Assignment({str(unit): (batches,) for unit, batches in enumerate(found.by_unit)})
+    cut = split_by_pattern(whole, row_of).microbatches
+    by_unit = tuple(cut[str(unit)][0] for unit in range(problem.shape.num_units))
+    again = _Found(by_unit)
+    return again if found.seconds is None else _simulated(problem, again)
+
+
+def _shared(problem: _Problem, slot_of: NDArray[np.int64]) -> _Found:
+    """The same microbatches for every unit: samples ascending within one, empty ones last."""
+    count = problem.num_microbatches
+    sizes = np.bincount(slot_of, minlength=count)
+    if not sizes.all():
+        renumber = np.empty(count, dtype=np.int64)
+        renumber[np.argsort(sizes == 0, kind="stable")] = np.arange(count)
+        slot_of = renumber[slot_of]
+        sizes = np.bincount(slot_of, minlength=count)
+    # Small integers are sorted stably in linear time.
+    order = np.argsort(slot_of.astype(np.uint16) if count < 1 << 16 else slot_of, kind="stable").tolist()
+    bounds = [0, *np.cumsum(sizes).tolist()]
+    batches = tuple(tuple(order[first:end]) for first, end in pairwise(bounds))
+    return _Found((batches,) * problem.shape.num_units, slot_of)
+
+
+def _random(problem: _Problem) -> NDArray[np.int64]:
+    """Equal counts of samples in an order drawn from the seed."""
+    num_samples = len(problem.seconds)
+    slot_of = np.empty(num_samples, dtype=np.int64)
+    order = np.random.default_rng(problem.seed).permutation(num_samples)
+    slot_of[order] = np.arange(num_samples) * problem.num_microbatches // max(num_samples, 1)
+    return slot_of
+
+
+EVEN = 0.002
+"""How far above its bound the largest microbatch may be without samples being swapped for it."""
+SWAPS_TRIED = 2_000_000
+
+
+def _balanced(problem: _Problem) -> NDArray[np.int64]:
+    """The greedy placement, and then swaps of samples until the largest microbatch of each unit is within `EVEN` of its
+    bound, or nothing helps: with a dozen samples in a microbatch the greedy alone leaves 5 %."""
+    from dilatant.schedule.assignment import assign_kernels as kernels
+
+    slot_of = _greedy(problem)
+    count, table = problem.num_microbatches, problem.seconds.T
+    if len(slot_of) and count > 1:
+        total = table.sum(axis=1)
+        share = np.ascontiguousarray(table * (count / np.where(total > 0, total, 1.0))[:, None])
+        limit = (1 + EVEN) * np.maximum(1.0, share.max(axis=1))
+        kernels.even_out(share, problem.weight, problem.capacity, slot_of, count, limit, SWAPS_TRIED)
+    return slot_of
+
+
+def _greedy(problem: _Problem) -> NDArray[np.int64]:
+    """The greedy over all units at once (planning notes 2e): loads relative to each unit's mean microbatch, largest
+    sample first, each to the microbatch whose largest relative load stays smallest."""
+    from dilatant.schedule.assignment import assign_kernels as kernels
+
+    num_samples, num_units = problem.seconds.shape
+    slot_of = np.zeros(num_samples, dtype=np.int64)
+    if num_samples == 0:
+        return slot_of
+    share = np.array(problem.seconds.T, order="C")
+    total = share.sum(axis=1)
+    share *= (problem.num_microbatches / np.where(total > 0, total, 1.0))[:, None]
+    order = _descending(np.maximum(share[0], share[-1]) if num_units <= 2 else share.max(axis=0))
+    if np.isinf(problem.capacity) and num_units == 2:
+        kernels.place_two_units(order, share[0], share[1], slot_of, problem.num_microbatches)
+        return slot_of
+    count = problem.num_microbatches
+    room = np.full(count, problem.capacity)
+    refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
+    if refused >= 0:
+        # Bin packing first: heaviest first finds room where it exists more often than costliest first.
+        room = np.full(count, problem.capacity)
+        order = _descending(problem.weight)
+        refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
+    if refused >= 0:
+        fits = problem.weight.max() <= problem.capacity
+        rows = pack_rows(problem.weight.tolist(), problem.capacity) if fits else ()
+        if 0 < len(rows) <= count:
+            for number, row in enumerate(rows):
+                slot_of[list(row)] = number
+            return slot_of
+        raise UserError(
+            f"sample {refused} (weight {problem.weight[refused]:g}) fits no microbatch: {count} microbatches of "
+            f"{problem.capacity:g} hold {problem.weight.sum():g} only in a tighter packing; use more microbatches"
+        )
+    return slot_of
+
+
+def _descending(key: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Sample numbers by descending non-negative key, to 32 bits of it, equals by descending number.
+
+    The number is put into the low bits of the key, so that one plain sort of integers gives an order that does not
+    depend on the sort's stability, which is not the same on all machines.
+    """
+    bits = max(1, int(len(key) - 1).bit_length())
+    mask = (1 << bits) - 1
+    packed = (key.view(np.int64) & ~mask) | np.arange(len(key))
+    packed.sort()
+    return packed[::-1] & mask
+
+
+def _loads(problem: _Problem, slot_of: NDArray[np.int64]) -> NDArray[np.float64]:
+    count = problem.num_microbatches
+    return np.stack([np.bincount(slot_of, column, count) for column in problem.seconds.T])
+
+
+def _disttrain(problem: _Problem) -> _Found:
+    """Random groups, reordered where that shortens the step that is to run. Of interleaved pipelines no order is always
+    the best: those for 1F1B of as many stages are tried, too."""
+    from dilatant.schedule.assignment.disttrain import inter_reorder
+
+    shape, slot_of = problem.shape, _random(problem)
+    loads = _loads(problem, slot_of)
+    found = [slot_of]
+    for interleave in (False, True) if shape.family is interleaved and shape.goes_round else (False,):
+        position = np.argsort(inter_reorder(shape, loads, interleave))
+        found.append(position[slot_of])
+    simulated = [_simulated(problem, _shared(problem, slots)) for slots in found]
+    return min(simulated, key=lambda entry: entry.seconds or 0.0)
+
+
+def _simulated(problem: _Problem, found: _Found) -> _Found:
+    return replace(found, seconds=shape_seconds(problem.shape, problem.seconds, found.by_unit))
+
+
+def _entrain(problem: _Problem) -> _Found:
+    from dilatant.schedule.assignment.entrain import effective_microbatches, entrain_microbatches
+
+    count = problem.num_microbatches
+    if problem.shape.num_units == 1:
+        return _simulated(problem, _shared(problem, _balanced(problem)))
+    shape = problem.shape
+    encoder, language = problem.seconds[:, list(shape.encoders)].sum(axis=1), problem.seconds[:, shape.anchor]
+    found = []
+    for wanted in sorted({count, effective_microbatches(encoder, count)}, reverse=True):
+        batches = entrain_microbatches(encoder, language, wanted)
+        padded = [_fill([batch for batch in side if batch], count) for side in batches]
+        by_unit = tuple(padded[0] if unit in shape.encoders else padded[1] for unit in range(shape.num_units))
+        found.append(_simulated(problem, _Found(by_unit)))
+    return min(found, key=lambda entry: entry.seconds or 0.0)
+
+
+def _fill(batches: list[Microbatch], count: int) -> tuple[Microbatch, ...]:
+    return (*batches, *((),) * (count - len(batches)))
+
+
+def _searched(problem: _Problem, evaluations: int | None) -> _Found:
+    """The best of all policies, after a search from the best one whose units share their microbatches."""
+    from dilatant.schedule.assignment.joint_search import default_evaluations, joint_search, step_model
+
+    model = step_model(problem.shape, problem.num_microbatches)
+    budget = default_evaluations(model) if evaluations is None else evaluations
+    starts = [_balanced(problem)]
+    if np.isinf(problem.capacity):
+        reordered = _disttrain(problem).slot_of
+        assert reordered is not None, "all units share their microbatches"
+        starts += [_random(problem), reordered]
+    scored = [(model.seconds(_loads(problem, slot_of)), number) for number, slot_of in enumerate(starts)]
+    slot_of, _ = joint_search(
+        model,
+        problem.seconds.T,
+        starts[min(scored)[1]],
+        budget,
+        problem.seed,
+        problem.weight,
+        problem.capacity,
+    )
+    candidates = [_simulated(problem, _shared(problem, slots)) for slots in (slot_of, *starts)]
+    if not np.isinf(problem.capacity):
+        candidates.append(_cut(problem, _disttrain(problem)))
+    candidates.append(_cut(problem, _entrain(problem)))
+    best = min(candidates, key=lambda entry: entry.seconds or 0.0)
+    return replace(_shallowest(problem, best), evaluations=budget)
+
+
+def _shallowest(problem: _Problem, found: _Found) -> _Found:
+    """The same microbatches with as few in flight as cost no time: from the shape's depths down to 1F1B's. A family
+    that is to run has its own."""
+    if problem.shape.family is not None:
+        return found
+    plan = problem.shape.plan()
+    deepest = np.asarray(eager_depths(plan) if problem.shape.depths is None else problem.shape.depths)
+    least = np.minimum(path_depths(plan), deepest)
+    best = replace(found, depths=tuple(deepest.tolist()))
+    for share in (0.5, 0.0):
+        depths = tuple((least + np.floor(share * (deepest - least))).astype(int).tolist())
+        shape = replace(problem.shape, depths=depths)
+        seconds = shape_seconds(shape, problem.seconds, found.by_unit)
+        if seconds <= (best.seconds or 0.0):
+            best = replace(best, seconds=seconds, depths=depths)
+    return best
+
+
+def _result(
+    problem: _Problem, found: _Found, policy: str, names: Sequence[str] | None, wall_seconds: float
+) -> Microbatches:
+    keys: Sequence[int | str] = range(problem.shape.num_units) if names is None else list(names)
+    table = problem.seconds
+    bound = [max(column.sum() / problem.num_microbatches, column.max(initial=0.0)) for column in table.T]
+    largest = []
+    for unit, batches in enumerate(found.by_unit):
+        slot_of = found.slot_of
+        if slot_of is None:
+            slot_of = np.empty(len(table), dtype=np.int64)
+            slot_of[list(chain.from_iterable(batches))] = np.repeat(
+                np.arange(len(batches)), [*map(len, batches)]
+            )
+        largest.append(float(np.bincount(slot_of, table[:, unit], len(batches)).max(initial=0.0)))
+    return Microbatches(
+        microbatches=dict(zip(keys, found.by_unit, strict=True)),
+        policy=policy,
+        largest_load=tuple(largest),
+        load_bound=tuple(map(float, bound)),
+        seconds=found.seconds,
+        lower_bound=step_bound(problem.shape, table) if found.seconds is not None else None,
+        depths=found.depths,
+        evaluations=found.evaluations,
+        wall_seconds=wall_seconds,
+    )

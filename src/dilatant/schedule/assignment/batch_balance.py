@@ -1,0 +1,62 @@
+"""How evenly the batches of a data set divide: how long replicas, or microbatches, would wait for the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.schedule.assignment.assign import Policy, assign_microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBalance:
+    """Batches divided into `groups` by a policy of `assign_microbatches`, were work in proportion to tokens.
+
+    waits[unit]: part of the time that the mean group is idle while the largest works on the unit. step_waits: the same
+    of all devices, where every unit has devices in proportion to its work and a step ends with the last of them: what
+    the policies make small, if need be at the cost of a unit that is not the last.
+    """
+
+    groups: int
+    policy: Policy
+    waits: dict[str, float]
+    step_waits: float
+
+
+def batch_balance(
+    units: Sequence[str],
+    batches: Sequence[NDArray[np.int64]],
+    groups: Sequence[int] = (2, 4, 8, 16),
+    policies: Sequence[Policy] = ("random", "balanced"),
+) -> tuple[BatchBalance, ...]:
+    """By number of groups and policy, the mean over `batches`: tokens `[samples, units]` each.
+
+    A number of groups that leaves fewer than two samples to each is left out, and so is a unit without any tokens.
+    """
+    smallest = min((len(batch) for batch in batches), default=0)
+    present = [unit for unit in range(len(units)) if any(batch[:, unit].any() for batch in batches)]
+    work = [batch[:, present].astype(np.float64) for batch in batches]
+    found = []
+    for count in (count for count in groups if present and 2 * count <= smallest):
+        for policy in policies:
+            loads = np.array([_loads(one, count, policy, seed) for seed, one in enumerate(work)])
+            waits = 1.0 - loads.mean(axis=1).sum(axis=0) / loads.max(axis=1).sum(axis=0)
+            relative = loads / loads.mean(axis=(0, 1))
+            found.append(
+                BatchBalance(
+                    count,
+                    policy,
+                    {units[unit]: wait for unit, wait in zip(present, waits.tolist(), strict=True)},
+                    float(1.0 - len(loads) / relative.max(axis=(1, 2)).sum()),
+                )
+            )
+    return tuple(found)
+
+
+def _loads(work: NDArray[np.float64], groups: int, policy: Policy, seed: int) -> NDArray[np.float64]:
+    """The work of every group: `[groups, units]`."""
+    grouped = assign_microbatches(work, groups, policy, seed).microbatches
+    return np.array([work[list(samples)].sum(axis=0) for samples in next(iter(grouped.values()))])

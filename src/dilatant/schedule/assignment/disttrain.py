@@ -1,0 +1,141 @@
+"""DistTrain's reordering: samples over data-parallel groups, and microbatches over the step.
+
+Both algorithms with the repairs that the paper's printed versions need (planning notes D1-D4): samples are sorted
+descending, groups come back as group numbers, and the first interval is estimated, as what happens downstream of the
+first microbatch, instead of read off an order that does not exist yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.costs.depth import path_depths
+from dilatant.schedule.assignment.joint_search import order_search
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
+from dilatant.schedule.packed import BACKWARD
+from dilatant.schedule.simulator.graph import ScheduleGraph
+from dilatant.schedule.simulator.simulate import op_ends
+
+
+def intra_reorder(
+    size: NDArray[np.float64], num_groups: int, cardinality: int | None = None
+) -> NDArray[np.int64]:
+    """The group of every sample: `[samples]`, by longest-processing-time-first (Alg. 2, sorted descending, D1).
+
+    `size` is a sample's seconds. Groups are returned by number, since groups of unequal size cannot be cut out of a
+    concatenation again (D2); `cardinality` caps the samples of a group instead, for loaders that need equal counts.
+    Raises ValueError when the cap leaves samples without a group.
+    """
+    from dilatant.schedule.assignment import assign_kernels as kernels
+
+    if cardinality is not None and cardinality * num_groups < len(size):
+        raise ValueError(f"{num_groups} groups of at most {cardinality} cannot hold {len(size)} samples")
+    room = np.full(num_groups, float(len(size) if cardinality is None else cardinality))
+    group = np.empty(len(size), dtype=np.int64)
+    order = np.argsort(-size, kind="stable")
+    kernels.place_units(order, size[None], np.ones(num_groups), np.ones(len(size)), room, group)
+    return group
+
+
+def inter_reorder(
+    shape: PipelineShape, load: NDArray[np.float64], interleave: bool = False
+) -> NDArray[np.int64]:
+    """The execution order of microbatches: `[microbatches]` numbers (Alg. 3), for 1F1B whatever the shape's depths, as
+    if each stage had ranks of its own; or with `interleave` for interleaved 1F1B on the shape's ranks.
+
+    `load [units, microbatches]` are seconds per stage. Smallest first, those last whose intervals between two backwards
+    of the first rank no forward fills (1F1B: p - 1 of them) and which are the smallest for that, and in between the
+    microbatches whose forwards best fill their intervals, one for each stage that the rank has (6.2); these are
+    simulated with every unit's real forward and backward (D5, D8, D9) from the microbatches placed so far. The first
+    interval takes all that begin before the first backward, so that under 1F1B l - 2p + 2 intervals are filled (D3).
+    With fewer microbatches than that takes there is nothing in between, and the order is searched directly. Raises
+    ValueError as `interleaved` does.
+    """
+    if not interleave:
+        shape = replace(shape, depths=path_depths(shape.plan()), family=None, ranks=None)
+    root = next(unit for unit in range(shape.num_units) if all(unit not in feeds for feeds in shape.feeds))
+    rank = _FirstRank.of(shape, root, load.shape[1])
+    begun, unfilled = rank.begun(), rank.unfilled()
+    if load.shape[1] < len(begun) + unfilled:
+        return order_search(shape, load, evaluations=2000, seed=0)
+    size = np.asarray(shape.stages) @ load
+    left = [int(number) for number in np.argsort(size, kind="stable")]
+    placed, rear, left = left[:1], left[1 : 1 + unfilled], left[1 + unfilled :]
+    forward = load[root] / (1 + shape.backward[root])
+    if len(begun) > 1 and left:
+        # The first interval: all that microbatch 1 has still to do beyond the first rank, or beyond its first stage
+        # where that has no backward.
+        own = begun[0] * forward[placed[0]]
+        downstream = rank.intervals(load[:, placed]).get(0, [own + (size - load[root])[placed[0]]])[0] - own
+        ascending = sorted(left, key=lambda number: (forward[number], number))
+        sums = np.correlate(forward[ascending], begun[1:].astype(np.float64), "valid")
+        at = int(np.argmin(np.abs(sums - downstream)))
+        placed += ascending[at : at + len(begun) - 1]
+        left = [number for number in left if number not in set(placed)]
+    while left:
+        volumes = np.asarray(rank.intervals(load[:, placed]).get(len(placed), [0.0]))
+        best = min(left, key=lambda number: (np.abs(forward[number] - volumes).sum(), number))
+        placed.append(best)
+        left.remove(best)
+    return np.asarray([*placed, *rear], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FirstRank:
+    """The rank of the first stage in a step of so many microbatches: its `ops` of the unit `root`, in order. path: the
+    stages from there to the end."""
+
+    graph: ScheduleGraph
+    unit: NDArray[np.int64]
+    share: NDArray[np.float64]
+    slot: NDArray[np.int64]
+    ops: NDArray[np.int64]
+    path: int
+
+    @classmethod
+    def of(cls, shape: PipelineShape, root: int, count: int) -> _FirstRank:
+        graph = shape_graph(shape, shared([(slot,) for slot in range(count)], shape.num_units))
+        unit, share = op_shares(shape, graph)
+        stage = int(graph.arrays.stages_of[root, 0])
+        mine = graph.packed.ranks.index(graph.arrays.placed[stage].stage.ranks[0])
+        ops = np.arange(graph.list_offsets[mine], graph.list_offsets[mine + 1])
+        slot = graph.packed.pieces.microbatch[graph.piece]
+        return cls(graph, unit, share, slot, ops[unit[ops] == root], path_depths(graph.plan)[stage])
+
+    @property
+    def is_backward(self) -> NDArray[np.bool_]:
+        return np.asarray(self.graph.kind[self.ops] == BACKWARD)
+
+    def begun(self) -> NDArray[np.int64]:
+        """By microbatch, the forwards before the first backward; without backwards those of as many microbatches as
+        there are stages on the path."""
+        backward = np.flatnonzero(self.is_backward)
+        return np.bincount(self.slot[self.ops[: backward[0] if len(backward) else self.path]], minlength=1)
+
+    def unfilled(self) -> int:
+        """Microbatches with a backward that directly follows another one at the end."""
+        forward = np.flatnonzero(~self.is_backward)
+        if len(forward) == len(self.ops):
+            return self.path - 1
+        return len(np.unique(self.slot[self.ops[forward[-1] + 2 :]]))
+
+    def intervals(self, load: NDArray[np.float64]) -> dict[int, list[float]]:
+        """Microbatch → the idle seconds between two backwards, or before the first, into which its forwards fall, if
+        there are only the first microbatches, of `load`."""
+        cost = np.zeros((len(load), int(self.slot.max()) + 1))
+        cost[:, : load.shape[1]] = load
+        seconds = cost[self.unit, self.slot] * self.share
+        end = op_ends(self.graph, seconds)
+        found: dict[int, list[float]] = {}
+        last, here = 0.0, set[int]()
+        for op, backward in zip(self.ops.tolist(), self.is_backward.tolist(), strict=True):
+            if not backward:
+                here.add(int(self.slot[op]))
+                continue
+            for number in here:
+                found.setdefault(number, []).append(float(end[op] - seconds[op]) - last)
+            last, here = float(end[op]), set()
+        return found

@@ -1,0 +1,153 @@
+"""Entrain's hierarchical microbatch assignment (thesis 4.5, Alg. 4): encoder balance first, then pairwise deferral.
+
+Samples are spread over encoder microbatches by encoder seconds; then heavy language microbatches, by the samples they
+got, are paired with light ones that follow them at once, and hand over the samples that make the two most equal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.schedule.schedule import Microbatch
+
+RESOLUTION = 1024
+"""Subset sums are counted in this many parts of an overloaded microbatch."""
+
+
+def effective_microbatches(encoder: NDArray[np.float64], num_microbatches: int) -> int:
+    """K_eff (line 3): no more microbatches than keep each at least as long as the longest sample; at least 1."""
+    longest = float(encoder.max(initial=0.0))
+    if longest <= 0:
+        return num_microbatches
+    return max(1, min(num_microbatches, int(encoder.sum() / longest)))
+
+
+def entrain_microbatches(
+    encoder: NDArray[np.float64], language: NDArray[np.float64], num_microbatches: int
+) -> tuple[tuple[Microbatch, ...], tuple[Microbatch, ...]]:
+    """Encoder and language microbatches in execution order; `encoder`, `language`: `[samples]` seconds.
+
+    A language microbatch holds the samples of the encoder microbatch in the same place, less those deferred to the
+    next place, plus those deferred from the one before. Several encoders are one, with the sum of their seconds.
+    """
+    members = _stratified(encoder, language, num_microbatches)
+    load = np.asarray([language[batch].sum() for batch in members])
+    by_load = [int(number) for number in np.argsort(-load, kind="stable")]
+    half = num_microbatches // 2
+    heavy, light = by_load[:half], by_load[num_microbatches - half :]
+    alone = by_load[half : num_microbatches - half]
+    tables = [_Table.of(members[i], language, (load[i] - load[light]) / 2) for i in heavy]
+    partner = _match(load, heavy, light, alone, tables)
+
+    encoder_batches: list[Microbatch] = []
+    language_batches: list[Microbatch] = []
+    for row, i in enumerate(heavy):
+        column, handed_over = partner[row]
+        moved = tables[row].subset(column) if handed_over else set()
+        j = light[column]
+        encoder_batches += [tuple(members[i]), tuple(members[j])]
+        language_batches.append(tuple(sample for sample in members[i] if sample not in moved))
+        language_batches.append(tuple(members[j]) + tuple(sample for sample in members[i] if sample in moved))
+    for number in alone:
+        encoder_batches.append(tuple(members[number]))
+        language_batches.append(tuple(members[number]))
+    return tuple(encoder_batches), tuple(language_batches)
+
+
+def _stratified(encoder: NDArray[np.float64], language: NDArray[np.float64], count: int) -> list[list[int]]:
+    """Line 4-6: the samples with most language work, then the others, each set by descending encoder seconds to the
+    microbatch with the least encoder load.
+
+    The thesis gives no threshold between the sets: the `count` samples with the most language work are the coarse
+    ones, if that leaves at least `count` fine ones, else there is one set (E4).
+    """
+    by_language = np.argsort(-language, kind="stable")
+    coarse = by_language[:count] if len(encoder) >= 2 * count else by_language[:0]
+    fine = by_language[len(coarse) :]
+    heap = [(0.0, number) for number in range(count)]
+    members: list[list[int]] = [[] for _ in range(count)]
+    for group in (coarse, fine):
+        for sample in sorted(group.tolist(), key=lambda sample: (-encoder[sample], sample)):
+            load, number = heapq.heappop(heap)
+            members[number].append(sample)
+            heapq.heappush(heap, (load + float(encoder[sample]), number))
+    return members
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """All sums of samples of one overloaded microbatch, and the one nearest to each partner's target.
+
+    The table depends on the microbatch alone and serves all partners (E7). Sums are rounded to `RESOLUTION` parts;
+    `moved [partners]` are the exact seconds of the chosen samples.
+    """
+
+    batch: list[int]
+    units: NDArray[np.int64]
+    last: NDArray[np.int32]
+    nearest: NDArray[np.int64]
+    moved: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, batch: list[int], language: NDArray[np.float64], targets: NDArray[np.float64]) -> _Table:
+        from dilatant.schedule.assignment import entrain_kernels as kernels
+
+        seconds = language[batch]
+        step = float(seconds.sum()) / RESOLUTION if batch else 0.0
+        units = np.rint(seconds / step).astype(np.int64) if step > 0 else np.zeros(len(batch), dtype=np.int64)
+        last = kernels.reachable_sums(units, int(units.sum()))
+        scaled = targets / step if step > 0 else np.zeros(len(targets))
+        nearest, moved = kernels.closest_sums(last, units, seconds, scaled)
+        return cls(batch, units, last, nearest, moved)
+
+    def subset(self, partner: int) -> set[int]:
+        """The samples to hand over to this partner."""
+        chosen = set()
+        total = int(self.nearest[partner])
+        while total > 0:
+            chosen.add(self.batch[self.last[total]])
+            total -= int(self.units[self.last[total]])
+        return chosen
+
+
+def _match(
+    load: NDArray[np.float64],
+    heavy: list[int],
+    light: list[int],
+    alone: list[int],
+    tables: list[_Table],
+) -> list[tuple[int, bool]]:
+    """Line 13: the light partner of every heavy microbatch, and whether it takes over samples.
+
+    The smallest longest language microbatch (eq. 4.3) by bisection over its possible values, with a matching of the
+    microbatches that must give something away; then, among all pairings as good, the one with the least sum of
+    squared loads, so that pairs off the critical one are balanced too (E8, E9).
+    """
+    from dilatant.schedule.assignment import entrain_kernels as kernels
+
+    if not heavy:
+        return []
+    moved = np.stack([table.moved for table in tables])
+    own, other = load[heavy], load[light]
+    after = np.maximum(own[:, None] - moved, other[None, :] + moved)
+    floor = max(float(other.max()), max((float(load[number]) for number in alone), default=0.0))
+    values = np.unique(np.concatenate([after.ravel(), own, [floor]]))
+    values = values[values >= floor]
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if kernels.matchable(after <= values[middle], own > values[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    limit = values[low]
+    keep = np.where((own <= limit)[:, None], own[:, None] ** 2 + other[None, :] ** 2, np.inf)
+    give = np.where(after <= limit, (own[:, None] - moved) ** 2 + (other[None, :] + moved) ** 2, np.inf)
+    cost = np.minimum(keep, give)
+    impossible = 1.0 + float(cost[np.isfinite(cost)].max()) * (len(heavy) + 1)
+    column = kernels.least_cost_matching(np.where(np.isfinite(cost), cost, impossible))
+    return [(int(j), bool(give[i, j] < keep[i, j])) for i, j in enumerate(column)]

@@ -1,0 +1,122 @@
+"""Joint search over membership and order of microbatches, with the exact simulator as objective.
+
+Tapered and even quite unequal microbatches beat balanced ones, and warm-up depth matters more than either (planning
+notes 0.3-0.5); so the search optimises the simulated step itself. It takes a seed and a number of evaluations, not a
+time limit, and uses only exact arithmetic: every rank derives the same result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
+from dilatant.schedule.simulator.simulate import op_ends
+
+START_THRESHOLD = 0.004
+"""Changes that lengthen the step by this share of it are accepted at first. Chosen on the "vlm" distribution."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepModel:
+    """A step of `num_slots` microbatches shared by all units, ready for the search's kernel (see `step_time`)."""
+
+    num_slots: int
+    before: NDArray[np.int32]
+    cost_of: NDArray[np.int32]
+    share: NDArray[np.float64]
+    last: NDArray[np.int64]
+    fixed: NDArray[np.float64]
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.share)
+
+    def seconds(self, load: NDArray[np.float64]) -> float:
+        """Seconds of the step in which slot k costs each stage of unit u `load[u, k]`."""
+        from dilatant.schedule.assignment import assign_kernels as kernels
+
+        cost = np.where(load > 0, load + self.fixed[:, None], 0.0).ravel()
+        end = np.zeros(self.num_ops + 1)
+        return float(kernels.step_time(0, self.before, self.cost_of, self.share, self.last, cost, end))
+
+
+def step_model(shape: PipelineShape, num_slots: int) -> StepModel:
+    """Compile the step. Ops are put in the order of their ends in a uniform step, so that a change to late
+    microbatches leaves most of the computation standing."""
+    graph = shape_graph(shape, shared([(slot,) for slot in range(num_slots)], shape.num_units))
+    unit, share = op_shares(shape, graph)
+    slot = graph.packed.pieces.microbatch[graph.piece]
+    count = graph.num_ops
+    by_end = np.argsort(op_ends(graph, share + 0.01)[graph.order], kind="stable")
+    rank = np.empty(count + 1, dtype=np.int32)
+    rank[by_end] = np.arange(count)
+    rank[count] = count
+    incoming = np.diff(graph.offsets)
+    width = 1 + int(incoming.max(initial=0))
+    before = np.full((count, width), count, dtype=np.int32)
+    before[:, 0] = np.where(graph.previous >= 0, graph.previous, count)
+    target = np.repeat(np.arange(count), incoming)
+    column = 1 + np.arange(len(target)) - np.repeat(graph.offsets[:-1], incoming)
+    before[target, column] = graph.source
+    before = rank[before[by_end]]
+    ops = graph.order[by_end]
+    awaited = np.zeros(count + 1, dtype=bool)
+    awaited[before.ravel()] = True
+    return StepModel(
+        num_slots,
+        before,
+        (unit[ops] * num_slots + slot[ops]).astype(np.int32),
+        share[ops],
+        np.flatnonzero(~awaited[:count]),
+        np.asarray(shape.fixed_seconds, dtype=np.float64),
+    )
+
+
+def default_evaluations(model: StepModel) -> int:
+    """As many simulated steps as take about a tenth of a second."""
+    return int(min(40_000, max(1_000, 40_000_000 // max(model.num_ops, 1))))
+
+
+def joint_search(
+    model: StepModel,
+    seconds: NDArray[np.float64],
+    slot_of: NDArray[np.int64],
+    evaluations: int,
+    seed: int,
+    weight: NDArray[np.float64] | None = None,
+    capacity: float = np.inf,
+) -> tuple[NDArray[np.int64], float]:
+    """Improve `slot_of [samples]`; returns the best slots found and their step's seconds, never worse than given.
+
+    `seconds [units, samples]` per stage; no slot may hold more than `capacity` of `weight [samples]`.
+    """
+    from dilatant.schedule.assignment import assign_kernels as kernels
+
+    result = slot_of.copy()
+    best = kernels.anneal(
+        np.ascontiguousarray(seconds), np.zeros(len(result)) if weight is None else weight, capacity, result,
+        model.num_slots, model.before, model.cost_of, model.share, model.last, model.fixed,
+        evaluations if len(result) and model.num_slots > 1 else 0, True, START_THRESHOLD, seed,
+    )  # fmt: skip
+    return result, float(best)
+
+
+def order_search(
+    shape: PipelineShape, load: NDArray[np.float64], evaluations: int, seed: int
+) -> NDArray[np.int64]:
+    """An execution order of microbatches of `load [units, microbatches]`: `[microbatches]` numbers."""
+    from dilatant.schedule.assignment import assign_kernels as kernels
+
+    count = load.shape[1]
+    model = step_model(shape, count)
+    slot_of = np.arange(count)
+    kernels.anneal(
+        np.ascontiguousarray(load), np.zeros(count), np.inf, slot_of, count, model.before, model.cost_of, model.share,
+        model.last, model.fixed, evaluations if count > 1 else 0, False, START_THRESHOLD, seed,
+    )  # fmt: skip
+    order = np.empty(count, dtype=np.int64)
+    order[slot_of] = np.arange(count)
+    return order

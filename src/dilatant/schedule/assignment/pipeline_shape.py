@@ -1,0 +1,156 @@
+"""The pipeline that a microbatch policy plans for: stages per unit, what feeds what, and how far ahead stages run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.costs.depth import eager_depths
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.schedule.families.families import pipelined
+from dilatant.schedule.packed import BACKWARD, FORWARD
+from dilatant.schedule.schedule import Assignment, Microbatch, Schedule
+from dilatant.schedule.simulator.graph import ScheduleGraph, build
+from dilatant.schedule.trainability import Trainability
+
+ByUnit = tuple[tuple[Microbatch, ...], ...]
+Family = Callable[[Plan, Assignment, Trainability], Schedule]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """One replica of every unit.
+
+    `stages[unit]`; `feeds[unit]` the units that consume its output; `backward[unit]` its backward seconds per forward
+    second, 0 for a unit that is frozen before everything; `fixed_seconds[unit]` what a microbatch costs each of its
+    stages beyond its samples; `depths` the in-flight microbatches by stage, in unit order, None for eager 1F1B's.
+    `family` is the schedule that runs, instead of 1F1B of these depths. `ranks` hold the stages, in unit order; stages
+    on equal ranks run in turn. By default every stage has its own.
+    """
+
+    stages: tuple[int, ...]
+    feeds: tuple[tuple[int, ...], ...]
+    backward: tuple[float, ...]
+    fixed_seconds: tuple[float, ...]
+    depths: tuple[int, ...] | None = None
+    family: Family | None = None
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def num_units(self) -> int:
+        return len(self.stages)
+
+    @property
+    def anchor(self) -> int:
+        """The unit that most others feed, the first of equals: the language model, by its encoders."""
+        return max(range(self.num_units), key=lambda unit: sum(unit in feeds for feeds in self.feeds))
+
+    @property
+    def encoders(self) -> tuple[int, ...]:
+        """The units that feed the anchor, directly or not."""
+        found: set[int] = set()
+        for unit in reversed(range(self.num_units)):
+            if any(target == self.anchor or target in found for target in self.feeds[unit]):
+                found.add(unit)
+        return tuple(sorted(found))
+
+    def plan(self) -> Plan:
+        """A plan of this shape; units are named by their numbers."""
+        units, first = [], 0
+        ranks = range(sum(self.stages)) if self.ranks is None else self.ranks
+        for unit, count in enumerate(self.stages):
+            stages = tuple(Stage(s, s + 1, (ranks[first + s],)) for s in range(count))
+            first += count
+            units.append(
+                UnitPlan(str(unit), (Replica(stages),), tuple(str(other) for other in self.feeds[unit]))
+            )
+        return Plan(tuple(units))
+
+    @property
+    def goes_round(self) -> bool:
+        """Whether ranks hold several stages of a unit."""
+        stages = [replica.stages for unit in self.plan().units for replica in unit.replicas]
+        return any(len({stage.ranks for stage in own}) < len(own) for own in stages)
+
+    def trainability(self) -> Trainability:
+        """Backward where `backward` is not 0."""
+        backward = tuple(
+            ratio > 0 for ratio, count in zip(self.backward, self.stages, strict=True) for _ in range(count)
+        )
+        return Trainability(backward, backward)
+
+
+def default_shape(num_units: int, num_stages: int = 4) -> PipelineShape:
+    """Every unit before the last feeds the last; equal stage counts; backward takes twice the forward."""
+    last = num_units - 1
+    feeds = tuple((last,) if unit < last else () for unit in range(num_units))
+    return PipelineShape((num_stages,) * num_units, feeds, (2.0,) * num_units, (0.0,) * num_units)
+
+
+def shape_graph(shape: PipelineShape, by_unit: ByUnit) -> ScheduleGraph:
+    """The compiled schedule of these microbatches, of the shape's family or depths."""
+    plan = shape.plan()
+    assignment = Assignment({str(unit): (batches,) for unit, batches in enumerate(by_unit)})
+    if shape.family is not None:
+        return build(plan, assignment, shape.family(plan, assignment, shape.trainability()))
+    depths = eager_depths(plan) if shape.depths is None else shape.depths
+    return build(plan, assignment, pipelined(plan, assignment, depths, shape.trainability()))
+
+
+def op_shares(shape: PipelineShape, graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The unit of every op, and the share of its microbatch's seconds that it takes: `[ops]` each. The halves of a
+    split backward share it evenly."""
+    unit = graph.arrays.unit_of[graph.arrays.chain[graph.stage]]
+    ratio = np.asarray(shape.backward)[unit]
+    share = np.select(
+        [graph.kind == FORWARD, graph.kind == BACKWARD], [np.ones(len(ratio)), ratio], ratio / 2
+    )
+    return unit, share / (1.0 + ratio)
+
+
+def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: ByUnit) -> float:
+    """The exact time of a step: `seconds [samples, units]` are forward plus backward on each stage of the unit."""
+    from dilatant.schedule.simulator.simulate import step_seconds
+
+    graph = shape_graph(shape, by_unit)
+    pieces = graph.packed.pieces
+    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
+    piece_unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))
+    load = np.bincount(piece, seconds[pieces.samples, piece_unit[piece]], len(piece_unit))
+    load = load + np.where(load > 0, np.asarray(shape.fixed_seconds)[piece_unit], 0.0)
+    _, share = op_shares(shape, graph)
+    return step_seconds(graph, load[graph.piece] * share)
+
+
+def step_bound(shape: PipelineShape, seconds: NDArray[np.float64]) -> float:
+    """No assignment is quicker, whatever the microbatches, order and depths.
+
+    A stage does all its unit's work after the least that must precede its first microbatch and before the least that
+    must follow its last; and every sample passes all its stages forward and backward, one after another.
+    """
+    cost = np.where(seconds > 0, seconds + np.asarray(shape.fixed_seconds), 0.0)
+    ratio = np.asarray(shape.backward)
+    forward, backward = cost / (1 + ratio), cost * ratio / (1 + ratio)
+    head, tail, path = (np.zeros((shape.num_units, len(seconds))) for _ in range(3))
+    bound = 0.0
+    for unit, count in enumerate(shape.stages):
+        here = seconds[:, unit] > 0
+        path[unit] += count * cost[:, unit]
+        for target in shape.feeds[unit]:
+            head[target] = np.maximum(head[target], head[unit] + count * forward[:, unit])
+            tail[target] = np.maximum(tail[target], tail[unit] + count * backward[:, unit])
+            path[target] = np.maximum(path[target], path[unit])
+        if here.any():
+            busy = seconds[:, unit].sum() + shape.fixed_seconds[unit]
+            first = (head[unit] + (count - 1) * forward[:, unit])[here].min()
+            last = (tail[unit] + (count - 1) * backward[:, unit])[here].min()
+            bound = max(bound, float(path[unit].max()), float(first + busy + last))
+    return bound
+
+
+def shared(by_slot: Sequence[Microbatch], num_units: int) -> ByUnit:
+    """The same microbatches for every unit."""
+    return (tuple(by_slot),) * num_units

@@ -1,0 +1,1 @@
+"""Schedule families: GPipe, 1F1B, eager, interleaved and zero-bubble schedules."""

@@ -1,0 +1,322 @@
+"""Schedule families on a graph of units: GPipe, 1F1B, eager and interleaved 1F1B.
+
+All of them are one construction. Every action gets a *virtual time*; a rank runs its actions in that order. Units
+that nothing consumes (the sinks) set the clock: microbatch i of a sink replica runs forward on its last stage at slot
+i and backward half a slot later. Upstream, a forward takes the earliest virtual time of its consumers less a lead, a
+backward the latest plus the same lead. So the virtual time grows along every edge between actions, hence no order of
+this kind deadlocks, whatever the replicas, microbatch borders and parts are; and on a plain chain the leads of a
+half and of a whole slot per stage give exactly 1F1B and eager 1F1B.
+
+The *depth* of a stage is how many sink microbatches' worth of forwards it runs before the first backward: the
+number of its in-flight microbatches. Depths may be chosen freely; one smaller than a later stage's on the same path
+makes a schedule that deadlocks, which `validate` reports.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.costs.depth import eager_depths, half_eager_depths, path_depths
+from dilatant.plan.plan import Plan
+from dilatant.schedule.packed import BACKWARD, FORWARD, PackedActions, Pieces
+from dilatant.schedule.pairs import unit_pairs
+from dilatant.schedule.parts import cut_pieces
+from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
+from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.trainability import Trainability, all_trainable
+
+
+def depths_within(wanted: Sequence[int], limits: Sequence[int], plan: Plan) -> tuple[int, ...]:
+    """The largest depths below `wanted` and `limits` that cannot deadlock: no stage deeper than one before it."""
+    arrays = plan_arrays(plan)
+    depth = np.minimum(wanted, limits)
+    for unit in range(len(arrays.units)):
+        chains = arrays.chains_of(unit)
+        for chain in chains:
+            first, end = arrays.stages_of[chain]
+            depth[first:end] = np.minimum.accumulate(depth[first:end])
+        smallest = min(int(depth[arrays.stages_of[chain, 1] - 1]) for chain in chains)
+        for source, target in arrays.feeds:
+            if source == unit:
+                for chain in arrays.chains_of(target):
+                    first = arrays.stages_of[chain, 0]
+                    depth[first] = min(depth[first], smallest)
+    return tuple(depth.tolist())
+
+
+def one_f_one_b(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """1F1B: every stage has as many microbatches in flight as there are stages to the end of its path."""
+    return pipelined(plan, assignment, path_depths(plan), trainability)
+
+
+def eager(
+    plan: Plan,
+    assignment: Assignment,
+    trainability: Trainability | None = None,
+    depths: Sequence[int] | None = None,
+) -> Schedule:
+    """Eager 1F1B: twice as far ahead as 1F1B, which hides transfers and uneven microbatches (planning notes 0.3);
+    or any `depths`, by stage number."""
+    return pipelined(plan, assignment, eager_depths(plan) if depths is None else depths, trainability)
+
+
+def half_eager(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """Halfway between 1F1B and eager 1F1B, for memory that holds no more."""
+    return pipelined(plan, assignment, half_eager_depths(plan), trainability)
+
+
+def serial(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """Each microbatch forward and backward before the next begins: one rank gains nothing by more in flight."""
+    return pipelined(plan, assignment, (1,) * len(plan.stages()), trainability)
+
+
+def gpipe(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """GPipe: every rank runs all its forwards, then all its backwards."""
+    return pipelined(plan, assignment, path_depths(plan), trainability, forward_first=True)
+
+
+def interleaved(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """Interleaved 1F1B for replicas whose ranks hold several stages each (stage c * p + r on the r-th of p groups);
+    eager 1F1B for the others. With equal stages its bubble is that of 1F1B over the number of stages per rank.
+
+    Microbatches pass each of a rank's stages in rounds of p, as Megatron-Core orders them; the last round may be
+    short. Raises ValueError when a replica's ranks do not repeat with one period.
+    """
+    return pipelined(plan, assignment, eager_depths(plan), trainability, interleave=True)
+
+
+def pipelined(
+    plan: Plan,
+    assignment: Assignment,
+    depths: Sequence[int],
+    trainability: Trainability | None = None,
+    *,
+    forward_first: bool = False,
+    interleave: bool = False,
+) -> Schedule:
+    """The schedule of these depths by stage number; with `forward_first`, backwards only after all forwards; with
+    `interleave`, replicas that come round to their first rank again pass microbatches in rounds.
+
+    Raises ValueError when `depths` does not name every stage, or one is less than 1.
+    """
+    arrays = plan_arrays(plan)
+    if len(depths) != len(arrays.placed) or min(depths, default=1) < 1:
+        raise ValueError(f"depths needs {len(arrays.placed)} numbers of at least 1, got {list(depths)}")
+    trainability = trainability or all_trainable(plan)
+    pieces = cut_pieces(arrays, assignment, trainability)
+    times = _virtual_times(arrays, pieces, np.asarray(depths, dtype=np.float64), forward_first, interleave)
+    return order_by_time(arrays, pieces, times, trainability)
+
+
+Times = list[tuple[NDArray[np.float64], NDArray[np.float64]]]
+
+
+def _virtual_times(
+    arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], forward_first: bool, interleave: bool
+) -> Times:
+    """For every chain, virtual forward and backward times `[stages, pieces]`. One slot of the longest sink is 2."""
+    fed = {source for source, _ in arrays.feeds}
+    sinks = [unit for unit in range(len(arrays.units)) if unit not in fed]
+    slots = _slots(pieces)
+    longest = max((int(slots[chain]) for unit in sinks for chain in arrays.chains_of(unit)), default=0)
+    nudge = 0.25 / (len(arrays.placed) + 1)
+    clock = _Clock.of(arrays, pieces, depths, nudge)
+    half, times = clock.half, [(np.empty(0), np.empty(0))] * arrays.num_chains
+    for unit in reversed(range(len(arrays.units))):
+        chains = arrays.chains_of(unit)
+        if unit in fed:
+            forward, backward = clock.before_consumers(chains)
+        else:
+            half[chains] = longest / np.maximum(slots[chains], 1)
+            own = clock.pieces_of(chains)
+            forward = 2 * half[clock.chain[own]] * pieces.microbatch[own]
+            backward = forward + half[clock.chain[own]] + (2 * longest if forward_first else 0)
+        bounds = pieces.first[chains[0] : chains[-1] + 2]
+        for chain, (start, stop) in zip(chains, itertools.pairwise((bounds - bounds[0]).tolist())):
+            first, end = arrays.stages_of[chain].tolist()
+            last = forward[start:stop], backward[start:stop]
+            groups = _period(arrays, first, end) if interleave else end - first
+            if groups < end - first:
+                found = _in_rounds(groups, end - first, half[chain], *last, unit in fed)
+            else:
+                lead = (depths[first:end] - depths[end - 1]) * half[chain]
+                lead += nudge * np.arange(end - first - 1, -1, -1)
+                found = last[0] - lead[:, None], last[1] + lead[:, None]
+            clock.first_stage[:, bounds[0] + start : bounds[0] + stop] = found[0][0], found[1][0]
+            times[chain] = found
+    return times
+
+
+def _slots(pieces: Pieces) -> NDArray[np.int64]:
+    """By chain, up to which microbatch it has pieces: empty ones before the last keep their slot of the clock."""
+    chain = np.repeat(np.arange(len(pieces.first) - 1), np.diff(pieces.first))
+    slots = np.zeros(len(pieces.first) - 1, dtype=np.int64)
+    np.maximum.at(slots, chain, pieces.microbatch + 1)
+    return slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Clock:
+    """What units know of their consumers. `made` and `used` are the numbers of pieces that share samples on an edge
+    between units, in the order of `made`; `lead` is how many half slots earlier than a consumer's first stage the last
+    one of the producer runs: `[pairs]` each. Of these, those of a chain begin `at[chain]`; its pieces, `first[chain]`.
+
+    half: of a slot, by chain. first_stage: forward and backward times of pieces in their chain's first stage. Both are
+    known of a unit once its consumers' are.
+    """
+
+    first: NDArray[np.int64]
+    chain: NDArray[np.int64]
+    made: NDArray[np.int32]
+    used: NDArray[np.int32]
+    lead: NDArray[np.float64]
+    at: NDArray[np.int64]
+    nudge: float
+    half: NDArray[np.float64]
+    first_stage: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], nudge: float) -> _Clock:
+        made, used = unit_pairs(arrays, pieces)
+        order = np.argsort(made, kind="stable")
+        made, used = made[order], used[order]
+        chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+        begins, ends = arrays.stages_of.T
+        lead = depths[ends[chain[made]] - 1] - depths[begins[chain[used]]]
+        at = np.searchsorted(made, pieces.first)
+        return cls(
+            pieces.first, chain, made, used, lead, at, nudge, np.ones(arrays.num_chains), np.empty((2, len(chain)))
+        )  # fmt: skip
+
+    def pieces_of(self, chains: Sequence[int]) -> slice:
+        """Those of all replicas of a unit."""
+        return slice(self.first[chains[0]], self.first[chains[-1] + 1])
+
+    def before_consumers(self, chains: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(forward, backward) `[pieces]` of the last stage of each of a unit's `chains`, whose half slots it sets, from
+        the first stages of their consumers."""
+        own, pairs = self.pieces_of(chains), slice(self.at[chains[0]], self.at[chains[-1] + 1])
+        made, used = self.made[pairs], self.used[pairs]
+        half = self.half[self.chain[used]]
+        leads = self.lead[pairs] * half + self.nudge
+        forward, backward = np.full((2, own.stop - own.start), [[np.inf], [-np.inf]])
+        np.minimum.at(forward, made - own.start, self.first_stage[0, used] - leads)
+        np.maximum.at(backward, made - own.start, self.first_stage[1, used] + leads)
+        self.half[chains] = 0.0
+        np.maximum.at(self.half, self.chain[made], half)
+        for chain in chains:
+            here = slice(self.first[chain] - own.start, self.first[chain + 1] - own.start)
+            self.half[chain] = self.half[chain] or 1.0  # of one that nothing consumes
+            if np.isinf(forward[here]).any():
+                forward[here], backward[here] = _between_used(forward[here], backward[here], self.half[chain])
+            forward[here] = np.minimum.accumulate(forward[here][::-1])[::-1]
+        return forward, backward
+
+
+def _between_used(
+    forward: NDArray[np.float64], backward: NDArray[np.float64], half: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The times of all pieces where those that nothing consumes (texts without an image before a generator) have none:
+    theirs are between their neighbours', and a slot each before the first and after the last."""
+    piece = np.arange(len(forward), dtype=np.float64)
+    used = np.flatnonzero(np.isfinite(forward))
+    if not len(used):
+        slots: NDArray[np.float64] = 2.0 * half * piece
+        return slots, slots + half
+    beyond = 2 * half * (np.minimum(piece - used[0], 0) + np.maximum(piece - used[-1], 0))
+
+    def everywhere(times: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.interp(piece, used, times[used]) + beyond, dtype=np.float64)
+
+    return everywhere(forward), everywhere(backward)
+
+
+def _period(arrays: PlanArrays, first: int, end: int) -> int:
+    """After how many stages a replica comes round to its first ranks again; its length where it never does."""
+    ranks = [arrays.placed[stage].stage.ranks for stage in range(first, end)]
+    groups = len(set(ranks))
+    if any(ranks[stage] != ranks[stage % groups] for stage in range(len(ranks))) or len(ranks) % groups:
+        entry = arrays.placed[first]
+        raise ValueError(
+            f"{entry.unit} replica {entry.replica} cannot be interleaved: its {len(ranks)} stages do not go round "
+            f"its {groups} rank groups in one order"
+        )
+    return groups
+
+
+def _in_rounds(
+    groups: int,
+    num_stages: int,
+    half: float,
+    forward: NDArray[np.float64],
+    backward: NDArray[np.float64],
+    fed: bool,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Interleaved virtual times `[stages, pieces]`; `forward` and `backward` are those that consumers allow.
+
+    The clock ticks once per stage of a rank, so `half` is shared by the `num_stages / groups` of them. Rounds are
+    counted as if they were full: a short last one then leaves gaps in the clock, not cycles in the order.
+    """
+    per_rank = num_stages // groups
+    tick = 2 * half / per_rank
+    piece = np.arange(len(forward))
+    chunk, rank = np.divmod(np.arange(num_stages), groups)
+    turn = (piece // groups) * groups * per_rank + piece % groups
+    ahead = tick * (turn[None, :] + (groups * chunk + rank)[:, None])
+    behind = tick * (turn[None, :] + (groups * (per_rank - 1 - chunk) + groups - 1 - rank)[:, None])
+    behind += ahead[-1, 0] + tick / 2 if len(piece) else 0.0
+    if fed and len(piece):
+        ahead += (forward - ahead[-1]).min()
+        behind += (backward - behind[-1]).max()
+    return ahead, behind
+
+
+def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability: Trainability) -> Schedule:
+    """The schedule in which every rank runs the actions of its stages by virtual time."""
+    from dilatant.schedule.rank_kernels import order_within
+
+    groups, group_of = _stages_on_ranks(arrays)
+    runs = [
+        (group, stage, code)
+        for group, stages in enumerate(groups)
+        for stage in stages
+        for code in ((FORWARD, BACKWARD) if trainability.backward[stage] else (FORWARD,))
+    ]
+    group, stage, code = np.array(runs).T
+    chain = arrays.chain[stage]
+    local = (stage - arrays.stages_of[chain, 0]).tolist()
+    when = [times[own][kind][row] for own, kind, row in zip(chain.tolist(), code.tolist(), local)]
+    counts = np.diff(pieces.first)[chain]
+    run = np.repeat(np.arange(len(runs)), counts)
+    piece = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts - pieces.first[chain], counts)
+    sizes = np.bincount(group, counts, len(groups)).astype(np.int64)
+    firsts, offsets = np.cumsum(np.append(0, sizes)), np.cumsum(np.append(0, sizes[group_of]))
+    order = order_within(firsts, np.concatenate(when))
+    rows = order[np.arange(offsets[-1]) + np.repeat(firsts[group_of] - offsets[:-1], sizes[group_of])]
+    actions = PackedActions(
+        arrays.ranks,
+        offsets,
+        code[run[rows]].astype(np.int8),
+        stage[run[rows]].astype(np.int32),
+        piece[rows].astype(np.int32),
+        pieces,
+    )
+    return Schedule(actions)
+
+
+@lru_cache(maxsize=1)  # of one plan for many schedules
+def _stages_on_ranks(arrays: PlanArrays) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.int64]]:
+    """The sets of stages that ranks have, and which of them each rank has: they run the same actions."""
+    on_rank: dict[int, list[int]] = {rank: [] for rank in arrays.ranks}
+    for placed in arrays.placed:
+        for rank in placed.stage.ranks:
+            on_rank[rank].append(placed.index)
+    groups: dict[tuple[int, ...], int] = {}
+    group_of = [groups.setdefault(tuple(own), len(groups)) for own in on_rank.values()]
+    return tuple(groups), np.array(group_of, dtype=np.int64)

@@ -1,0 +1,1 @@
+"""Simulate a schedule: seconds, bubbles and memory."""

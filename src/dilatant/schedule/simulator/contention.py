@@ -1,0 +1,148 @@
+"""How long messages travel where several share a port: each passes bytes in the order in which they are ready.
+
+A rank has a way in and out inside its node, and shares its node's ports with the ranks beside it. A message is there
+when the last of the ways it takes has passed its part; so it is never quicker than alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.cluster import Cluster
+from dilatant.schedule.packed import FORWARD
+from dilatant.schedule.plan_arrays import PlanArrays
+from dilatant.schedule.simulator.graph import ScheduleGraph
+
+
+def travel(
+    graph: ScheduleGraph, seconds: NDArray[np.float64], size: NDArray[np.float64], cluster: Cluster
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(when every op ends [ops], the seconds from there until each of its messages arrives [messages]) of a step whose
+    ops take `seconds` [ops]; zero between stages that the same ranks share alike. size: bytes that a rank of the stage
+    which makes the rows has of each message.
+
+    The ranks of both stages send and receive equal shares of it; tensor-parallel ranks then gather theirs. Ranks that
+    share the two stages unlike keep what they have, and swap the rest where none of them gathers. Of unlike devices
+    every port passes bytes at its own pace, and the slower decides when they are there.
+    """
+    from dilatant.schedule.simulator import graph_kernels as kernels
+
+    count = graph.num_messages
+    placed = graph.arrays.placed
+    source, target = graph.edge_source[:count], graph.edge_target[:count]
+    pairs, pair = np.unique(
+        graph.stage[source] * np.int64(len(placed)) + graph.stage[target], return_inverse=True
+    )
+    ways = _ways(graph.arrays, tuple(pairs.tolist()), cluster)
+    tp, cp, latency, bandwidth = _stages(graph.arrays, cluster)
+    maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
+    taker = graph.stage[target]
+    whole = size * cp[maker]
+    gathered = whole / cp[taker] * (1 - 1 / tp[taker]) / bandwidth[taker]
+    swapped = np.where(ways.swaps[pair], whole / cp[taker] * (1 - 1 / cp[taker]) / bandwidth[taker], 0.0)
+    rest = ways.latency[pair] + np.where(tp[taker] > 1, latency[taker] + gathered, swapped)
+    stays = ~ways.moves[pair] | (size == 0)
+    # By source, and of one source by target: the order in which they are sent.
+    by_target = kernels.group_by_target(graph.edge_target, graph.num_ops)[1]
+    offsets, edges = kernels.group_by_target(graph.edge_source[by_target], graph.num_ops)
+    ends, lag = kernels.port_contention(
+        graph.list_offsets, offsets, by_target[edges], graph.edge_target, seconds, np.where(stays, 0.0, whole),
+        np.where(stays, 0.0, rest), pair, ways.offsets, ways.way, ways.load, ways.count,
+    )  # fmt: skip
+    return ends, lag
+
+
+@lru_cache(maxsize=1)  # of one plan for many schedules
+def _stages(arrays: PlanArrays, cluster: Cluster) -> tuple[NDArray[np.float64], ...]:
+    """Of stages: tensor and context degrees, latency and bandwidth inside their nodes, [stages] each."""
+    links = [cluster.at(entry.stage.ranks[0]).inside for entry in arrays.placed]
+    own = [
+        (entry.stage.tp, entry.stage.cp, link.latency, link.bandwidth)
+        for entry, link in zip(arrays.placed, links, strict=True)
+    ]
+    return tuple(np.asarray(own, dtype=np.float64).reshape(-1, 4).T)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ways:
+    """What messages between pairs of stages pass through: of pair p the ways `way[offsets[p]:offsets[p + 1]]`, for
+    `load` seconds per byte of the whole message. moves, swaps (between the same ranks), latency: [pairs]."""
+
+    offsets: NDArray[np.int64]
+    way: NDArray[np.int64]
+    load: NDArray[np.float64]
+    count: int
+    moves: NDArray[np.bool_]
+    swaps: NDArray[np.bool_]
+    latency: NDArray[np.float64]
+
+
+@lru_cache(maxsize=1)  # the families of a plan send between the same stages
+def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways:
+    """Ways in order: out of each rank inside its node, in, out of each port, in. pairs: source * stages + target."""
+    placed = arrays.placed
+    source, target = np.divmod(np.asarray(pairs, dtype=np.int64), max(len(placed), 1))
+    ends = _ends_of(tuple(rank for entry in placed for rank in entry.stage.ranks), cluster)
+    widths = np.asarray([len(entry.stage.ranks) for entry in placed])
+    firsts = np.cumsum(widths) - widths
+    parcels = np.maximum(widths[source], widths[target])
+    pair = np.repeat(np.arange(len(source)), parcels)
+    nth = np.arange(len(pair)) - np.repeat(np.cumsum(parcels) - parcels, parcels)
+    sender, receiver = (
+        firsts[end][pair] + nth * widths[end][pair] // parcels[pair] for end in (source, target)
+    )
+    crosses = (ends.node[sender] != ends.node[receiver]).astype(np.int64)
+    devices, ports = int(ends.rank.max()) + 1, int(ends.port.max()) + 1
+    out = np.where(crosses, 2 * devices + ends.port[sender], ends.rank[sender])
+    into = np.where(crosses, 2 * devices + ports + ends.port[receiver], devices + ends.rank[receiver])
+    moves = ends.rank[sender] != ends.rank[receiver]
+    loads = [
+        np.where(moves, 1 / ends.bandwidth[crosses, end] / parcels[pair], 0.0) for end in (sender, receiver)
+    ]
+    count = 2 * (devices + ports)
+    codes, at = np.unique(np.concatenate([pair * count + out, pair * count + into]), return_inverse=True)
+    ends_of_pair = [(placed[a].stage, placed[b].stage) for a, b in zip(source, target)]
+    same = np.asarray([one.ranks == other.ranks for one, other in ends_of_pair], dtype=bool)
+    alike = np.asarray([(one.tp, one.cp) == (other.tp, other.cp) for one, other in ends_of_pair], dtype=bool)
+    latency = np.zeros(len(source))
+    np.maximum.at(latency, pair, np.maximum(ends.latency[crosses, sender], ends.latency[crosses, receiver]))
+    return _Ways(
+        np.searchsorted(codes, np.arange(len(source) + 1) * count),
+        codes % count,
+        np.bincount(at, np.concatenate(loads), len(codes)).astype(np.float64),
+        count,
+        ~(same & alike),
+        same & ~alike,
+        latency,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ends:
+    """Of ranks: their numbers among those of the plan, their nodes, and the numbers of their ports, [ranks]; and
+    bandwidth and latency of the way inside the node and of the port, [2, ranks]."""
+
+    rank: NDArray[np.int64]
+    node: NDArray[np.int64]
+    port: NDArray[np.int64]
+    bandwidth: NDArray[np.float64]
+    latency: NDArray[np.float64]
+
+
+@lru_cache(maxsize=2)
+def _ends_of(ranks: tuple[int, ...], cluster: Cluster) -> _Ends:
+    """The same for every schedule and batch of a plan."""
+    own, rank = np.unique(np.asarray(ranks, dtype=np.int64), return_inverse=True)
+    groups = [cluster.at(one) for one in own.tolist()]
+    node, port = np.asarray([cluster.place_of(one) for one in own.tolist()]).T
+    port = np.unique(node * (int(port.max()) + 1) + port, return_inverse=True)[1]
+    links = [[group.inside for group in groups], [group.port for group in groups]]
+    bandwidth, latency = (
+        np.asarray([[getattr(link, name) for link in row] for row in links])[:, rank]
+        for name in ("bandwidth", "latency")
+    )
+    return _Ends(rank, node[rank], port[rank], bandwidth, latency)

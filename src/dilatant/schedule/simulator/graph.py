@@ -1,0 +1,306 @@
+"""A schedule compiled for timing: one op per action, its predecessors, and an order that respects them all.
+
+`build` is done once per schedule; the same graph is then timed again and again with other durations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.plan.plan import Plan
+from dilatant.schedule.packed import KINDS, PackedActions, pack
+from dilatant.schedule.pairs import unit_pairs
+from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
+from dilatant.schedule.schedule import Action, Assignment, Schedule
+
+
+class ScheduleError(UserError):
+    """A schedule that cannot run; the message lists the actions concerned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ops:
+    """The actions of a schedule, each once: numbered rank by rank, on the first rank of its stage.
+
+    `kind`, `stage`, `piece`: `[ops]`. `list_offsets` bounds the ops of each rank.
+    """
+
+    plan: Plan
+    assignment: Assignment
+    schedule: Schedule
+    arrays: PlanArrays
+    packed: PackedActions
+    kind: NDArray[np.int8]
+    stage: NDArray[np.int32]
+    piece: NDArray[np.int32]
+    list_offsets: NDArray[np.int32]
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.kind)
+
+    def action(self, op: int) -> Action:
+        """The action of an op."""
+        piece = int(self.piece[op])
+        return Action(
+            KINDS[self.kind[op]],
+            int(self.stage[op]),
+            int(self.packed.pieces.microbatch[piece]),
+            self.packed.pieces.part[piece],
+        )
+
+    def describe(self, op: int) -> str:
+        """The action in words, for messages to people."""
+        placed = self.arrays.placed[int(self.stage[op])]
+        action = self.action(op)
+        part = "" if action.samples is None else f" samples {list(action.samples)}"
+        return (
+            f"{action.kind} of {placed.unit} replica {placed.replica} stage {placed.position} microbatch "
+            f"{action.microbatch}{part} (rank {placed.stage.ranks[0]})"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduleGraph(Ops):
+    """Ops with what each of them waits for.
+
+    `row_op[row]` is the op of a packed row. `edge_source` and `edge_target` (op numbers) are the edges that carry rows
+    or gradients, the first `num_messages`, followed by order edges of ranks that help in a stage they do not lead. The
+    last five arrays are the same graph by position in `order`.
+    """
+
+    row_op: NDArray[np.int32]
+    edge_source: NDArray[np.int32]
+    edge_target: NDArray[np.int32]
+    num_messages: int
+    order: NDArray[np.int32]
+    previous: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+    source: NDArray[np.int32]
+    edge: NDArray[np.int32]
+
+
+def build(
+    plan: Plan, assignment: Assignment, schedule: Schedule, look_ahead: int | None = None
+) -> ScheduleGraph:
+    """Compile `schedule`. With `look_ahead`, an edge holds at most that many messages that were not yet consumed:
+    its producer waits for room, as a runtime with bounded receive buffers does.
+
+    Raises ScheduleError when an action lacks its input or its gradient, comes before what it needs on its own rank,
+    or when the order deadlocks (the cycle is in the message). `validate` lists every problem instead.
+    """
+    graph, missing, disorder = try_build(plan, assignment, schedule, look_ahead)
+    if graph is None:
+        raise ScheduleError(str(list_problems("this schedule cannot run:", missing + disorder)))
+    return graph
+
+
+def try_build(
+    plan: Plan, assignment: Assignment, schedule: Schedule, look_ahead: int | None = None
+) -> tuple[ScheduleGraph | None, list[str], list[str]]:
+    """The compiled schedule, or None; then which actions lack another one, and which come in an impossible order."""
+    from dilatant.schedule.simulator import graph_kernels as kernels
+
+    arrays = plan_arrays(plan)
+    packed = pack(arrays, assignment, schedule)
+    number = {rank: index for index, rank in enumerate(packed.ranks)}
+    lead = np.asarray([number.get(placed.stage.ranks[0], -1) for placed in arrays.placed], dtype=np.int32)
+    alone = kernels.all_lead(packed.offsets, packed.stage, lead) and all(
+        len(placed.stage.ranks) == 1 for placed in arrays.placed
+    )
+    ops = _ops(plan, assignment, schedule, arrays, packed, None if alone else lead)
+    slots = _Slots.of(ops)
+    source, target, missing, disorder = _data_edges(ops, slots)
+    num_messages = len(source)
+    row_op = np.arange(ops.num_ops, dtype=np.int32)
+    if not alone:
+        row_op = slots.op(packed.kind, packed.stage, packed.piece)
+        missing += _unled_rows(packed, row_op)
+        more_source, more_target = _order_edges(ops, row_op, lead)
+        source, target = np.concatenate([source, more_source]), np.concatenate([target, more_target])
+    if look_ahead is not None:
+        more_source, more_target = _room_edges(ops, source[:num_messages], target[:num_messages], look_ahead)
+        source, target = np.concatenate([source, more_source]), np.concatenate([target, more_target])
+
+    offsets, edges = kernels.group_by_target(target, ops.num_ops)
+    order, count, heads, position = kernels.topological_order(ops.list_offsets, offsets, edges, source)
+    if count < ops.num_ops:
+        disorder.append(_cycle(ops, lead, heads, offsets, edges, source, order[:count]))
+    if missing or disorder:
+        return None, missing, disorder
+    previous, new_offsets, new_source, new_edge = kernels.renumber(
+        order, position, lead[ops.stage], offsets, edges, source, ops.list_offsets
+    )
+    graph = ScheduleGraph(
+        plan, assignment, schedule, arrays, packed, ops.kind, ops.stage, ops.piece, ops.list_offsets,
+        row_op, source, target, num_messages, order, previous, new_offsets, new_source, new_edge,
+    )  # fmt: skip
+    return graph, [], []
+
+
+def _ops(
+    plan: Plan,
+    assignment: Assignment,
+    schedule: Schedule,
+    arrays: PlanArrays,
+    packed: PackedActions,
+    lead: NDArray[np.int32] | None,
+) -> Ops:
+    """The ops of a packed schedule; `lead[stage]` is the number of the rank that leads, None where all do."""
+    kind, stage, piece, offsets = packed.kind, packed.stage, packed.piece, packed.offsets.astype(np.int32)
+    if lead is not None:
+        leads = lead[stage] == _rank_of_row(packed)
+        kind, stage, piece = kind[leads], stage[leads], piece[leads]
+        offsets = np.concatenate([[0], np.cumsum(leads)])[packed.offsets].astype(np.int32)
+    return Ops(plan, assignment, schedule, arrays, packed, kind, stage, piece, offsets)
+
+
+def _rank_of_row(packed: PackedActions) -> NDArray[np.int32]:
+    return np.repeat(np.arange(len(packed.ranks), dtype=np.int32), np.diff(packed.offsets))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slots:
+    """The op of every (kind, stage, piece), -1 where there is none; `twice` is the first op that is there twice, or -1.
+
+    Pieces are counted from `first_piece[stage]`, of which a stage has `num_pieces[stage]`.
+    """
+
+    ops: NDArray[np.int32]
+    base: NDArray[np.int32]
+    num_pieces: NDArray[np.int32]
+    first_piece: NDArray[np.int32]
+    twice: int
+
+    @classmethod
+    def of(cls, ops: Ops) -> _Slots:
+        from dilatant.schedule.simulator import graph_kernels as kernels
+
+        pieces, chain = ops.packed.pieces, ops.arrays.chain
+        num_pieces = np.diff(pieces.first)[chain].astype(np.int32)
+        first_piece = pieces.first[chain].astype(np.int32)
+        base = np.concatenate([[0], np.cumsum(4 * num_pieces)]).astype(np.int32)
+        slots, twice = kernels.fill_slots(
+            ops.kind, ops.stage, ops.piece, base, num_pieces, first_piece, int(base[-1])
+        )
+        return cls(slots, base, num_pieces, first_piece, int(twice))
+
+    def op(
+        self, kind: NDArray[np.int8], stage: NDArray[np.int32], piece: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        return self.ops[self.base[stage] + kind * self.num_pieces[stage] + piece - self.first_piece[stage]]
+
+
+def _data_edges(ops: Ops, slots: _Slots) -> tuple[NDArray[np.int32], NDArray[np.int32], list[str], list[str]]:
+    """(sources, targets) of the edges that carry rows or gradients, then the problems met: actions that lack another
+    one, and actions that come before what they need on their own rank."""
+    from dilatant.schedule.simulator import graph_kernels as kernels
+
+    arrays, pieces = ops.arrays, ops.packed.pieces
+    pairs_from, pairs_to = unit_pairs(arrays, pieces)
+    piece_chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+    last_of = (arrays.stages_of[piece_chain, 1] - 1).astype(np.int32)
+    first_of = arrays.stages_of[piece_chain, 0].astype(np.int32)
+    source, target, count, codes, culprits, num_wrong = kernels.data_edges(
+        ops.kind, ops.stage, ops.piece, slots.ops, slots.base, slots.num_pieces, slots.first_piece,
+        arrays.before, arrays.after, pairs_from, pairs_to, last_of, first_of,
+    )  # fmt: skip
+    missing = [f"{ops.describe(slots.twice)} appears twice"] if slots.twice >= 0 else []
+    disorder: list[str] = []
+    reasons = {
+        kernels.NO_INPUT: (missing, "no action makes its input"),
+        kernels.NO_GRADIENT: (missing, "no action makes the gradient it needs"),
+        kernels.BEFORE_FORWARD: (disorder, "its forward does not come before it on the same rank"),
+        kernels.BEFORE_INPUT_GRADIENT: (
+            disorder,
+            "its input-gradient half does not come before it on the same rank",
+        ),
+    }
+    for code, op in zip(codes[:num_wrong].tolist(), culprits[:num_wrong].tolist(), strict=True):
+        problems, reason = reasons[code]
+        problems.append(f"{ops.describe(op)}: {reason}")
+    return source[:count], target[:count], missing, disorder
+
+
+def _unled_rows(packed: PackedActions, row_op: NDArray[np.int32]) -> list[str]:
+    """Rows of ranks that help in a stage whose first rank has no such action."""
+    row_rank = _rank_of_row(packed)
+    problems = []
+    for row in np.flatnonzero(row_op < 0).tolist():
+        rank = packed.ranks[row_rank[row]]
+        action = packed[rank][row - int(packed.offsets[row_rank[row]])]
+        problems.append(f"rank {rank} runs {action}, which the first rank of its stage does not run")
+    return problems
+
+
+def _order_edges(
+    ops: Ops, row_op: NDArray[np.int32], lead: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(sources, targets) of the order on ranks that do not lead all they run; what a leader's own order says is left
+    out."""
+    row_rank = _rank_of_row(ops.packed)
+    inner = np.flatnonzero((row_rank[1:] == row_rank[:-1]) & (row_op[1:] >= 0) & (row_op[:-1] >= 0))
+    earlier, later = row_op[inner], row_op[inner + 1]
+    list_of = lead[ops.stage]
+    implied = (earlier == later - 1) & (list_of[earlier] == list_of[later])
+    count = max(ops.num_ops, 1)
+    codes = np.unique(earlier[~implied].astype(np.int64) * count + later[~implied])
+    return (codes // count).astype(np.int32), (codes % count).astype(np.int32)
+
+
+def _room_edges(
+    ops: Ops, source: NDArray[np.int32], target: NDArray[np.int32], look_ahead: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Edges consumer of message i → producer of message i + look_ahead, for every directed edge between stages."""
+    if look_ahead < 1:
+        raise ValueError(f"look_ahead must be at least 1 message, got {look_ahead}")
+    order = _by_stages(ops.stage, source, target)
+    source, target = source[order], target[order]
+    same = (ops.stage[source][look_ahead:] == ops.stage[source][:-look_ahead]) & (
+        ops.stage[target][look_ahead:] == ops.stage[target][:-look_ahead]
+    )
+    at = np.flatnonzero(same)
+    freed, awaited = target[at], source[at + look_ahead]
+    other = freed != awaited
+    return freed[other], awaited[other]
+
+
+def message_order(graph: ScheduleGraph) -> NDArray[np.int64]:
+    """Message numbers sorted by directed edge, and within one in the producer's, then the consumer's order."""
+    count = graph.num_messages
+    return _by_stages(graph.stage, graph.edge_source[:count], graph.edge_target[:count])
+
+
+def _by_stages(
+    stage: NDArray[np.int32], source: NDArray[np.int32], target: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    return np.lexsort((target, source, stage[target], stage[source]))
+
+
+def _cycle(
+    ops: Ops,
+    lead: NDArray[np.int32],
+    heads: NDArray[np.int32],
+    offsets: NDArray[np.int32],
+    edges: NDArray[np.int32],
+    source: NDArray[np.int32],
+    order: NDArray[np.int32],
+) -> str:
+    """The circle of waits in words: every stuck rank's next action waits for one behind another's next action."""
+    done = np.zeros(ops.num_ops, dtype=bool)
+    done[order] = True
+    op = next(int(head) for index, head in enumerate(heads) if head < ops.list_offsets[index + 1])
+    seen: dict[int, int] = {}
+    steps: list[str] = []
+    while op not in seen:
+        seen[op] = len(steps)
+        needed = next(int(source[e]) for e in edges[offsets[op] : offsets[op + 1]] if not done[source[e]])
+        head = int(heads[lead[ops.stage[needed]]])
+        behind = "" if head == needed else f", which comes after {ops.describe(head)}"
+        steps.append(f"{ops.describe(op)} waits for {ops.describe(needed)}{behind}")
+        op = head
+    return "deadlock: " + "; ".join(steps[seen[op] :])

@@ -1,0 +1,208 @@
+"""From a cost model to a timeline: seconds of actions, bytes of messages and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dilatant.cost.dense import DenseRows
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.stage_costs import StageCosts
+from dilatant.plan.plan import Plan
+from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.shared_items import unevenness
+from dilatant.schedule.simulator.contention import travel
+from dilatant.schedule.simulator.graph import ScheduleGraph, build
+from dilatant.schedule.simulator.memory_sweep import StepBytes
+from dilatant.schedule.simulator.simulate import run
+from dilatant.schedule.timeline import Timeline
+
+Tokens = Mapping[str, ArrayLike]
+
+
+def predict(
+    plan: Plan,
+    assignment: Assignment,
+    schedule: Schedule,
+    costs: StageCosts,
+    tokens: Tokens,
+    cluster: Cluster | None = None,
+    *,
+    squares: Tokens | None = None,
+    dense: Mapping[str, DenseRows] | None = None,
+) -> Timeline:
+    """The timeline and peak memory of a step in which sample s brings `tokens[unit][s]` tokens to each unit.
+
+    `squares[unit][s]` replaces tokens² in the quadratic term, for samples of several images that do not attend to
+    each other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time
+    of its links, and turns where they share ports. Raises ScheduleError for a schedule that cannot run.
+    """
+    graph = build(plan, assignment, schedule)
+    sums = op_sums(graph, costs, piece_sums(graph, tokens, squares, dense), tokens)
+    size = step_bytes(graph, costs, sums, message_bytes(graph, costs, message_sums(graph, tokens, squares)))
+    seconds = action_seconds(graph, costs, sums)
+    lag = None if cluster is None else travel(graph, seconds, size.message, cluster)[1]
+    return run(graph, seconds, lag=lag, size=size)
+
+
+def piece_sums(
+    graph: ScheduleGraph,
+    tokens: Tokens,
+    squares: Tokens | None = None,
+    dense: Mapping[str, DenseRows] | None = None,
+) -> NDArray[np.float64]:
+    """By piece: Σ tokens² (of several samples in a unit of `dense`: so many times (Σ tokens)²), Σ tokens, and 1 (0 for
+    a piece without tokens): `[pieces, 3]`."""
+    pieces = graph.packed.pieces
+    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
+    unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))[piece]
+    linear, square = _by_sample(graph, unit, pieces.samples, tokens, squares)
+    sums = _sums(piece, linear, square, len(pieces.microbatch))
+    several = np.bincount(piece, linear > 0, len(pieces.microbatch)) > 1
+    for number, name in enumerate(graph.arrays.units):
+        if dense is not None and name in dense:
+            rows = several & (np.repeat(graph.arrays.unit_of, np.diff(pieces.first)) == number)
+            sums[rows, 0] = dense[name].at(sums[rows, 1]) * sums[rows, 1] ** 2
+    return sums
+
+
+def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
+    """By message, in the token counts of the unit whose stage made its rows: `[messages, 3]` as `piece_sums`.
+
+    A gradient has the rows of the forward message that it answers.
+    """
+    pieces, arrays = graph.packed.pieces, graph.arrays
+    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    forward = graph.kind[source] == FORWARD
+    made = np.where(forward, graph.piece[source], graph.piece[target])
+    used = np.where(forward, graph.piece[target], graph.piece[source])
+    whole = piece_sums(graph, tokens, squares)
+    result = whole[made]
+    chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+    across = np.flatnonzero(chain[made] != chain[used])
+    if len(across):
+        counts = np.diff(pieces.offsets)[made[across]]
+        message = np.repeat(np.arange(len(across)), counts)
+        nth = np.arange(len(message)) - np.repeat(np.cumsum(counts) - counts, counts)
+        sample = pieces.samples[pieces.offsets[made[across]][message] + nth]
+        owner = _owner(graph)
+        unit = arrays.unit_of[chain[made[across]]][message]
+        shared = owner[arrays.unit_of[chain[used[across]]][message], sample] == used[across][message]
+        linear, square = _by_sample(graph, unit[shared], sample[shared], tokens, squares)
+        result[across] = _sums(message[shared], linear, square, len(across))
+    return result
+
+
+def op_sums(
+    graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], tokens: Tokens
+) -> NDArray[np.float64]:
+    """By op what its costs are multiplied by: `[ops, 3]`. That is the `piece_sums` of its piece; where ranks share
+    items that cannot be divided, as much more of it as the fullest rank has than the mean one."""
+    found = sums[graph.piece]
+    by_unit = [np.asarray(tokens[unit], dtype=np.float64) for unit in graph.arrays.units]
+    times = unevenness(graph, costs.items_per_token, by_unit)
+    if times is not None:
+        found[:, :2] *= times[:, None]
+    return found
+
+
+def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of every op: `[ops]`. `sums`: as `op_sums`."""
+    return np.einsum("ij,ij->i", costs.seconds[graph.stage, graph.kind], sums)
+
+
+def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bytes of every message, on a rank of the stage that makes its rows: `[messages]`. `sums`: as `message_sums`."""
+    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
+    return np.einsum("ij,ij->i", costs.output_bytes[maker], sums)
+
+
+def step_bytes(
+    graph: ScheduleGraph,
+    costs: StageCosts,
+    sums: NDArray[np.float64],
+    message: NDArray[np.float64],
+) -> StepBytes:
+    """What the memory sweep needs. `sums`, `message`: as `op_sums`, `message_bytes`."""
+    kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums)
+    weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums)
+    transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums)
+    first, last = ends_of_backward(graph)
+    transient[graph.kind == WEIGHT_GRADIENT] = 0.0
+    for place, ops in enumerate(
+        (first[graph.kind[first] == BACKWARD], np.flatnonzero(graph.kind == INPUT_GRADIENT))
+    ):
+        late = np.einsum("ij,ij->i", costs.late_bytes[graph.stage[ops], place], sums[ops])
+        transient[ops] = np.maximum(transient[ops], late)
+    transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
+    has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
+    split = _has(graph, WEIGHT_GRADIENT)
+    weight = np.where(split, weight, 0.0)  # more than was kept, where that was recomputed
+    allocate = np.where((graph.kind == FORWARD) & has_backward, kept, 0.0)
+    release = np.select(
+        [graph.kind == BACKWARD, graph.kind == INPUT_GRADIENT, graph.kind == WEIGHT_GRADIENT],
+        [kept, kept - weight, weight],
+        0.0,
+    )
+    release[first] -= costs.gradient_bytes[graph.stage[first]]  # which stay
+    release[last] -= costs.own_gradient_bytes[graph.stage[last]]
+    return StepBytes(costs.static_bytes - costs.gradient_bytes, allocate, release, transient, message)
+
+
+def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:
+    """The piece that holds a sample in a unit, -1 where none: `[units, samples]`."""
+    pieces, arrays = graph.packed.pieces, graph.arrays
+    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
+    unit = np.repeat(arrays.unit_of, np.diff(pieces.first))[piece]
+    owner = np.full((len(arrays.units), int(pieces.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
+    owner[unit, pieces.samples] = piece
+    return owner
+
+
+def _by_sample(
+    graph: ScheduleGraph,
+    unit: NDArray[np.int64],
+    sample: NDArray[np.int64],
+    tokens: Tokens,
+    squares: Tokens | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens and their squares for pairs of unit and sample."""
+    linear, square = np.zeros(len(sample)), np.zeros(len(sample))
+    for number, name in enumerate(graph.arrays.units):
+        mine = unit == number
+        linear[mine] = np.asarray(tokens[name], dtype=np.float64)[sample[mine]]
+        if squares is not None and name in squares:
+            square[mine] = np.asarray(squares[name], dtype=np.float64)[sample[mine]]
+        else:
+            square[mine] = linear[mine] ** 2
+    return linear, square
+
+
+def _sums(
+    group: NDArray[np.int64], linear: NDArray[np.float64], square: NDArray[np.float64], count: int
+) -> NDArray[np.float64]:
+    total = np.bincount(group, linear, count)
+    return np.stack([np.bincount(group, square, count), total, (total > 0).astype(np.float64)], axis=1)
+
+
+def ends_of_backward(graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the last op of each stage that makes weight gradients, of stages that have any."""
+    ops = np.flatnonzero(np.isin(graph.kind, (BACKWARD, WEIGHT_GRADIENT)))
+    place = np.empty(graph.num_ops, dtype=np.int64)
+    place[graph.row_op] = np.arange(len(graph.row_op))
+    ops = ops[np.argsort(place[ops])]
+    first, last = np.full((2, len(graph.arrays.placed)), -1)
+    first[graph.stage[ops[::-1]]] = ops[::-1]  # of several the last written stays
+    last[graph.stage[ops]] = ops
+    return first[first >= 0], last[last >= 0]
+
+
+def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:
+    """By op: does its stage run an action of one of these kinds at all?"""
+    there = np.zeros(len(graph.arrays.placed), dtype=bool)
+    there[graph.stage[np.isin(graph.kind, kinds)]] = True
+    return there[graph.stage]

@@ -1,0 +1,64 @@
+"""What a step takes at least whatever its schedule family, told from one simulated schedule of the same pieces."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT
+from dilatant.schedule.simulator.step_time import TimedStep
+
+
+def least_seconds(step: TimedStep) -> tuple[float, float]:
+    """Seconds until all gradients are summed that no order of the step's actions beats: of whole backwards, and with
+    them split; the latter is infinite where nothing can be won: no rank waits for another, or no weight gradient.
+
+    A rank begins no earlier than the first rows can reach it, and then has all of its work to do. The last thing it
+    does, where all of its stages have a backward, is one; of whole ones the gradient must then go all the way back;
+    behind split ones the rank sums its gradients.
+    """
+    from dilatant.schedule.simulator.bound_kernels import seconds_after, seconds_before
+
+    graph, costs = step.graph, step.costs
+    edges = graph.order, graph.offsets, graph.source, graph.edge, graph.num_messages
+    ops = graph.row_op
+    kind = graph.kind[ops]
+    before, after = seconds_before(*edges, step.durations)[ops], seconds_after(*edges, step.durations)[ops]
+    backward = np.zeros(len(graph.arrays.placed), dtype=bool)
+    backward[graph.stage[graph.kind == BACKWARD]] = True
+    after = np.where(kind == BACKWARD, after, np.where(backward[graph.stage[ops]], math.inf, 0.0))
+    offsets = graph.packed.offsets
+    some = np.flatnonzero(np.diff(offsets))
+    firsts = offsets[some]
+    until = np.minimum.reduceat(np.where(kind == FORWARD, before, math.inf), firsts)
+    until += np.add.reduceat(step.durations[ops], firsts)
+    whole = float((until + np.minimum.reduceat(after, firsts)).max(initial=0.0))
+    if not costs.stages.seconds[:, WEIGHT_GRADIENT].any() or not _waits(step):
+        return whole, math.inf
+    return whole, float((until + _alone_sums(step)[some]).max(initial=0.0))
+
+
+def _alone_sums(step: TimedStep) -> NDArray[np.float64]:
+    """Seconds of the sums of gradients of each rank that has one stage only, which trains; 0 for others: [ranks]."""
+    ranks = step.graph.packed.ranks
+    stages: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for placed in step.graph.arrays.placed:
+        for rank in placed.stage.ranks:
+            stages[rank].append(placed.index)
+    held = step.costs.stages.gradient_bytes
+    return np.array(
+        [
+            step.costs.sync.beside.get(rank, 0.0) if len(own) == 1 and held[own[0]] > 0 else 0.0
+            for rank, own in stages.items()
+        ]
+    )
+
+
+def _waits(step: TimedStep) -> bool:
+    """Does any rank wait for another one?"""
+    graph = step.graph
+    lead = graph.arrays.lead[graph.stage]
+    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    return bool((lead[source] != lead[target]).any())

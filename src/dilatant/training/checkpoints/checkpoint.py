@@ -1,0 +1,253 @@
+"""Checkpoints found again: newest first, refused when damaged, loaded by name under any layout.
+
+`checkpoint_files` tells what lies on disk, `checkpoint_writer` how it comes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dilatant.config import UserError
+from dilatant.plan.boxes import Box
+from dilatant.training.checkpoints.boxes import (
+    Piece,
+    Shapes,
+    StoredPiece,
+    Tensors,
+    overlap,
+    pieces_of,
+    sources,
+    stored_box,
+)
+from dilatant.training.checkpoints.files import (
+    DamagedError,
+    check_file,
+    read_manifest,
+    read_parts,
+    step_of,
+)
+
+CONTINUED = "continues.txt"
+"""Names the checkpoint elsewhere that a run goes on from, until it has one of its own."""
+
+_READERS = 4
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A finished checkpoint on disk."""
+
+    path: Path
+    step: int
+
+
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints of the run's branch in `folder`, newest first, not yet checked for damage.
+
+    Those of an abandoned branch have other names. Raises UserError if the folder cannot be read.
+    """
+    try:
+        paths = [path for path in folder.glob("step-*") if path.is_dir()] if folder.is_dir() else []
+    except OSError as error:
+        raise UserError(f"checkpoints in {str(folder)!r} cannot be read: {error.strerror}") from None
+    found = [Checkpoint(path, step) for path in paths if (step := step_of(path)) is not None]
+    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def damage(checkpoint: Path, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint folder, or None when every file is as it was written.
+
+    contents: read every byte; otherwise only the manifests, which vouch for each other, and the sizes of files.
+    """
+    if not checkpoint.is_dir():
+        return "there is no such folder"
+    try:
+        parts = read_parts(checkpoint, read_manifest(checkpoint))
+        stamps = {path: stamp for folder, part in parts.items() for path, stamp in part.paths(folder).items()}
+        base = checkpoint.parent
+
+        def check(path: Path) -> None:
+            inside = path.is_relative_to(checkpoint)
+            check_file(path, stamps[path], str(path.relative_to(checkpoint if inside else base)), contents)
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            list(pool.map(check, stamps))
+    except DamagedError as problem:
+        return str(problem)
+    return None
+
+
+def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest undamaged checkpoint of the run's branch, and a warning for every damaged one passed over.
+
+    Every byte of the candidates is read: one rank calls this, and tells the others (see `identity`). Before a run that
+    goes on from a checkpoint elsewhere has one of its own, it is that one.
+    """
+    candidates = list_checkpoints(folder)
+    warned: list[str] = []
+    with _reading(folder / CONTINUED):
+        text = (folder / CONTINUED).read_text(encoding="utf-8") if (folder / CONTINUED).is_file() else ""
+    if text.strip():
+        elsewhere = Path(text.strip())
+        step = step_of(elsewhere)
+        candidates.insert(0, Checkpoint(elsewhere, -1 if step is None else step))
+    for candidate in candidates:
+        problem = damage(candidate.path)
+        if problem is None:
+            return Checkpoint(candidate.path, read_manifest(candidate.path).step), warned
+        warned.append(f"checkpoint {candidate.path.name} is damaged and was skipped: {problem}")
+    return None, warned
+
+
+def best_of(newest: Checkpoint) -> Checkpoint:
+    """The checkpoint that the run of `newest` found best (`evaluation.keep_best`); itself where there is none that is
+    whole."""
+    best = read_manifest(newest.path).values.get("best")
+    step = best.get("step") if isinstance(best, dict) else None
+    path = newest.path.with_name(f"step-{step:08d}") if isinstance(step, int) else newest.path
+    return newest if damage(path) is not None else Checkpoint(path, read_manifest(path).step)
+
+
+def identity(checkpoint: Path) -> str:
+    """Step, session and size of what this process sees at `checkpoint`: equal on ranks that see the same.
+
+    Reads manifests and sizes only. Raises UserError if anything is missing or damaged here.
+    """
+    problem = damage(checkpoint, contents=False)
+    if problem is not None:
+        raise UserError(
+            f"checkpoint {str(checkpoint)!r} cannot be used: {problem}; all machines must see the same folder"
+        )
+    manifest = read_manifest(checkpoint)
+    parts = ",".join(f"{name}:{stamp.checksum}" for name, stamp in sorted(manifest.parts.items()))
+    return f"{manifest.step} {manifest.session} {parts}"
+
+
+def load(
+    checkpoint: Path, tensors: Tensors, known: Collection[str] | None = None, shapes: Shapes | None = None
+) -> dict[str, Any]:
+    """Fill `tensors` in place from `checkpoint`, on whatever device they are; returns the plain values saved with them.
+
+    Boxes are put together from whatever boxes are stored. known: all weights of the model, where `tensors` is only a
+    part of it. shapes: of the weights of which `tensors` has boxes. Raises UserError when the checkpoint is damaged;
+    when a tensor is absent there or has another shape or dtype; or when the checkpoint holds weights that the model has
+    not: it is of another model. Nothing is filled then.
+    """
+    wanted = list(pieces_of(tensors, shapes or {}))
+    names = {*(piece.box.name for piece in wanted), *(f"model.{name}" for name in known or ())}
+    stored = _stored(checkpoint)
+    problems: dict[str, None] = {}  # each once: a weight may be wanted in several boxes
+    reads: dict[Path, list[tuple[Piece, StoredPiece, Box]]] = {}
+    for piece in wanted:
+        name, whole = piece.box.name, piece.box.whole
+        held = stored.get(name)
+        if held is None:
+            problems[f"{name} is not in the checkpoint"] = None
+        elif held[0].box.whole != whole:
+            problems[f"{name} is {list(whole)} here and {list(held[0].box.whole)} there"] = None
+        elif (dtype := held[0].dtype) != piece.tensor.dtype and not _may_round(dtype, piece.tensor.dtype):
+            problems[f"{name} is {_short(piece.tensor.dtype)} here and {_short(dtype)} there"] = None
+        else:
+            cells = sources(piece.box, held)
+            if sum(cell.size for _, cell in cells) != piece.box.size:
+                problems[f"{name} is not all in the checkpoint"] = None
+            for source, cell in cells:
+                reads.setdefault(source.file, []).append((piece, source, cell))
+    problems |= {f"{name} is in the checkpoint only": None for name in sorted(stored)
+                 if name.startswith("model.") and name not in names}  # fmt: skip
+    if problems:
+        first = list(problems)[:3]
+        shown = "; ".join(first) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+        raise UserError(
+            f"checkpoint {str(checkpoint)!r} belongs to another model: {shown}. "
+            "Use the config saved in its run folder, or another output_dir"
+        )
+    with torch.no_grad():
+        for file, of_file in reads.items():
+            with _reading(file), safe_open(file, framework="pt") as reader:
+                for piece, source, cell in of_file:
+                    if cell == source.box:
+                        part = reader.get_tensor(source.key)
+                    else:
+                        part = reader.get_slice(source.key)[source.box.place(cell)]
+                    piece.tensor[piece.box.place(cell)].copy_(part)
+    return read_manifest(checkpoint).values
+
+
+def stored_shapes(checkpoint: Path, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Whole shape of every tensor under `prefix.` in `checkpoint`, by its name without the prefix. Raises UserError."""
+    return {
+        name.removeprefix(prefix + "."): pieces[0].box.whole
+        for name, pieces in _stored(checkpoint).items()
+        if name.startswith(prefix + ".")
+    }
+
+
+def _stored(checkpoint: Path) -> dict[str, list[StoredPiece]]:
+    """Full name → its pieces, over all parts. Raises UserError if a part is damaged or two hold the same numbers."""
+    found: dict[str, list[StoredPiece]] = {}
+    try:
+        parts = read_parts(checkpoint, read_manifest(checkpoint))
+        for folder, part in parts.items():
+            for file, stamp in part.paths(folder).items():
+                place = f"{folder.name}/{file.name}"
+                check_file(file, stamp, place, contents=False)
+                kind = "model" if file.name in part.frozen else file.stem
+                with _reading(file), safe_open(file, framework="pt") as reader:
+                    for key in reader.keys():  # noqa: SIM118  # it is no dict
+                        view = reader.get_slice(key)
+                        dtype = _DTYPES.get(view.get_dtype(), view.get_dtype())
+                        try:
+                            box = stored_box(f"{kind}.{key}", view.get_shape(), part.shapes)
+                        except ValueError as error:
+                            raise DamagedError(f"{place}: {error}") from None
+                        found.setdefault(box.name, []).append(StoredPiece(box, file, key, dtype))
+        for name, pieces in found.items():
+            if len({(piece.box.whole, piece.dtype) for piece in pieces}) > 1:
+                raise DamagedError(f"{name} is stored in unlike forms")
+            if overlap(pieces):
+                raise DamagedError(f"{name} is stored twice")
+    except DamagedError as problem:
+        raise UserError(f"checkpoint {str(checkpoint)!r} is damaged: {problem}") from None
+    return found
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{str(path)!r} cannot be read: {reason}") from None
+
+
+def _may_round(stored: torch.dtype | str, wanted: torch.dtype) -> bool:
+    """Whether a run in one precision may read what one in another wrote."""
+    formats = (torch.float32, torch.bfloat16)
+    return stored in formats and wanted in formats
+
+
+def _short(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,149 @@
+"""How good the model is on held-out samples: the loss of their answers, and what it writes in their place. Judged
+through the run's own stages, in any layout.
+
+A greedy answer is exactly the expected one if and only if, given the expected answer up to any of its tokens, the
+likeliest next token is the expected one. So one forward pass of all answers tells their loss and which of them
+generation, token by token, would give; of a wrong answer what is written is known up to its first wrong token. Metrics
+that need all of it have answers written on (`answers.write_answers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dilatant.comm.gather import all_gather_object
+from dilatant.config.train import LOSS
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step.step_planner import PreparedStep
+from dilatant.training.evaluation.answer_metrics import measure
+from dilatant.training.evaluation.generation import decode_answer
+from dilatant.training.evaluation.greedy_answers import Answer, judge_answers, write_answers
+from dilatant.training.feeding.feed import StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a sample's answer should be and what the model writes. loss: cross entropy of its `tokens` tokens, summed.
+    source: the number of its data set."""
+
+    sample: str
+    expected: str
+    written: str
+    loss: float = 0.0
+    tokens: int = 0
+    source: int = 0
+
+    @property
+    def is_right(self) -> bool:
+        return self.expected.strip() == self.written.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Of held-out samples. figures: `loss`, of a token of an answer, and metrics, by name; by_source: the same of each
+    data set by its name, where there are several. skipped: samples that could not be read."""
+
+    verdicts: tuple[Verdict, ...]
+    skipped: tuple[str, ...]
+    figures: Mapping[str, float]
+    by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def to_record(self, examples: int = 8) -> dict[str, Any]:
+        """What eval.json holds: the figures, and some wrong answers to look at."""
+        wrong = [verdict for verdict in self.verdicts if not verdict.is_right]
+        return {
+            **self.figures,
+            "samples": len(self.verdicts),
+            **({"by_data_set": {name: {**figures} for name, figures in self.by_source.items()}}
+               if self.by_source else {}),
+            "skipped": list(self.skipped),
+            "wrong_examples": [
+                {"sample": verdict.sample, "expected": verdict.expected, "written": verdict.written}
+                for verdict in wrong[:examples]
+            ],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """metrics: their names. sources: what data sets go by. max_new_tokens: of an answer that is written. stop_ids: the
+    tokens that end one."""
+
+    tokenizer: Any
+    metrics: tuple[str, ...]
+    sources: tuple[str, ...]
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def writes(self) -> bool:
+        """Whether answers are needed to their ends."""
+        return any(name != "exact_match" for name in self.metrics)
+
+
+def evaluate(runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], how: Judging) -> Evaluation:
+    """Judge the answers of `questions`, batches whose only targets are the tokens of an answer. Called by all ranks
+    together, which all get the same; the model is in evaluation mode meanwhile. Raises UserError, on the first rank,
+    for a metric of the user's that fails."""
+    verdicts: list[Verdict] = []
+    skipped: list[str] = []
+    runtime.train(False)
+    try:
+        for question in questions:
+            verdicts += _judge(runtime, question, how)
+            skipped += question.batch.problems
+    finally:
+        runtime.train()
+    # What a user brings runs once; all ranks decide by what it said there.
+    own = _figures(verdicts, how) if runtime.comm.rank == 0 else None
+    figures, by_source = all_gather_object(runtime.comm, own)[0]
+    return Evaluation(tuple(verdicts), tuple(skipped), figures, by_source)
+
+
+def _figures(
+    verdicts: Sequence[Verdict], how: Judging
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    by_source = {}
+    if len(how.sources) > 1:
+        for number, name in enumerate(how.sources):
+            own = [verdict for verdict in verdicts if verdict.source == number]
+            if own:
+                by_source[name] = _of(own, how.metrics)
+    return _of(verdicts, how.metrics), by_source
+
+
+def _of(verdicts: Sequence[Verdict], metrics: Sequence[str]) -> dict[str, float]:
+    expected = [verdict.expected for verdict in verdicts]
+    written = [verdict.written for verdict in verdicts]
+    tokens = sum(verdict.tokens for verdict in verdicts)
+    loss = sum(verdict.loss for verdict in verdicts) / max(1, tokens)
+    return {LOSS: loss, **{name: measure(name, expected, written) for name in metrics}}
+
+
+def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: Judging) -> Iterator[Verdict]:
+    samples = question.batch.samples
+    answers = judge_answers(runtime, samples, question.step)
+    whole = {number: answer.written for number, answer in answers.items()}
+    if how.writes:
+        write_answers(runtime, samples, question.step, answers, how.max_new_tokens, how.stop_ids)
+    for number, sample in enumerate(samples):
+        answer = answers[number]
+        expected = decode_answer(how.tokenizer, answer.expected, how.stop_ids)
+        written = (
+            decode_answer(how.tokenizer, answer.written, how.stop_ids)
+            if how.writes
+            else _as_far_as_known(answer, whole[number], how)
+        )
+        yield Verdict(sample.id, expected, written, answer.loss, len(answer.expected), sample.source)
+
+
+def _as_far_as_known(answer: Answer, proven: Sequence[int], how: Judging) -> str:
+    """All of a right answer, or up to the first wrong token ("..." if it goes on there)."""
+    longest = how.max_new_tokens
+    if list(proven) == answer.expected and len(proven) <= longest:
+        return decode_answer(how.tokenizer, answer.expected, how.stop_ids)
+    written = list(proven[:longest])
+    ends = len(proven) >= longest or written[-1] in how.stop_ids
+    return decode_answer(how.tokenizer, written, how.stop_ids) + ("" if ends else "...")

@@ -1,0 +1,188 @@
+"""Answers of text and pictures: where the model writes what stands before a picture, its generator draws one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE
+from dilatant.data.media_units.image_target import ImageTarget
+from dilatant.data.text.encode import EncodedPrompt
+from dilatant.models.core.stage import StepData, in_dtype_of
+from dilatant.models.generators.diffusion import Diffusion, generator_of
+from dilatant.models.generators.generator import GeneratorUnit
+from dilatant.models.generators.sampling import Drawing, draw
+from dilatant.models.language.language_stage import MultimodalOutput
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.training.evaluation.generation import encoder_inputs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+    Drawn = Image | NDArray[np.float32]
+
+
+class _Announced(StoppingCriteria):
+    """Ends a text where it announces a picture."""
+
+    def __init__(self, tokenizer: Any, targets: Sequence[ImageTarget]) -> None:
+        self._tokenizer = tokenizer
+        self._starts = tuple(target.start for target in targets)
+        self._longest = max((len(start.encode()) for start in self._starts), default=0)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        # A token may be as short as a byte.
+        tails = self._tokenizer.batch_decode(input_ids[:, -self._longest :], skip_special_tokens=True)
+        ends = [bool(self._starts) and tail.endswith(self._starts) for tail in tails]
+        return torch.tensor(ends, device=input_ids.device)
+
+
+MOST_PICTURES = 8
+"""In one answer: a model that never stops drawing is stopped."""
+
+
+@torch.no_grad()
+def answer_with_pictures(
+    model: MultimodalModel,
+    tokenizer: Any,
+    prompt: EncodedPrompt,
+    targets: Sequence[ImageTarget],
+    device: torch.device,
+    max_new_tokens: int,
+    how: Drawing,
+    seed: int = 0,
+    **generation: Any,
+) -> list[str | Drawn]:
+    """What the model answers, in order; texts without what announces a picture; features as float32 [width, height,
+    width of the grid]. Greedy unless `generation` says
+    otherwise. seed: of the noise. Raises UserError for a prompt of so many pictures that it cannot be an answer."""
+    if model.whole is not None and not model.whole.reads_as_text:
+        return [_picture_at_once(model, tokenizer, prompt, targets, how, seed)]
+    ids = torch.as_tensor(prompt.sample.input_ids)[None].to(device)
+    inputs = encoder_inputs([prompt], device)
+    parts: list[str | Drawn] = []
+    for number in range(MOST_PICTURES + 1):
+        # An answer with pictures is not read again by encoders: what is drawn is known to the model by its queries.
+        written = model.generate(
+            ids,
+            encoder_inputs=inputs,
+            max_new_tokens=max_new_tokens,
+            stopping_criteria=StoppingCriteriaList([_Announced(tokenizer, targets)]),
+            pad_token_id=tokenizer.pad_token_id,
+            **{"do_sample": False, "eos_token_id": tokenizer.eos_token_id, **generation},
+        )
+        text = tokenizer.decode(written[0], skip_special_tokens=True)
+        target = next((target for target in targets if text.endswith(target.start)), None)
+        said = text if target is None else text[: -len(target.start)]
+        parts += [said] if said else []
+        if target is None:
+            return parts
+        if number == MOST_PICTURES:
+            break
+        places = torch.full((1, target.tokens_per_item), target.placeholder_id, device=device)
+        ids = torch.cat([ids, written, places], dim=1)
+        rows = rows_behind(model, ids, inputs, target)
+        parts.append(_drawn(model[target.name], rows, how, f"picture {number}", seed))
+    raise UserError(f"the model draws more than {MOST_PICTURES} pictures in one answer")
+
+
+def _picture_at_once(
+    model: MultimodalModel,
+    tokenizer: Any,
+    prompt: EncodedPrompt,
+    targets: Sequence[ImageTarget],
+    how: Drawing,
+    seed: int,
+) -> Drawn:
+    """A picture as the whole answer, of a whole model whose positions or masks `generate` does not know: its own stages
+    read the prompt, as in training. Raises UserError for one that draws in several ways."""
+    if len(targets) > 1:
+        raise UserError("a whole model of such a family draws at once, and this one has several generators")
+    (target,) = targets
+    start = tokenizer.encode(target.start, add_special_tokens=False)
+    places = [target.placeholder_id] * target.tokens_per_item
+    ids = np.array([*prompt.sample.input_ids.tolist(), *start, *places])
+    sizes = {**prompt.sample.sizes, LANGUAGE: len(ids)}
+    asked = replace(prompt.sample, input_ids=ids, labels=np.full(len(ids), -100), sizes=sizes)
+    data = StepData.of([asked], model.graph.losses, model.language.model.device, draws=["prompt"])
+    model.eval()
+    rows: dict[str, Tensor] = {}
+    for name in model.encoders:
+        if asked.sizes.get(name):
+            made = model[name].run(data, (0,), {}).rows_for(LANGUAGE)
+            assert made is not None
+            rows[name] = made
+    told = model.language.run(data, (0,), rows).rows_for(target.name)
+    assert told is not None
+    return _drawn(model[target.name], told[None], how, "picture 0", seed)
+
+
+def rows_behind(
+    model: MultimodalModel, ids: Tensor, inputs: dict[str, dict[str, Tensor]], target: ImageTarget
+) -> Tensor:
+    """What the language model says at the last item's places of texts of one length: [texts, k, hidden]. ids: [texts,
+    tokens], those places at their ends."""
+    was_training = model.training
+    model.eval()
+    try:
+        output = model.language(
+            ids,
+            model.encode(inputs),
+            attention_mask=torch.ones_like(ids),
+            return_logits=False,
+            return_hidden=True,
+            **model.attention_of_batch(ids),
+        )
+    finally:
+        model.train(was_training)
+    assert isinstance(output, MultimodalOutput)
+    assert output.hidden is not None
+    return output.hidden[:, -target.tokens_per_item :]
+
+
+def rows_after(model: MultimodalModel, prompt: EncodedPrompt, target: ImageTarget, tokenizer: Any) -> Tensor:
+    """What the language model says of a picture with which it answers a prompt at once: [1, k, hidden]."""
+    device = model.language.model.device
+    start = tokenizer.encode(target.start, add_special_tokens=False)
+    ids = [*prompt.sample.input_ids.tolist(), *start, *[target.placeholder_id] * target.tokens_per_item]
+    with torch.no_grad():
+        return rows_behind(
+            model, torch.tensor([ids], device=device), encoder_inputs([prompt], device), target
+        )
+
+
+def draw_items(unit: GeneratorUnit, rows: Tensor, how: Drawing, keys: Sequence[str], seed: int = 0) -> Tensor:
+    """Pictures of what the language model says, [items, k, hidden]: float32 [items, channels, height, width], -1 to 1.
+    keys: of each item's noise."""
+    net = unit.model
+    assert isinstance(net, Diffusion)
+    unit.eval()
+    with torch.no_grad():
+        told = unit.connector(in_dtype_of(unit.connector, rows))
+        noise = [
+            torch.from_numpy(generator_of(seed, key, unit.unit).standard_normal(net.shape, np.float32))
+            for key in keys
+        ]
+        return draw(net, in_dtype_of(net, told), torch.stack(noise).to(rows.device), how)
+
+
+def _drawn(unit: GeneratorUnit, rows: Tensor, how: Drawing, key: str, seed: int) -> Drawn:
+    (found,) = draw_items(unit, rows, how, [key], seed)
+    assert isinstance(unit.model, Diffusion)
+    return found.cpu().numpy() if unit.model.draws_features else to_image(found)
+
+
+def to_image(pixels: Tensor) -> Image:
+    """A picture of pixels [channels, height, width] of -1 to 1."""
+    from PIL import Image
+
+    values = ((pixels.cpu().numpy() + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
+    return Image.fromarray(values[0] if len(values) == 1 else np.moveaxis(values, 0, -1))

@@ -1,0 +1,126 @@
+"""Held-out answers, texts and pictures alike, scored by a function of the user's: a metric, or another model."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dilatant.config.errors import UserError
+from dilatant.config.signatures import require_call
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.sample import Media, Sample
+from dilatant.data.text.encode import EncodedPrompt, encode_prompt
+from dilatant.data.workers.pool import Dataset
+from dilatant.hf.export import Exported
+from dilatant.models.generators.sampling import Drawing
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.training.evaluation.generation import generate_answers
+from dilatant.training.evaluation.image_answers import answer_with_pictures
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from dilatant.training.evaluation.image_answers import Drawn
+
+Answer = list["str | Drawn"]
+Judge = Callable[[str, Answer, Answer], float]
+"""judge(question, expected, answered) → a number; texts and pictures in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the judge gave a held-out sample."""
+
+    sample: str
+    score: float
+
+
+def load_judge(place: str) -> Judge:
+    """The function of FILE.py:FUNCTION, `score` where none is named; the file's folder is searched for what it imports,
+    as of a script. Raises UserError."""
+    file, _, name = place.partition(":")
+    path, name = Path(file), name or "score"
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.suffix == ".py" else None
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UserError(
+            f"--judge {place!r}: give FILE.py or FILE.py:FUNCTION; {str(path)!r} is no Python file"
+        )
+    sys.path.insert(0, str(path.resolve().parent))
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"--judge {place!r} cannot be loaded: {type(error).__name__}: {error}") from None
+    judge = getattr(module, name, None)
+    if not callable(judge):
+        raise UserError(f"--judge {place!r}: {str(path)!r} has no function {name!r}")
+    require_call(f"--judge {place!r}", judge, "question", "expected", "answered")
+    return judge
+
+
+def judge_answers(
+    exported: Exported,
+    held_out: Dataset,
+    judge: Judge,
+    device: torch.device,
+    max_new_tokens: int,
+    how: Drawing,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Iterator[Score]:
+    """The scores of greedy answers to held-out samples, in their order. Raises UserError for a sample that cannot be
+    asked, and for a judge that fails or gives no finite number."""
+    exported.model.to(device)
+    channels = next((target.processor.channels for target in exported.encoding.targets), 3)
+    for index in range(min(len(held_out), limit or len(held_out))):
+        sample = held_out[index]
+        prompt = encode_prompt(sample, exported.encoding)
+        answered = _answer(exported, prompt, device, max_new_tokens, how, seed + index)
+        try:
+            score = float(judge(_question(sample), _expected(sample, channels), answered))
+        except Exception as error:
+            raise UserError(f"the judge failed at {sample.id}: {type(error).__name__}: {error}") from error
+        if not math.isfinite(score):
+            raise UserError(f"the judge gives {sample.id} {score}; it must give a finite number")
+        yield Score(sample.id, score)
+
+
+def _answer(
+    exported: Exported,
+    prompt: EncodedPrompt,
+    device: torch.device,
+    max_new_tokens: int,
+    how: Drawing,
+    seed: int,
+) -> Answer:
+    model, tokenizer, targets = exported.model, exported.tokenizer, exported.encoding.targets
+    if not targets:
+        return [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens)]
+    assert isinstance(model, MultimodalModel)  # whatever draws is
+    return answer_with_pictures(model, tokenizer, prompt, targets, device, max_new_tokens, how, seed)
+
+
+def _question(sample: Sample) -> str:
+    asked: list[Any] = [part for turn in sample.turns[:-1] for part in turn.content]
+    return "".join(part for part in asked if isinstance(part, str))
+
+
+def _expected(sample: Sample, channels: int) -> Answer:
+    return [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
+
+
+def _shown(media: Media, channels: int) -> Image | str:
+    """A picture of an answer; what is not drawn is named."""
+    if media.kind != "image":
+        return f"<{media.kind}>"
+    from PIL import Image
+
+    pixels = decode_image(media, channels)
+    return Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)

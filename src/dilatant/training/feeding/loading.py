@@ -1,0 +1,149 @@
+"""Data for a loop of your own: global batches that a model made in Python can execute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from dilatant.config.data import DataSource
+from dilatant.config.errors import UserError, list_problems
+from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.order.blend import Blend, open_blend
+from dilatant.data.order.sampler import Sampler
+from dilatant.data.sample import EncodedSample
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encoding import TOKENS, Encoding
+from dilatant.data.workers.loader import GlobalBatch, Loader
+from dilatant.data.workers.ordered_map import workers_of_machine
+from dilatant.models.families.media_units import media_unit
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step.step_planner import PreparedStep
+from dilatant.training.feeding.decode_requirements import Needs
+from dilatant.training.feeding.decoding import Decoding, MachineSource
+from dilatant.training.feeding.feed import Feed, IndexedData, agree_on_bad, draws, merge_found
+
+
+def make_loader(
+    model: MultimodalModel,
+    sources: Sequence[str | Path | DataSource],
+    global_batch_size: int,
+    *,
+    tokenizer: Any = None,
+    processors: Mapping[str, Any] | None = None,
+    max_length: int = 2048,
+    train_on: Literal["assistant", "all"] = "assistant",
+    chat_template: str = "auto",
+    seed: int = 0,
+    steps: int | None = None,
+    workers: int | None = None,
+    on_error: Literal["error", "skip"] = "error",
+    cache_dir: str | Path | None = None,
+    parallel: Runtime | None = None,
+) -> Batches | Loader:
+    """Global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without `steps`.
+
+    sources: as `data.train` in a YAML file, or just paths. tokenizer: the model's own if not given. processors: encoder
+    → an id, a folder or settings; the encoder's shape decides otherwise. workers: processes on every machine that
+    decode (None: as many as it has room for). cache_dir: where the index of the data is kept (None: the user's cache).
+    parallel: where given, all of its ranks call, and each batch holds on
+    every rank the parts of samples that its stages use (of the rest only sizes); without it, everything. The order
+    hangs on `seed` alone, so all ranks that make this loader alike get the same batches. Close it, or use it in a
+    `with`. Raises UserError.
+    """
+    tokenizer = tokenizer or model.tokenizer
+    if tokenizer is None:
+        raise UserError("the model has no tokenizer; give one: tokenizer=...")
+    units = []
+    for name, encoder in model.encoders.items():
+        geometry = model[name].geometry
+        units.append(
+            media_unit(
+                name,
+                geometry,
+                processor=(processors or {}).get(name),
+                placeholder_id=model.placeholder_ids[name],
+                marker=f"<{geometry.kind}>",
+                merge=encoder.merge,
+            )
+        )
+    chat = chat_tokenizer(tokenizer, chat_template, processed=model.whole is not None)
+    encoding = Encoding(chat, tuple(units), train_on, max_length)
+    blend = open_blend(
+        [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources],
+        cache_dir=cache_dir,
+    )
+    if isinstance(blend, Blend):
+        sampler = blend.sampler(seed, global_batch_size)
+        how = Decoding(workers)
+        return Batches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)
+    stream = blend.sampler(seed, global_batch_size)
+    return Loader(
+        blend, encoding, stream, steps=steps, workers=workers_of_machine(workers), on_error=on_error
+    )
+
+
+class Batches:
+    """Global batches of indexed data, as `make_loader` gives them. An iterator; close it."""
+
+    def __init__(
+        self,
+        blend: Blend,
+        encoding: Encoding,
+        sampler: Sampler,
+        steps: int | None,
+        how: Decoding,
+        skips: bool,
+        parallel: Runtime | None,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        sizes = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=how.workers)
+        data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
+        if data.refused and not skips:
+            raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
+        everything = frozenset({TOKENS, *(unit.name for unit in encoding.units)})
+        self._comm = None if parallel is None else parallel.comm
+        needs = None if parallel is None else Needs(parallel.model, parallel.plan, parallel.comm.rank)
+
+        def parts(step: Sequence[EncodedSample] | PreparedStep) -> dict[int, frozenset[str]]:
+            if isinstance(step, PreparedStep):
+                assert needs is not None
+                return needs.of(step)
+            return dict.fromkeys(range(len(step)), everything)
+
+        def plan(heads: Sequence[EncodedSample], step: int) -> Sequence[EncodedSample] | PreparedStep:
+            return heads if parallel is None else parallel.plan_step(heads, step_number=step)
+
+        self._skips = skips
+        self._source = MachineSource(self._comm, {"train": blend}, encoding, how)
+        self._feed: Feed[Any] = Feed(
+            data,
+            draws(sampler, sampler.start(), 0, steps),
+            self._source,
+            plan,
+            parts,
+            skips=skips,
+        )
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> GlobalBatch:
+        if self._skips:
+            found = self._feed.found()
+            self._feed.leave_out(
+                merge_found([found]) if self._comm is None else agree_on_bad(self._comm, found)
+            )
+        return next(self._feed).batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that decode."""
+        self._feed.close()
+        self._source.close()

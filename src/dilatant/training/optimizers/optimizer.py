@@ -1,0 +1,130 @@
+"""AdamW over logical parameter names, with rates per unit, part or pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.config import OptimizerConfig, UserError
+from dilatant.plan.boxes import parse_key
+from dilatant.training.optimizers.eight_bit import eight_bit_adamw, require_bitsandbytes
+from dilatant.training.optimizers.master_weights import MasterAdamW, WithMasters, make_masters
+from dilatant.training.optimizers.offload import OffloadedAdamW
+
+Matcher = Callable[[str], Set[str]]
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Raises UserError where this machine cannot run what the config asks for; takes no device."""
+    if config.offload and not torch.cuda.is_available():
+        raise UserError(
+            "train.optimizer.offload keeps optimizer state out of a GPU's memory, and this run has no GPU: leave it out"
+        )
+    if config.name == "adamw_8bit":
+        require_bitsandbytes()
+        if not torch.cuda.is_available():
+            raise UserError(
+                "train.optimizer.name: adamw_8bit saves a GPU's memory, and this run has no GPU: leave it out"
+            )
+
+
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    matching: Matcher,
+    exact: Mapping[str, Tensor] | None = None,
+) -> WithMasters:
+    """AdamW over the masters of the trainable ones of `parameters` (logical name or box key →
+    parameter, tied weights once).
+
+    exact: see `make_masters`.
+
+    `matching(pattern)` gives the names that a key of `config.groups` stands for. Norms and biases (fewer than two
+    dimensions) take no weight decay. Without a trainable parameter, as on a rank of frozen layers, it does nothing.
+    """
+    name_of = {key: parse_key(key)[0] for key in parameters}
+    rates = _rates(name_of.values(), config, matching)
+    groups: dict[tuple[str, float, float], dict[str, nn.Parameter]] = {}
+    masters = make_masters(parameters, exact, torch.device("cpu") if config.offload else None)
+    for key, master in masters.items():
+        label, rate, decay = rates[name_of[key]]
+        groups.setdefault((label, rate, decay if master.ndim >= 2 else 0.0), {})[key] = master
+    if not groups:
+        groups["none", config.learning_rate, 0.0] = {}
+    kind: type[WithMasters] = OffloadedAdamW if config.offload else MasterAdamW
+    options: dict[str, Any] = {
+        "fused": True
+    }  # one pass over memory, not one an operation, on the CPU as well
+    if config.name == "adamw_8bit":
+        kind, options = eight_bit_adamw(), {}
+    return kind(
+        [
+            {
+                "params": list(members.values()),
+                "names": list(members),
+                "lr": rate,
+                "peak_lr": rate,
+                "weight_decay": decay,
+            }
+            for (_, rate, decay), members in groups.items()
+        ],
+        parameters,
+        masters,
+        betas=config.betas,
+        eps=config.eps,
+        **options,
+    )
+
+
+def peak_rates(names: Iterable[str], config: OptimizerConfig, matching: Matcher) -> dict[str, float]:
+    """The peak learning rate by label (a unit, or the key of `config.groups` that fits) of trainable weights."""
+    return {label: rate for label, rate, _ in _rates(names, config, matching).values()}
+
+
+def _rates(
+    names: Iterable[str], config: OptimizerConfig, matching: Matcher
+) -> dict[str, tuple[str, float, float]]:
+    """Name → label, learning rate, weight decay; of several groups that fit, the last written counts."""
+    fitting = {pattern: matching(pattern) for pattern in config.groups}
+    found = {}
+    for name in names:
+        label, rate, decay = name.split(".", 1)[0], config.learning_rate, config.weight_decay
+        for pattern, matched in fitting.items():
+            if name in matched:
+                label = pattern
+                group = config.groups[pattern]
+                rate = rate if group.learning_rate is None else group.learning_rate
+                decay = decay if group.weight_decay is None else group.weight_decay
+        found[name] = label, rate, decay
+    return found
+
+
+def set_rate_factor(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group to `factor` of its peak rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+
+
+def optimizer_tensors(optimizer: WithMasters) -> dict[str, dict[str, torch.Tensor]]:
+    """The moments and the number of steps by name or key; a parameter that never had a gradient has none."""
+    found = {name: optimizer.moments(parameter) for name, parameter in _members(optimizer)}
+    return {name: moments for name, moments in found.items() if moments is not None}
+
+
+def allocate_moments(optimizer: WithMasters, names: set[str]) -> None:
+    """Make room for the moments of the parameters in `names`, so that a checkpoint can be read into them; `loaded` of
+    the optimizer follows. Those that are there stay."""
+    for name, parameter in _members(optimizer):
+        if name in names and optimizer.moments(parameter) is None:
+            optimizer.allocate(parameter)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, parameter)
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"])
+    ]

@@ -1,0 +1,128 @@
+"""The costs by which a run assigns samples and predicts its steps: its plan's, else measured before, else modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dilatant.config import Config, UserError
+from dilatant.config.environment import place_from
+from dilatant.config.plan import ClusterConfig
+from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.memory import Zero
+from dilatant.cost.model import CostModel, Degree
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.plan import Plan
+from dilatant.planning.assemble import recompute_by_unit
+from dilatant.planning.measuring.cost_cache import kept_costs
+from dilatant.planning.measuring.layer_costs import costs_in_use, read_costs
+from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.measuring.step_costs import described_costs
+from dilatant.planning.problem.describe_model import ModelDescription, describe_model
+from dilatant.planning.problem.planned_hardware import Target, plan_target, target_of_run
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.schedule.trainability import trainability_of
+
+
+def costs_of_run(
+    config: Config,
+    model: MultimodalModel,
+    plan: Plan,
+    planned: StepCosts | None = None,
+    targets: float = 1.0,
+    zero: Zero | None = None,
+) -> StepCosts:
+    """What the steps of `plan` cost here; `origin` says where the numbers are from. Takes milliseconds.
+
+    planned: of the plan file. They count, unless the run freezes other layers than the plan was made for. Without them
+    those of `plan.costs`, if that file is of this hardware, precision and model; without these the costs that `dilatant
+    profile` or `dilatant plan` measured of the same layers on this hardware; else costs modelled from the layers'
+    shapes. targets: the share of the language model's tokens that carry loss. zero: who shares optimizer state, else as
+    the config says.
+    """
+    trains = trainability_of(plan, trainable_layers(model.units)).backward
+    note = ""
+    if planned is not None:
+        if tuple(bool(row.any()) for row in planned.stages.seconds[:, 1]) == trains:
+            return planned
+        note = "; the plan's own costs are of other frozen layers"
+    degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
+    here = costs_here(config, model, len(plan.ranks), degrees, targets, zero)
+    found = described_costs(plan, here.model, here.costs, here.target)
+    return replace(found, origin=f"{found.origin}{note}{here.note}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostsHere:
+    """What the layers of a model cost in a run, as training meets them. note: why they are not others, for a reader."""
+
+    model: ModelDescription
+    costs: CostModel
+    target: Target
+    note: str
+
+
+def costs_here(
+    config: Config,
+    model: MultimodalModel,
+    ranks: int,
+    degrees: Iterable[Degree],
+    targets: float = 1.0,
+    zero: Zero | None = None,
+) -> CostsHere:
+    """The costs of layers by which a run on so many ranks counts, at the (tp, cp) of `degrees`, found as
+    `costs_of_run` says; targets, zero: as there."""
+    target = _target(config, ranks)
+    target = target if zero is None else target.sharing(zero)
+    described = describe_model(model, recompute_by_unit(config, model.units))
+    degrees = sorted(degrees)
+    costs, note = _named_costs(config, described, target)
+    if costs is None and target.is_local:
+        costs = kept_costs(described, target, degrees, config.data.max_length)
+    if costs is None:
+        costs = analytic_costs(
+            layer_shapes(described, guess=True),
+            target.hardware,
+            degrees,
+            target.dtype,
+            target.cluster.gpus_per_node,
+        )
+        note += f"; {_how_to_measure(config, target)}"
+    in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)
+    return CostsHere(described, in_use, target, note)
+
+
+def _target(config: Config, ranks: int) -> Target:
+    """The devices that this run has, whatever others the config plans for."""
+    place = place_from()
+    here = ranks if place is None else place.local_size
+    if config.resilience.enabled and (place is not None or config.resilience.listen is not None):
+        here = config.resilience.ranks_per_node
+    shape = {"nodes": -(-ranks // here), "gpus_per_node": here, "groups": None}
+    try:
+        target = target_of_run(config, config.cluster.model_copy(update=shape))
+        if target.is_local:
+            return target
+    except UserError:  # of a hardware file that is only at hand where plans are made
+        pass
+    return target_of_run(config, ClusterConfig(**shape))
+
+
+def _named_costs(config: Config, model: ModelDescription, target: Target) -> tuple[CostModel | None, str]:
+    """Those of `plan.costs`, which may be of devices that are only planned for; else None, and why."""
+    if config.plan.costs is None:
+        return None, ""
+    try:
+        return read_costs(Path(config.plan.costs), model, target), ""
+    except UserError as error:
+        return None, f"; plan.costs does not count: {' '.join(str(error).split())}"
+
+
+def _how_to_measure(config: Config, target: Target) -> str:
+    """The command whose costs this run would have taken: the fewer processes share a CPU, the more threads each has."""
+    here = config.cluster.model_copy(update={"hardware": None, "hardware_file": None})
+    if plan_target(here).hardware.name == target.hardware.name:
+        return "`dilatant profile` measures"
+    return f"`dilatant profile CONFIG --set cluster.gpus_per_node={target.cluster.gpus_per_node}` measures"

@@ -1,0 +1,100 @@
+"""Measuring layers goes on where an earlier run ended, and uses what is known for what it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_describe_model import LLAMA
+
+from dilatant.config import parse_config
+from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.model import CostModel
+from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers
+from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.problem.describe_model import ModelDescription, describe_model, skeleton
+from dilatant.planning.problem.planned_hardware import Target, plan_target
+
+DEGREES = [(1, 1), (1, 2), (2, 1)]
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelDescription:
+    return describe_model(skeleton(config_of({}), 64))
+
+
+@pytest.fixture(scope="module")
+def known(model: ModelDescription) -> CostModel:
+    return measure_layers(model, target(), (4, 8), repeats=1, degrees=DEGREES)
+
+
+def config_of(plan: dict):
+    language = {"config": LLAMA, "tokenizer": "bytes"}
+    tree = {"model": {"language_model": language}, "data": {"train": [{"path": "none.jsonl"}]}, "plan": plan}
+    return parse_config(tree, Path("/nowhere"))
+
+
+def target() -> Target:
+    return plan_target(config_of({}).cluster)
+
+
+def test_only_what_is_lacking_is_measured_and_the_rest_stays_as_it_was(model, known):
+    block = next(kind for kind in known.layers if "block" in kind)
+    head = next(kind for kind in known.layers if "head" in kind)
+    lacking = replace(
+        known,
+        layers={
+            **known.layers,
+            block: {degree: cost for degree, cost in known.layers[block].items() if degree != (2, 1)},
+            head: {degree: replace(cost, fit_error=None) for degree, cost in known.layers[head].items()},
+        },
+    )
+    said: list[str] = []
+    found = measure_layers(
+        model, target(), (4, 8), 1, said.append, DEGREES, seconds=600.0, known=lacking, again=False
+    )
+    assert sorted(text.partition(", ")[2] for text in said) == [
+        f"{block} at tp 2, cp 1",
+        f"{head} at tp 1, cp 1",
+        f"{head} at tp 2, cp 1",
+    ]
+    assert found.unmeasured == []
+    assert found.layers.keys() == known.layers.keys()
+    for kind, degrees in known.layers.items():
+        assert [*found.layers[kind]] == DEGREES
+        for degree, cost in degrees.items():
+            was_known = kind != head and (kind, degree) != (block, (2, 1))
+            assert (found.layers[kind][degree] == cost) == was_known, (kind, degree)
+    assert measure_layers(model, target(), (4, 8), degrees=DEGREES, known=known, again=False) == known
+
+
+def test_what_is_lacking_is_measured_first_though_all_is_measured_again(model, known):
+    embedding = next(kind for kind in known.layers if "embedding" in kind)  # the cheapest
+    layers = {kind: own for kind, own in known.layers.items() if kind != embedding}
+    said: list[str] = []
+    measure_layers(model, target(), (4, 8), 1, said.append, known=replace(known, layers=layers))
+    assert embedding in said[0]
+    assert "block" in said[1]  # three layers of the model
+    assert len(said) == len(known.layers)
+
+
+def test_without_seconds_costs_are_those_of_the_model_and_known_ones_stay(model, known):
+    asked = config_of({"measure_seconds": 0, "tensor_parallel": [1, 2], "context_parallel": [1, 2]})
+    modelled = layer_costs(asked, model, target())
+    assert modelled.origin == "analytic"
+    assert {kind: [*own] for kind, own in modelled.layers.items()} == {
+        kind: [(1, 1), (1, 2), (2, 1), (2, 2)] for kind in known.layers
+    }
+    found = layer_costs(asked, model, target(), known=known)
+    assert found.origin == "measured"
+    assert all(found.layers[kind][1, 1] == own[1, 1] for kind, own in known.layers.items())
+    assert found.unmeasured == [*known.layers]  # at (2, 2)
+
+
+def test_modelled_shares_wait_for_their_group_as_the_analytic_model_says(model):
+    asked = config_of({"measure_seconds": 0, "tensor_parallel": [2], "context_parallel": [1, 2]})
+    found = layer_costs(asked, model, target())
+    expected = analytic_costs(layer_shapes(model), target().hardware, [(2, 1)], target().dtype)
+    for kind, own in expected.layers.items():
+        assert found.layers[kind][2, 1].forward(8) == pytest.approx(own[2, 1].forward(8), rel=1e-3), kind

@@ -1,0 +1,52 @@
+"""Ports of a node, from what pairs of ranks reach together and one of them alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dilatant.cost.hardware import Link, load_hardware
+from dilatant.planning.problem import link_probe
+from dilatant.planning.problem.link_probe import MeasuredLink, MeasuredLinks
+from dilatant.planning.problem.planned_hardware import with_links
+
+
+def measured(bandwidth: float, pairs: int) -> MeasuredLink:
+    return MeasuredLink(Link(bandwidth, 1e-5), 0.01, pairs)
+
+
+@pytest.mark.parametrize(("together", "ports"), [(385e9, 8), (51e9, 1), (30e9, 1), (110e9, 2)])
+def test_ports_are_how_often_one_pair_alone_goes_into_all_of_them(together: float, ports: int) -> None:
+    found = MeasuredLinks(None, measured(together, 8), measured(49e9, 1))
+    assert with_links(load_hardware("A40"), found).ports == ports
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_message_takes_half_of_what_there_and_back_do(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """On a clock that only transfers move."""
+    now, link = [0.0], Link(1e6, 1e-3)
+    order: list[str] = []
+    monkeypatch.setattr(link_probe, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def transfer(which: str) -> Any:
+        def begin(message: torch.Tensor, other: int) -> Any:
+            assert other == 1 - rank
+            order.append(which)
+            return SimpleNamespace(wait=lambda: now.__setitem__(0, now[0] + link.seconds(message.nbytes)))
+
+        return begin
+
+    comm: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    group: Any = SimpleNamespace(send=transfer("send"), receive=transfer("receive"))
+    for size in link_probe.SIZES:
+        assert link_probe._seconds(comm, group, (0, 1), size) == pytest.approx(link.seconds(size))
+    assert order[:2] == (["send", "receive"] if rank == 0 else ["receive", "send"])
+
+
+def test_ports_that_were_not_measured_stay_as_they_were() -> None:
+    hardware = replace(load_hardware("H100"), ports=4)
+    assert with_links(hardware, MeasuredLinks(measured(4e11, 1), None)).ports == 4
