@@ -4,8 +4,10 @@ Two machines of the quickstart's run train on this one. In turns, nobody and a c
 last at all of the run's ports (the store's and the agents', too): connections that say nothing, that send one byte
 every few seconds, or that send garbage and claims of huge frames; who is closed out comes back after a second. Steps
 are counted as they are written down; a window with a crowd is held against the windows before and after it. Meanwhile
-a connection with the token is made to the coordinator, twice a second. The crowd is a process of its own, which
-shares the cores with the run here: its CPU seconds are printed, for on a network it would have cores of its own.
+a connection with the token is made to the coordinator, twice a second. The crowd, the coordinator and the store have
+the last core of this computer, the agents and their ranks the others: what is measured is what the run loses by being
+answered later, not the processor time of strangers, who have computers of their own on a network. Each crowd comes
+several times; the mean loss is printed with its standard error.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def listening_ports(process: int) -> list[int]:
 
 def _strangers(kind: str, count: int, seconds: float, ports: list[int]) -> subprocess.Popen[str]:
     """So many of them at the ports in turn; all are there when this returns."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "strangers.py"), kind, str(count), str(seconds)]
+    core = str(max(os.sched_getaffinity(0)))
+    strangers = str(ROOT / "benchmarks" / "strangers.py")
+    command = ["taskset", "-c", core, sys.executable, strangers, kind, str(count), str(seconds)]
     found = subprocess.Popen([*command, *map(str, ports)], stdout=subprocess.PIPE, text=True)
     assert found.stdout is not None
     assert found.stdout.readline() == "there\n"
@@ -113,13 +117,13 @@ def _window(run: Path, port: int, token: bytes, seconds: float) -> tuple[int, li
     return round((_steps(run) - before) * seconds / (time.monotonic() - began)), answers
 
 
-def crowded(counts: list[int], seconds: float) -> dict[str, Any]:
-    """Raises RuntimeError where the run does not begin or ends on the way."""
+def crowded(counts: list[int], seconds: float, turns: int) -> dict[str, Any]:
+    """turns: how often each crowd comes. Raises RuntimeError where the run does not begin or ends on the way."""
     with tempfile.TemporaryDirectory() as name:
         data, folder = Path(name) / "digits", Path(name)
         digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
         subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
-        machines = Machines(folder, data, MACHINES)
+        machines = Machines(folder, data, MACHINES, apart=True)
         run = folder / "run"
         try:
             for _ in range(MACHINES):
@@ -137,7 +141,7 @@ def crowded(counts: list[int], seconds: float) -> dict[str, Any]:
             quiet = [_window(run, ports[0], token, seconds)]
             windows: list[dict[str, Any]] = []
             crowds = [*itertools.product(counts, KINDS, (ports[:1],)), (counts[-1], KINDS[-1], ports)]
-            for count, kind, at in crowds:
+            for count, kind, at in crowds * turns:
                 with _strangers(kind, count, seconds + 1.0, at) as strangers:
                     steps, answers = _window(run, ports[0], token, seconds)
                     cpu = _cpu_of(strangers)
@@ -166,11 +170,16 @@ def crowded(counts: list[int], seconds: float) -> dict[str, Any]:
             generations = len({line["generation"] for line in machines.steps()})
         finally:
             machines.close()
+    lost = [window["lost"] for window in windows]
+    mean, error = statistics.mean(lost), statistics.stdev(lost) / len(lost) ** 0.5
+    print(f"of {len(lost)} crowds: {mean:+.1%} of the steps lost, with a standard error of {error:.1%}")
     print(f"the coordinator {'is the first one' if is_same else 'WAS REPLACED'}; generations: {generations}")
     return {
         "seconds": seconds,
         "ports": len(ports),
         "windows": windows,
+        "lost_mean": mean,
+        "lost_standard_error": error,
         "quiet_longest_answer_seconds": max(max(answers) for _, answers in quiet),
         "coordinator_is_the_first": is_same,
         "generations": generations,

@@ -229,6 +229,7 @@ def main() -> None:
         "--crowd", type=int, nargs="+", help="strangers at each port; nothing else is measured"
     )
     parser.add_argument("--crowd-seconds", type=float, default=15.0, help="of each window of steps; 0: none")
+    parser.add_argument("--crowd-turns", type=int, default=4, help="how often each crowd comes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -238,7 +239,7 @@ def main() -> None:
 
         seconds = options.crowd_seconds
         attacked: dict[str, Any] = {"coordinator_alone": alone(options.crowd, 6.0)}
-        attacked |= crowded(options.crowd, seconds) if seconds else {}
+        attacked |= crowded(options.crowd, seconds, options.crowd_turns) if seconds else {}
         if options.json:
             document = {"machine": machine(), "load_before": load, **attacked}
             options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

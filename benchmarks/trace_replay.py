@@ -41,7 +41,8 @@ step (at the full rate by 1e-4 in a hundred, where nothing happens to the replic
 class Machines:
     """One process that leads, and agents, each with what it started in a session of its own."""
 
-    def __init__(self, folder: Path, data: Path, machines: int) -> None:
+    def __init__(self, folder: Path, data: Path, machines: int, apart: bool = False) -> None:
+        """apart: the leading process has the last core of this computer, and agents with their ranks the others."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
         self._folder = folder
@@ -52,6 +53,8 @@ class Machines:
         self._overrides = [*overrides(folder / "run", data), "train.steps=1000000"]
         self._overrides += [f"parallel={json.dumps({**layout, 'microbatches': 1})}"]
         self._overrides += [f"resilience={json.dumps(resilience)}"]
+        cores = sorted(os.sched_getaffinity(0))
+        self._cores = (cores[-1:], cores[:-1]) if apart and len(cores) > 1 else (cores, cores)
         self.leading = self._start("train", str(CONFIG), *_set(self._overrides))
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self._born = 0
@@ -87,7 +90,8 @@ class Machines:
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         with (self._folder / "output").open("ab") as output:
-            command = [sys.executable, "-m", "dilatant", *arguments]
+            cores = ",".join(map(str, self._cores[arguments[0] == "agent"]))
+            command = ["taskset", "-c", cores, sys.executable, "-m", "dilatant", *arguments]
             return subprocess.Popen(command, stdout=output, stderr=output, env=self._environment)
 
 
