@@ -1,6 +1,6 @@
-"""Where samples come from: readers, encoding, sizes, sampling, packing, loading.
+"""The data room: readers, encoding, the sizes index, samplers and loaders, from records on disk to model inputs.
 
-The names below are imported when they are first used, so that worker processes start fast.
+The names below are imported on first use, so that worker processes start fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Named arrays in one file, memory-mapped by every process that reads them.
+"""Array files: named numpy arrays in one checksummed file, memory-mapped by every process that reads it.
 
-Nothing of a file is trusted that its checksums do not cover. What they say of a whole file is remembered beside it
-together with the file's state (inode, size, times), so that opening it again reads its header and nothing more.
+Only bytes covered by a checksum are trusted. After a whole file was verified once, its state (inode, size, times) is
+recorded in a file beside it; later opens verify only the header as long as that state is unchanged.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HEAD = struct.Struct("<8sQ32s")
 """Magic, bytes of the header, SHA-256 of the header."""
 ALIGN = 64
 SETTLED_NS = 100_000_000
-"""Times of files tick in milliseconds: what was written a moment ago may be written again in the same tick."""
+"""A file is recorded as verified only at this age: file times tick in milliseconds, so a newer one may still change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arrays by name, and what a JSON object says about them. digest: where they are read-only views of a file, its
-    checksum."""
+    """Arrays by name, with a JSON object that describes them. digest: the checksum if the arrays are read-only views of
+    a file."""
 
     arrays: Mapping[str, NDArray[Any]]
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Arrays:
 
 
 def write_arrays(path: Path, key: str, content: Arrays) -> None:
-    """Write a file that `read_arrays` reads under this key; nobody ever sees half of it. Raises OSError."""
+    """Write a file that `read_arrays` reads under this key; the file is replaced atomically. Raises OSError."""
     arrays = {name: np.ascontiguousarray(array) for name, array in content.arrays.items()}
     shapes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
     digest = hashlib.sha256()
@@ -65,14 +65,14 @@ def write_arrays(path: Path, key: str, content: Arrays) -> None:
 
 
 def _pieces(arrays: Mapping[str, NDArray[Any]]) -> Iterator[memoryview | bytes]:
-    """The bytes of all arrays, each begun at a multiple of `ALIGN`."""
+    """Yield the bytes of all arrays, each padded to a multiple of `ALIGN`."""
     for array in arrays.values():
         yield array.reshape(-1).view(np.uint8).data
         yield bytes(-array.nbytes % ALIGN)
 
 
 def read_arrays(path: Path, key: str | None = None) -> Arrays | None:
-    """The arrays of a file, mapped; None where it is missing, damaged, foreign or of another key."""
+    """Return the memory-mapped arrays of a file; None if it is missing, damaged, no array file, or has another key."""
     try:
         with open_regular(path) as file:
             header = _header(file)
@@ -104,7 +104,7 @@ def _header(file: BinaryIO) -> dict[str, Any] | None:
 
 
 def _checked(header: Any) -> dict[str, Any]:
-    """A header as `write_arrays` makes it: another version may write others. Raises ValueError."""
+    """Return a header if it has the form that `write_arrays` writes; other versions may differ. Raises ValueError."""
     kinds = {"key": str, "about": dict, "arrays": dict, "digest": str}
     if not (
         isinstance(header, dict) and all(isinstance(header.get(name), kind) for name, kind in kinds.items())
@@ -121,7 +121,7 @@ def _checked(header: Any) -> dict[str, Any]:
 def _places(
     shapes: Mapping[str, tuple[str, list[int]]], start: int
 ) -> tuple[dict[str, tuple[np.dtype[Any], tuple[int, ...], int]], int]:
-    """Array → its type, shape and first byte, and where the file ends."""
+    """Return array name → (dtype, shape, offset of its first byte), and the offset at which the file ends."""
     places = {}
     for name, (type_name, shape) in shapes.items():
         dtype = _dtype(type_name)
@@ -132,7 +132,7 @@ def _places(
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """Raises ValueError for what names no plain numbers."""
+    """Return the dtype of this name. Raises ValueError unless it is boolean, integer or floating point."""
     try:
         dtype = np.dtype(name)
     except TypeError:
@@ -143,7 +143,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _is_whole(path: Path, file: BinaryIO, mapped: mmap.mmap, digest: str) -> bool:
-    """Whether the arrays are those that were written: known from before, or by their checksum."""
+    """Return True if the arrays are those that were written, by an earlier verification or by their checksum."""
     about = os.fstat(file.fileno())
     state = json.dumps([about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, digest])
     beside = path.with_suffix(".checked")
@@ -166,4 +166,4 @@ def _remember(file: BinaryIO, beside: Path, state: str) -> None:
             mark.write(state.encode())
         os.replace(mark.name, beside)
     except OSError:
-        pass  # the checksum is then computed again each time
+        pass  # the checksum is then verified at every open

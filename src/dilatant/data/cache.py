@@ -1,4 +1,4 @@
-"""A folder of arrays that were made once, for all processes and later runs."""
+"""Cache: a folder of arrays that are computed once and shared by all processes and later runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dilatant.data.array_file import Arrays, read_arrays, write_arrays
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Arrays by name. Picklable.
+    """Arrays cached by name and key in a folder. Picklable.
 
-    named: the user chose the folder, so that one which cannot be written is an error; else it only costs time.
+    named: the user chose the folder, so failing to write there is an error; otherwise it is a warning.
     """
 
     folder: Path
     named: bool = False
 
     def known(self, name: str, key: str | None = None) -> Arrays | None:
-        """Return what is kept under a name and key, unless it is missing, damaged, or another user's in a folder that
-        everybody may write to. key: None takes any."""
+        """Return the arrays cached under a name and key (None accepts any key); None if they are missing, damaged, or
+        another user's in a folder that everybody may write to."""
         path = self._path(name)
         return read_arrays(path, key) if is_kept_safely(path) else None
 
@@ -40,10 +40,10 @@ class Cache:
         make: Callable[[], Arrays],
         valid: Callable[[Arrays], bool] = lambda _: True,
     ) -> Arrays:
-        """What is kept under a name and key, or is made now and replaces what was kept under that name.
+        """Return the arrays cached under a name and key, or compute them and replace what the name had.
 
-        Of several processes one makes it and the others wait for it. valid: whether what is kept may still be used.
-        Raises UserError where a named folder cannot be written or a script lacks its guard, and what `make` raises.
+        One process computes while the others wait for its lock. valid: returns whether cached arrays may still be used.
+        Raises UserError if a named folder cannot be written or a script has no main guard; also what `make` raises.
         """
         found = self.known(name, key)
         if found is not None and valid(found):
@@ -61,7 +61,7 @@ class Cache:
             found = self.known(name, key)
             if found is not None and valid(found):
                 return found
-            for left in self.folder.glob(f".{name}.*-*"):  # of a process that was killed as it wrote
+            for left in self.folder.glob(f".{name}.*-*"):  # temporary files of a process killed while writing
                 with suppress(OSError):
                     left.unlink()
             made = make()
@@ -82,18 +82,18 @@ class Cache:
         remedy = "set 'data.cache_dir' to a folder with room"
         if self.named:
             raise UserError(f"{problem}; {remedy}") from None
-        # By its own place, so that it is shown once, whoever asks.
+        # stacklevel=1, so that the warning is shown once, whichever caller triggers it.
         warnings.warn(f"{problem}, so it is made again in every run; {remedy}", stacklevel=1)
 
 
 def open_cache(cache_dir: str | Path | None) -> Cache:
-    """The folder that the user names, or one in the user's cache."""
+    """Return the cache in the folder that the user names, or in the user's cache folder."""
     return Cache(Path(cache_dir), named=True) if cache_dir else Cache(cache_folder() / "sizes")
 
 
 def _refuse_while_being_started() -> None:
-    """A process that is being started imports its parent's script. What an unguarded script does there would wait for
-    the parent, which may hold the lock and waits for it."""
+    """Raise UserError while this process imports its parent's script: an unguarded script would wait here for a lock of
+    the parent, which waits for this process."""
     if multiprocessing.parent_process() is None and multiprocessing.current_process().name != "MainProcess":
         raise UserError(
             "this script runs again in each process that reads data for it; put what it does under "
@@ -103,11 +103,11 @@ def _refuse_while_being_started() -> None:
 
 @contextmanager
 def _locked(lock: int) -> Iterator[None]:
-    """Hold a lock file, and close it. The kernel frees it when its holder dies."""
+    """Hold a lock file, and close it afterwards. The kernel releases the lock if the holder dies."""
     try:
         with suppress(
             OSError
-        ):  # a file system without locks: several may make the same, and the last one stays
+        ):  # no locks on this file system: several processes compute the arrays, the last write wins
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Errors that name the sample or the medium that is wrong, and what to do about it."""
+"""Errors that name the sample or media item at fault and the remedy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _OF_THE_MACHINE = frozenset(
 )  # fmt: skip
 
 LONGEST = 500
-"""Characters of a message about a sample, which may quote what the sample holds."""
+"""Characters of a message about a sample, which may quote the sample's content."""
 
 
 class SampleError(UserError):
-    """A sample that cannot be trained on. It survives pickling, as it comes from worker processes.
+    """A sample that cannot be trained on. Picklable, so that worker processes can return it.
 
-    may_pass: it may be the fault of a disk or a file server, so the next try may succeed.
+    may_pass: the cause may be a disk or a file server, so the next attempt may succeed.
     """
 
     def __init__(self, sample: str, problem: str, remedy: str = "", may_pass: bool = False) -> None:
@@ -33,7 +33,7 @@ class SampleError(UserError):
 
 
 class MediaError(UserError):
-    """An image or a sound that cannot be read. may_pass: as of `SampleError`."""
+    """An image, sound or clip that cannot be read. may_pass: see `SampleError`."""
 
     def __init__(self, problem: str, remedy: str = "", may_pass: bool = False) -> None:
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
@@ -43,17 +43,17 @@ class MediaError(UserError):
         return MediaError, (self.problem, self.remedy, self.may_pass)
 
     def of(self, sample: str) -> SampleError:
-        """The same, as an error of the sample that holds the medium."""
+        """Return this error as the error of the sample that holds the media item."""
         return SampleError(sample, self.problem, self.remedy, self.may_pass)
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether it is an I/O error of the machine, not one that the file itself causes, each time."""
+    """Return True for an I/O error of the machine, False for one that the file itself causes each time."""
     return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
 
 
 def _printable(text: str) -> str:
-    """A text that quotes data, short and such that any terminal and file takes it."""
+    """Shorten a text that quotes data and escape what a terminal or file could not show."""
     short = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in short

@@ -1,4 +1,4 @@
-"""Work over many samples or files, piece by piece, in this process or in several."""
+"""Parallel map over pieces (runs of samples or files), in this process or in several."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dilatant.data.workers.ordered_map import TASK_SECONDS, WorkerPool
 
 TRIAL_SECONDS = 1.0
 WORTH_SECONDS = 5.0
-"""What must be left to do for processes, which take seconds to start."""
+"""Seconds of remaining work from which worker processes pay off; they take seconds to start."""
 FEW = 8
-"""Pieces that are done before processes have started."""
+"""Number of pieces up to which no worker processes are started."""
 
 Piece = tuple[int, int]
-"""The first number, and the one after the last."""
+"""The first index, and the index after the last one."""
 Progress = Callable[[int, int], None]
-"""Called with how many are done, and how many there are."""
+"""Callback (done, total)."""
 R = TypeVar("R")
 
 
 def piece_bounds(total: int, length: int) -> Iterator[Piece]:
-    """Numbers up to `total` cut into runs of a length; the last one may be shorter."""
+    """Cut `range(total)` into pieces of a length; the last one may be shorter."""
     return ((start, min(start + length, total)) for start in range(0, total, length))
 
 
@@ -38,11 +38,11 @@ def in_pieces(
     workers: int | None,
     piece_seconds: float = TASK_SECONDS,
 ) -> Iterator[tuple[Piece, R]]:
-    """What a job makes of every piece, in order.
+    """Apply a job to every piece and yield the results in order.
 
-    job: picklable. named: how messages call a piece. workers: processes; 0 works here; None begins here, and takes
-    all cores that this process may use once much is left to do. piece_seconds: longest that a process may take for one.
-    Raises UserError as the job does.
+    job: picklable. named: returns the name of a piece for messages. workers: number of processes; 0 works in this
+    process; None starts here and moves to all cores that this process may use once enough work remains. piece_seconds:
+    time limit for one piece in a worker process. Raises any UserError of the job.
     """
     head = list(islice(pieces, FEW + 1))
     pieces = chain(head, pieces)

@@ -1,4 +1,4 @@
-"""A seeded shuffle whose every entry can be computed alone, so that no epoch is ever stored."""
+"""Seeded permutation whose entries can be computed one by one, so that no epoch's order is ever stored."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ROUNDS = 8
 def permute(
     positions: NDArray[np.int64], length: int, seed: int, stream: tuple[int, ...] = ()
 ) -> NDArray[np.int64]:
-    """Where each of `positions` in `range(length)` goes in a permutation of that range chosen by (seed, stream).
+    """Return where each of `positions` in `range(length)` goes in a permutation of that range chosen by (seed, stream).
 
-    A Feistel network on the next power of four, walked until it falls inside the range (Black and Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002). int64, the shape of `positions`.
+    A Feistel network on the next power of four, iterated until the result falls inside the range (cycle walking: Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). int64, the shape of `positions`.
     """
     half_bits = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
@@ -39,7 +39,7 @@ def permute(
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014); products wrap at 64 bits."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); products wrap at 64 bits."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))

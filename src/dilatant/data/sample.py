@@ -1,7 +1,6 @@
-"""The values of the data room, from a record on disk to what a model is fed.
+"""The values of the data room: `Sample` (undecoded) → `EncodedSample` (token ids, labels, encoder inputs).
 
-`Sample` (undecoded) → `EncodedSample` (token ids, labels, encoder inputs). A `MediaUnit` tells how one encoder sees its
-media.
+A `MediaUnit` describes how one encoder tokenizes its media.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """Bytes `offset` to `offset + length` of a file: a member of a tar, say."""
+    """Bytes `offset` to `offset + length` of a file, such as a member of a tar."""
 
     path: Path
     offset: int
@@ -32,8 +31,8 @@ class FileSlice:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The pictures of a clip in their order. fps: how many a second there are; None for pictures that were chosen
-    already, all of which are seen."""
+    """The frames of a clip, in order. fps: frames per second; None for frames that were sampled already and are all
+    used."""
 
     pictures: tuple[Media, ...]
     fps: float | None = None
@@ -41,8 +40,8 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image, a sound or a clip, not decoded: a file, a part of one, its encoded bytes, or the frames of a clip.
-    `name` is for messages."""
+    """An undecoded image, sound or clip: a file, a slice of a file, encoded bytes, or the frames of a clip. `name` is
+    used in messages."""
 
     kind: MediaKind
     source: Path | FileSlice | bytes | Frames
@@ -51,9 +50,9 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of a conversation. `content` keeps text and media in reading order. extras: its other keys, which
-    chat templates may read, key → JSON text: `tool_calls` and `reasoning_content` of an assistant, say. carries_loss:
-    False for an assistant's turn that is context alone."""
+    """One message of a conversation. `content` keeps text and media in reading order. extras: the message's other keys
+    as key → JSON text, which chat templates may read (`tool_calls`, `reasoning_content`). carries_loss: False for an
+    assistant's turn that is only context."""
 
     role: Role
     content: tuple[str | Media, ...]
@@ -63,12 +62,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A conversation. `id` is unique in its source and names the place it was read from.
+    """A conversation. `id` is unique in its source and names the place that the sample was read from.
 
-    unplaced: media that the record lists beside the conversation. Markers in the text say where they belong, and
-    which marker means which encoder is the model's affair, so they are placed when the sample is encoded.
-    tools: what the assistant may call, JSON text for chat templates; "" for nothing.
-    unused: columns of the record, and keys inside of them, that the sample is not made of.
+    unplaced: media that the record lists beside the conversation. Markers in the text say where they belong; which
+    marker belongs to which encoder depends on the model, so they are placed when the sample is encoded.
+    tools: the tools that the assistant may call, as JSON text for chat templates; "" for none.
+    unused: the record's columns, and keys inside them, that the sample does not use.
     """
 
     id: str
@@ -80,9 +79,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MediaSize:
-    """What a header tells: pixels of an image, seconds of a sound; of a clip both, and its frames. alone: whether its
-    sample has no other item of its kind for the same encoder. stamps: when each frame of a clip is shown, in seconds
-    from the first, where they are not evenly spaced."""
+    """The size of a media item by its header: pixels of an image, seconds of a sound; for a clip both, and its frames.
+    alone: the sample has no other item of this kind for the same encoder. stamps: the time of each frame of a clip in
+    seconds from the first, if frames are not evenly spaced."""
 
     width: int = 0
     height: int = 0
@@ -94,8 +93,8 @@ class MediaSize:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How items stand in texts that a model was trained with. token: what its chat template writes for one; its
-    processor replaces that with its tokens, between `opens` and `closes`."""
+    """The form of media items in a model's training texts. token: the chat template's placeholder for an item; the
+    model's processor replaces it with the item's tokens, between `opens` and `closes`."""
 
     token: str
     opens: str = ""
@@ -103,7 +102,7 @@ class Written:
 
 
 class MediaUnit(Protocol):
-    """How one encoder sees media. Every method but `process` works from a size alone, without decoding."""
+    """Protocol: how one encoder tokenizes media. Every method but `process` needs only a size and decodes nothing."""
 
     @property
     def name(self) -> str: ...
@@ -127,29 +126,29 @@ class MediaUnit(Protocol):
     def fingerprint(self) -> str: ...
 
     def encoder_tokens(self, size: MediaSize) -> int:
-        """Tokens the encoder works on for one item."""
+        """Return the number of tokens that the encoder processes for one item."""
         ...
 
     def merged_tokens(self, size: MediaSize) -> int:
-        """Tokens of one item inside the language model's row."""
+        """Return the number of language-model tokens of one item."""
         ...
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        """Decode one item into encoder inputs; they have encoder rows as their first dimension."""
+        """Decode one item into encoder inputs, whose first dimension is encoder rows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """A sample as a model is fed, as far as it was loaded: all of it, or only the parts that a rank's stages use.
+    """A sample as model inputs: all of it, or only the parts that the stages of a rank use.
 
-    input_ids, labels: int64 [tokens]; a media item stands as `merged_tokens` copies of its unit's placeholder id;
-    labels are -100 where no loss is wanted, and already -100 at the first token. Empty where tokens were not loaded.
+    input_ids, labels: int64 [tokens]. A media item stands as `merged_tokens` copies of its unit's placeholder id.
+    Labels are -100 where there is no loss, and always at the first token. Both are empty if tokens were not loaded.
     media: unit → encoder input name → [encoder rows, ...]; a unit without items, or not loaded, is absent.
     sizes: unit → tokens that the unit processes ("language" included); always known.
-    draw: its number in the order of training, by which randomness is keyed. source: the number of its data set, where
-    data are read by index. targets, content: what an index says of `target_tokens` and `content_digest`; counted here
-    where None. made_seconds: what reading and decoding it took.
+    draw: the sample's number in training order, which keys its randomness. source: the number of its data set, if data
+    are read by index. targets, content: `target_tokens` and `content_digest` by the index; None computes them here.
+    made_seconds: time spent on reading and decoding.
     """
 
     id: str
@@ -165,33 +164,33 @@ class EncodedSample:
 
     @property
     def key(self) -> str:
-        """What it is known by on every rank: of an indexed one only the draw, for its name is read with it."""
+        """The sample's name on every rank: its draw if indexed (the id is known only after reading), else its id."""
         return self.id if self.content is None else f"draw {self.draw}"
 
     @property
     def target_tokens(self) -> int:
-        """Tokens that carry loss."""
+        """The number of tokens that carry loss."""
         return int((self.labels[1:] != -100).sum()) if self.targets is None else self.targets
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before the first that carries loss; all, where none does."""
+        """The number of tokens before the first one that carries loss; all tokens if none does."""
         carries = self.labels != -100
         return int(carries.argmax()) if carries.any() else len(self.labels)
 
     @property
     def content_digest(self) -> int:
-        """What `content_digest` says of ids and labels."""
+        """The `content_digest` of ids and labels."""
         return content_digest(self.input_ids, self.labels) if self.content is None else self.content
 
 
 def digest_of(value: object) -> str:
-    """What tells apart settings that are written differently."""
+    """Return a SHA-256 hex digest of a value's repr, to compare settings."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def content_digest(input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
-    """62 bits that tell apart samples with other tokens or labels."""
+    """Return a 62-bit digest of token ids and labels."""
     digest = hashlib.blake2b(np.ascontiguousarray(input_ids, "<i8").tobytes(), digest_size=8)
     digest.update(np.ascontiguousarray(labels, "<i8").tobytes())
     return int.from_bytes(digest.digest(), "little") >> 2

@@ -1,4 +1,4 @@
-"""What of the data is not used, in lines for the user."""
+"""Unused data: lines that list the columns and files of each source that no sample uses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dilatant.data.sample import Sample
 from dilatant.data.text.encoding import Encoding
 
 STREAMED = 64
-"""First samples of a stream that are looked at."""
+"""Number of samples read from the start of a stream."""
 
 
 def unused_by_source(
     blend: Blend | StreamBlend, index: SizesIndex | None, encoding: Encoding
 ) -> dict[str, tuple[str, ...]]:
-    """For each source, the columns and inner keys that no sample is made of, sorted; of a stream, by its first samples.
-    Sources that are used whole are left out."""
+    """Return, for each source, the sorted columns and inner keys that no sample uses; for a stream, by its first
+    samples. Sources that are fully used are omitted."""
     if isinstance(blend, StreamBlend):
         names: Sequence[str] = [stream.name for stream in blend.streams]
         keys = [
@@ -36,7 +36,7 @@ def unused_by_source(
 def unused_lines(
     blend: Blend | StreamBlend | None, index: SizesIndex | None, encoding: Encoding
 ) -> list[str]:
-    """A line for each source that has columns which are not used, and one for each that has such files."""
+    """Return one line for each source with unused columns, and one for each source with unused files."""
     if blend is None:
         return []
     lines = [
