@@ -1,1 +1,1 @@
-"""Readers: find the files of a source and read its records as samples."""
+"""Readers: find the files of a source, read records by index and parse them into samples."""

@@ -1,4 +1,4 @@
-"""Arrow files, as `datasets.save_to_disk` and Feather write them, mapped and read by row number."""
+"""Arrow files (written by `datasets.save_to_disk` or Feather): memory-mapped and read by row number."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ArrowRecords:
 
 
 def scan_arrow(path: Path, name: str) -> Scan:
-    """The number of rows. Raises UserError for a file that cannot be read, naming it."""
+    """Count the rows of a file. Raises UserError naming a file that cannot be read."""
     from pyarrow import ArrowException
 
     try:
@@ -57,7 +57,7 @@ def scan_arrow(path: Path, name: str) -> Scan:
 
 
 def _mapped(path: Path) -> Any:
-    """The table of a file; its buffers are those of the file."""
+    """Return the table of a file; its buffers are views of the memory-mapped file."""
     import pyarrow as pa
 
     source = pa.memory_map(str(path))

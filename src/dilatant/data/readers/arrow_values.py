@@ -1,4 +1,4 @@
-"""Rows of Arrow tables as records: class labels by their names, numbers as a person would write them."""
+"""Arrow values: convert table rows to records, with class labels as names and numbers in their shortest form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dilatant.data.errors import SampleError
 from dilatant.data.readers.records import MOST_CHARACTERS
 
 MOST_ROW_BYTES = 1 << 30
-"""Of a row, its media included."""
+"""Bytes of a column in one row, media included."""
 LONGEST_LIST = 64
-"""Longest list of numbers in which these are shortened: longer ones are vectors, which nobody reads."""
+"""Longest list whose numbers are shortened; longer lists are vectors, which are not text."""
 Convert = Callable[[Any], Any]
 
 
 def row_fields(table: Any, row: int, place: str) -> dict[str, Any]:
-    """A row of an Arrow table by column. Raises SampleError for one that is larger than any sample."""
+    """Return a row of an Arrow table as column → value. Raises SampleError if a value is above the size limits."""
     import pyarrow as pa
 
     one = table.slice(row, 1)
@@ -40,9 +40,9 @@ def row_fields(table: Any, row: int, place: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def converters(schema: Any) -> Mapping[str, Convert]:
-    """What to do with the values of columns, by name; columns whose values stay as they are, are left out.
+    """Return the conversions of columns by name; columns whose values stay as they are have none.
 
-    schema: of Arrow, with the metadata of `datasets`, which has the names of class labels. Functions can be pickled.
+    schema: an Arrow schema with the metadata of `datasets`, which names class labels. The functions are picklable.
     """
     features = _features(schema)
     found = ((field.name, _converter(field.type, features.get(field.name))) for field in schema)
@@ -59,7 +59,7 @@ def _features(schema: Any) -> Mapping[str, Any]:
 
 
 def _converter(kind: Any, feature: Any) -> Convert | None:
-    """kind: the Arrow type of the values. feature: what `datasets` says of them."""
+    """Return the conversion for values of the Arrow type `kind`. feature: their description by `datasets`."""
     import pyarrow as pa
 
     about = feature if isinstance(feature, Mapping) else {}
@@ -85,15 +85,15 @@ def _converter(kind: Any, feature: Any) -> Convert | None:
 
 
 def _class_name(names: tuple[str, ...], value: Any) -> Any:
-    """The name of a class; nothing for -1, by which `datasets` says that there is none."""
+    """Return the name of a class; None for -1, which `datasets` writes for a missing label."""
     if isinstance(value, list):
         return [_class_name(names, item) for item in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
 def _short_number(bits: int, value: Any) -> Any:
-    """A whole number without a point, which a column with nulls makes floats of; others with as few digits as tell them
-    apart in their precision."""
+    """Return a whole number as an int (a column with nulls stores ints as floats), and another float with the fewest
+    digits that identify it in its precision."""
     if value is None or not np.isfinite(value):
         return value
     if float(value).is_integer() and abs(value) < 2**53:

@@ -1,4 +1,4 @@
-"""Questions with choices: the choices by their letters, and the answer's letter."""
+"""Multiple-choice questions: parse the choices by letter, and the answer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CHOICE_COLUMNS = ("options", "choices")
 
 
 def take_choices(fields: Fields) -> dict[str, str]:
-    """The choices of a record by their letters; empty for none. Raises SampleError.
+    """Return the choices of a record by letter; empty for none. Raises SampleError.
 
-    They are in a list, in text that holds one, in an object by letters, in {"label": [...], "text": [...]}, or in
-    columns A, B, C and so on.
+    They are a list, text that holds a list, an object by letters, {"label": [...], "text": [...]}, or columns A, B, C
+    and so on.
     """
     name = fields.only(CHOICE_COLUMNS, "choices")
     if name is None:
@@ -45,12 +45,12 @@ def take_choices(fields: Fields) -> dict[str, str]:
 
 
 def choices_text(choices: Mapping[str, str]) -> str:
-    """The choices below a question: a line each, with its letter."""
+    """Format the choices for the text of a question: one line each, with its letter."""
     return "\n".join(f"{letter}. {choice}" for letter, choice in choices.items())
 
 
 def answer_among(fields: Fields, choices: Mapping[str, str], name: str, value: Any) -> str:
-    """The answer to learn: the letter where it is given as the number of a choice, counted from 0; else as it is
+    """Return the answer to learn: a letter if the record gives a choice's number (counted from 0), else the text as
     written. Raises SampleError for a number that no choice has."""
     if is_list(value):
         fields.refuse(f"{name!r} holds {len(value)} answers to one question with choices", "give one")

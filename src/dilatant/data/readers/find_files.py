@@ -1,4 +1,4 @@
-"""The data files that a path, a folder or a pattern names, and those of a folder's splits that are wanted."""
+"""File discovery: the data files that a path, folder or pattern names, limited to the requested split of a folder."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ SUFFIXES: Mapping[str, Form] = {
     ".arrow": "arrow",
 }
 ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-"""Files by which `datasets` describes the data beside them."""
+"""Files in which `datasets` describes the data beside them."""
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Splits, and the words by which names of files and folders say that they are one."""
+"""Split → the words in file and folder names that mean it."""
 
 
 def find_files(
     path: str, split: str | None = None, held_out: bool = False
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """The files, sorted, and what of a folder is passed over, in words.
+    """Return the data files, sorted, and descriptions of the files in a folder that are skipped.
 
-    split: the split of a folder that has several; None for `train`. held_out: the files are for evaluation, where the
-    split must be said. Raises UserError.
+    split: the split to use of a folder that has several; None means `train`. held_out: the files are for evaluation,
+    where the user must name the split. Raises UserError.
     """
     found: list[Path] = []
     passed_over: list[str] = []
@@ -54,7 +54,7 @@ def find_files(
             found.append(place)
         else:
             named = map(Path, sorted(glob.glob(pattern, recursive=True)))
-            matches = [match for match in named if match.is_file()]  # a link may lead nowhere
+            matches = [match for match in named if match.is_file()]  # skips broken links
             if not matches:
                 nothing = "matches no file" if glob.has_magic(pattern) else "does not exist"
                 raise UserError(f"data path {pattern!r} {nothing}")
@@ -65,9 +65,7 @@ def find_files(
 def _is_data(file: Path, folder: Path) -> bool:
     if file.suffix.lower() not in SUFFIXES or file.name in ABOUT:
         return False
-    if (
-        file.name.startswith("cache-") and file.suffix == ".arrow"
-    ):  # what `datasets` computed from the data beside it
+    if file.name.startswith("cache-") and file.suffix == ".arrow":  # a cache file of `datasets`
         return False
     return not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
@@ -75,7 +73,7 @@ def _is_data(file: Path, folder: Path) -> bool:
 def _of_split(
     folder: Path, files: Sequence[Path], wanted: str | None, held_out: bool
 ) -> tuple[list[Path], list[str]]:
-    """The files of the wanted split, and what is passed over. A file that names no split belongs to `train`."""
+    """Return the files of the requested split, and what is skipped. A file that names no split belongs to `train`."""
     words = {file: _splits_of(file.relative_to(folder)) for file in files}
     count = Counter(split for splits in words.values() for split in splits)
     known = next((split for split, names in SPLITS.items() if wanted in names), wanted)
@@ -103,8 +101,8 @@ def _of_split(
 
 
 def _splits_of(file: Path) -> frozenset[str]:
-    """The split that the name of a file says it is of, or else the name of the nearest folder that says one; none where
-    a name says several."""
+    """Return the split that the name of a file, or else its nearest folder that names one, stands for; none if that
+    name contains several."""
     for part in reversed(file.parts):
         words = _words(Path(part))
         found = frozenset(split for split, names in SPLITS.items() if not words.isdisjoint(names))
@@ -118,7 +116,7 @@ def _words(file: Path) -> frozenset[str]:
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """`shard-{000..003}.tar` as WebDataset users write it, and `{a,b}`."""
+    """Expand `shard-{000..003}.tar`, as WebDataset users write it, and `{a,b}`."""
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None or Path(pattern).exists():
         return [pattern]

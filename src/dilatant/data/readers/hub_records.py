@@ -1,4 +1,4 @@
-"""Data sets on the Hugging Face hub, through the `datasets` library: by index after a download, or as a stream."""
+"""Hugging Face hub data sets, through the `datasets` library: by index after a download, or as a stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dilatant.data.sample import Sample
 class HubRecords:
     """Records of a downloaded data set, memory-mapped. Picklable: worker processes map the same files.
 
-    fingerprint: the library's own, which changes with the data.
+    fingerprint: includes the fingerprint of `datasets`, which changes with the data.
     """
 
     blocks: Blocks | None = None
@@ -29,7 +29,7 @@ class HubRecords:
         dataset = _load(source, streaming=False)
         self.fingerprint = f"{source.id} {source.subset} {source.split or 'train'} {dataset._fingerprint}"
         self._name = str(source.id)
-        # In this format nothing is decoded: images and sounds come as their encoded bytes or their path.
+        # In this format nothing is decoded: images and sounds stay encoded bytes or paths.
         self._dataset = dataset.with_format("arrow")
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class HubRecords:
 
 @dataclass(frozen=True)
 class HubStream:
-    """The samples of a data set on the hub as they come, again from the start as often as asked."""
+    """Stream of the samples of a hub data set; every `read` starts a new pass."""
 
     source: DataSource
 
@@ -54,9 +54,9 @@ class HubStream:
         return str(self.source.id)
 
     def read(self, skip: int) -> Iterator[Sample | SampleError]:
-        """The samples from number `skip` on. A record in no known form comes as the error that says so.
+        """Yield the samples from number `skip` on. A record in no known form yields its SampleError.
 
-        Skipped records are fetched but not decoded. Raises UserError when the hub cannot be reached.
+        Skipped records are fetched but not decoded. Raises UserError if the hub cannot be reached.
         """
         dataset = _load(self.source, streaming=True).decode(False)
         convert = converters(dataset.features.arrow_schema) if dataset.features else {}

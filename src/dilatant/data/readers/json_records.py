@@ -1,4 +1,4 @@
-"""JSON Lines files and files that hold one JSON array, read by record number without loading the file."""
+"""JSON Lines files and JSON arrays: read by record number without loading the file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dilatant.data.readers.source_files import Scan, SourceFiles
 
 SCAN_BYTES = 1 << 24
 MOST_BYTES = 256 << 20
-"""Of a record, which may hold media as base64."""
+"""Bytes of a record, which may hold media as base64."""
 MARK = b"\xef\xbb\xbf"
-"""What some programs write before UTF-8."""
+"""The byte-order mark that some programs write before UTF-8."""
 SPACE = (9, 10, 13, 32)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -74,7 +74,7 @@ class JsonRecords:
 
 
 def scan_json(path: Path, name: str) -> Scan:
-    """`spans`: first and end byte of every record, int64 [records, 2]. Raises UserError naming a file that is
+    """Return `spans`: first and end byte of every record, int64 [records, 2]. Raises UserError naming a file that is
     neither form."""
     spans = _record_spans(path, name)
     return Scan(len(spans), {"spans": spans})
@@ -95,7 +95,7 @@ def _record_spans(path: Path, name: str) -> NDArray[np.int64]:
 
 
 def _line_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64]:
-    """Lines that hold more than whitespace."""
+    """Return the spans of the lines that hold more than whitespace."""
     codes = np.frombuffer(text, np.uint8)
     breaks = [
         np.flatnonzero(codes[offset : offset + SCAN_BYTES] == 10) + offset
@@ -104,16 +104,16 @@ def _line_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64]:
     end = np.concatenate([*breaks, [len(codes)]])
     start = np.concatenate([[begin], end[:-1] + 1])
     filled = end > start
-    # Few lines start with a blank; only those are looked at whole.
+    # Few lines start with a blank; only those are read in full.
     blank = np.flatnonzero(filled & np.isin(codes[np.minimum(start, len(codes) - 1)], SPACE))
     filled[blank] = [bool(text[start[line] : end[line]].strip()) for line in blank]
     return np.stack([start, end], axis=1)[filled]
 
 
 def _is_json(text: mmap.mmap, span: NDArray[np.int64]) -> bool:
-    """Whether a line is JSON by itself, as far as that is cheap to tell."""
+    """Return True if a line is valid JSON by itself. A line above `MOST_BYTES` is not parsed and counts as valid."""
     if span[1] - span[0] > MOST_BYTES:
-        return True  # its reader says what is wrong
+        return True  # reading the record reports its size
     try:
         json.loads(text[span[0] : span[1]])
     except (ValueError, RecursionError):
@@ -122,12 +122,12 @@ def _is_json(text: mmap.mmap, span: NDArray[np.int64]) -> bool:
 
 
 def _object_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64] | None:
-    """Objects over several lines, one after another, as programs that indent JSON write them; None where the text is
-    something else, such as lines of which the first is damaged, or too large to be looked at whole. Raises UserError
-    where an object behind the first is wrong."""
+    """Return the spans of consecutive objects that each extend over several lines (indented JSON); None if the text is
+    something else, such as JSON Lines with a damaged first line, or larger than `MOST_BYTES`. Raises UserError for an
+    invalid object after the first, or a first one whose `{` ends its line."""
     if len(text) > MOST_BYTES:
         return None
-    characters = text[begin:].decode("latin-1")  # one for each byte
+    characters = text[begin:].decode("latin-1")  # one character for each byte
     decoder = json.JSONDecoder(parse_int=str, strict=False)
     spans: list[tuple[int, int]] = []
     at = _behind_space(characters, 0)
@@ -148,20 +148,20 @@ def _object_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64] |
 
 
 def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
-    """Elements of a top-level array."""
+    """Return the spans of the elements of a top-level array."""
     import msgspec
 
     try:
         elements = msgspec.json.decode(memoryview(text)[begin:], type=list[msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError):
-        # It is stricter than Python's own reader, which writes and reads NaN and half characters, and names no record.
+        # msgspec is stricter than Python's json module, which accepts NaN and lone surrogates, and it names no record.
         return _array_spans_one_by_one(text, begin, name)
     length = np.fromiter(map(len, elements), np.int64, len(elements))
     start = np.zeros(len(elements), np.int64)
     if len(elements):
         start[:] = _address(elements[0]) - _address(text)
     if len(elements) > 1:
-        # Most writers put the same between all elements. Where that is there, and no more, an element starts behind it.
+        # Most writers put the same separator between all elements. If it does not fit, each element's address is taken.
         gap = _address(elements[1]) - _address(elements[0]) - int(length[0])
         start[1:] += np.cumsum(length[:-1] + gap)
         codes = np.frombuffer(text, np.uint8)
@@ -180,16 +180,16 @@ def _address(buffer: Any) -> int:
 
 def _behind_space(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
-    assert found is not None  # no space matches, too
+    assert found is not None  # the pattern also matches no space
     return found.end()
 
 
 def _array_spans_one_by_one(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
-    """The same with the standard library: slower, and in memory. Raises UserError naming the record that is wrong."""
+    """Find the spans with the standard library: slower, in memory. Raises UserError naming the invalid record."""
     characters = text[begin:].decode(
         "latin-1"
-    )  # one for each byte, so that their places are those in the file
-    # What is wrong inside a record is that record's affair.
+    )  # one character for each byte, so that positions are file offsets
+    # Errors inside a record are reported when that record is read.
     decoder = json.JSONDecoder(parse_int=str, strict=False)
     spans: list[tuple[int, int]] = []
     end = characters.index("[")

@@ -1,4 +1,4 @@
-"""The media of a record: the columns that list them, and each as a `Media`."""
+"""Media columns of a record: which columns list media, and each item parsed into a `Media`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dilatant.data.readers.record_fields import (
 from dilatant.data.sample import FileSlice, Frames, Media, MediaKind, Turn
 
 FILE_COLUMNS = ("file_name", "file_names", "filename", "file_path", "filepath", "file", "path")
-"""Columns that name media of a kind which their suffix tells."""
+"""Columns of file names whose suffix tells the kind of media."""
 ITEM_OPTIONS = frozenset(
     (
         *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
@@ -35,16 +35,16 @@ ITEM_OPTIONS = frozenset(
         *("video_start", "video_end", "start", "end", "start_time", "end_time"),
     )
 )
-"""Keys by which other tools say how one item is to be seen."""
+"""Keys by which other tools set how a single item is sampled or resized."""
 FRAME_RATES = ("sample_fps", "fps", "raw_fps")
-"""Which of them say how many frames a second a list of frames has; the first that is there."""
+"""The options that give the frame rate of a list of frames; the first one present counts."""
 _SOURCES = ("bytes", "path", "url", "data", "file_name")
 _NUMBERED_MARKER = re.compile(r"<image[ _]?(\d+)>")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
 
 
 class ListedMedia:
-    """The media columns of a record. Typed content without a source takes the next one; the rest is iterated."""
+    """The items of a record's media columns. Typed content without a source takes the next; iteration the rest."""
 
     def __init__(self, fields: Fields) -> None:
         self._record = fields.record
@@ -73,7 +73,7 @@ class ListedMedia:
                     for position, item in enumerate(_items(kind, name, fields.take(name)), 1)
                 ]
 
-        offset = fields.peek("offset")  # of NeMo's manifests, in seconds
+        offset = fields.peek("offset")  # seconds, in NeMo's manifests
         if fields.has("audio_filepath") and isinstance(offset, int | float) and offset > 0:
             fields.refuse(
                 f"its sound begins {offset:g} s into a file ('offset'), and whole files are read",
@@ -90,8 +90,8 @@ class ListedMedia:
         return self._waiting[kind].pop(0)
 
     def placed(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-        """Turns in which `<image 1>`, written by the user, is the image of the column `image_1`; or the first of a
-        list, where all numbers are of images in it and no text has the plain marker."""
+        """Replace `<image 1>` in the user's turns by the image of the column `image_1`. Without such columns, the
+        number counts the images of a list, if every number has an image there and no text has the plain marker."""
         texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
         numbered = self._numbered or dict(enumerate(self._waiting["image"], 1))
         named = {int(number) for text in texts for number in _NUMBERED_MARKER.findall(text)}
@@ -135,7 +135,7 @@ class ListedMedia:
 
 
 def _numbered(fields: Fields, kind: MediaKind) -> list[str]:
-    """Columns such as `image_1`, in the order of their numbers."""
+    """Return columns such as `image_1`, in the order of their numbers."""
     names = [
         name for name in fields.names() if name.startswith(f"{kind}_") and name[len(kind) + 1 :].isdecimal()
     ]
@@ -143,7 +143,7 @@ def _numbered(fields: Fields, kind: MediaKind) -> list[str]:
 
 
 def _others(fields: Fields, kind: MediaKind) -> list[str]:
-    """Columns of other names that hold what may be media."""
+    """Return the columns with other known names whose values may be media."""
     fits = (str, bytes, list, dict)
     return [
         name for name in OTHER_MEDIA_COLUMNS[kind] if fields.has(name) and isinstance(fields.peek(name), fits)
@@ -155,7 +155,7 @@ def _is_of(value: Any, kind: MediaKind) -> bool:
 
 
 def _items(kind: MediaKind, name: str, value: Any) -> Sequence[Any]:
-    """The items that a column lists; how files write "none" in lists is left out."""
+    """Return the items that a column lists, without empty entries; a list of still pictures in `video` is one clip."""
     items = [item for item in as_list(rows(value)) if not (is_blank(item) or _is_hollow(item))]
     if kind == "video" and name == "video" and len(items) > 1 and all(map(_is_still, items)):
         return (items,)
@@ -163,12 +163,12 @@ def _items(kind: MediaKind, name: str, value: Any) -> Sequence[Any]:
 
 
 def _is_hollow(item: Any) -> bool:
-    """Return True for a struct whose values are all null, by which columnar files write that there is none."""
+    """Return True for a struct whose values are all null, which columnar files write for a missing item."""
     return isinstance(item, Mapping) and all(is_blank(value) for value in item.values())
 
 
 def _is_still(item: Any) -> bool:
-    """Return True for one picture, which in a list of them is a frame of a clip."""
+    """Return True for a still picture, which in a list of pictures is a frame of a clip."""
     if isinstance(item, Mapping):
         item = next((item[key] for key in _SOURCES if not is_blank(item.get(key))), None)
     if isinstance(item, bytes):
@@ -179,10 +179,10 @@ def _is_still(item: Any) -> bool:
 def parse_media(
     fields: Fields, kind: MediaKind, value: Any, position: int, options: Mapping[str, Any] | None = None
 ) -> Media:
-    """The item that a value stands for: a path, bytes, a `data:` address, base64, or an object that holds one of them;
-    of a clip also a list of its frames.
+    """Parse one item: a path, bytes, a `data:` address, base64, or an object that holds one of these; a clip may also
+    be a list of its frames.
 
-    options: what else is said of the item. Raises SampleError for options that are not obeyed.
+    options: the item's other settings. Raises SampleError for options that are not supported.
     """
     record, name = fields.record, f"{kind} {position}"
     options = dict(options or {})
@@ -243,7 +243,7 @@ def _source(record: Record, name: str, value: Any) -> Any:
 
 
 def _clip_of_frames(fields: Fields, value: Sequence[Any], name: str, options: Mapping[str, Any]) -> Media:
-    """options: `FRAME_RATES` say how many frames a second there are."""
+    """Parse a clip given as a list of frames. options: `FRAME_RATES` give frames per second; others are refused."""
     record = fields.record
     pictures = tuple(
         parse_media(fields, "image", item, number)
@@ -269,7 +269,7 @@ def _clip_of_frames(fields: Fields, value: Sequence[Any], name: str, options: Ma
 
 
 def _base64(record: Record, name: str, text: str) -> bytes:
-    """Also with line breaks, in the alphabet for addresses, and without padding."""
+    """Decode base64, also with line breaks, in the URL-safe alphabet, and without padding."""
     plain = "".join(text.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as people write them, as turns."""
+"""Messages of a conversation: parse the formats in use (OpenAI, ShareGPT, pairs) into turns."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ PAIR: tuple[Role, Role] = ("user", "assistant")
 ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value", "parts")
 LOSS_KEYS = ("weight", "loss", "train", "trainable", "loss_mask", "loss_weight", "loss_scale")
-"""Keys by which a message says whether it is learned: 0 or false, 1 or true."""
+"""Keys by which a message says whether it carries loss: 0 or false, 1 or true."""
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _MEDIA_TYPES: Mapping[str, MediaKind] = {
     name: kind for kind in MEDIA_COLUMNS for name in (kind, f"{kind}_url", f"input_{kind}")
 }
-"""What typed parts call media."""
+"""Types of media parts in typed content."""
 _SOURCE_KEYS = ("path", "url", "bytes", "data")
 
 
 def parse_turns(fields: Fields, messages: Any, listed: ListedMedia) -> tuple[Turn, ...]:
-    """The turns of a list of messages, of JSON text that holds one, or of a struct of lists. Raises SampleError."""
+    """Parse a list of messages, JSON text that holds one, or a struct of lists. Raises SampleError."""
     if isinstance(messages, str):
         messages = json_value(messages, fields.record.id, "the conversation is text, which")
     messages = rows(messages)
@@ -64,8 +64,8 @@ def parse_turns(fields: Fields, messages: Any, listed: ListedMedia) -> tuple[Tur
 
 
 def parse_pairs(fields: Fields, name: str, listed: ListedMedia) -> tuple[Turn, ...]:
-    """The turns of a column that lists pairs of a question and an answer, as {user, assistant} or [user, assistant];
-    or messages. Raises SampleError."""
+    """Parse a column that lists question and answer pairs, as {user, assistant} or [user, assistant], or messages.
+    Raises SampleError."""
     pairs = fields.take(name)
     if isinstance(pairs, str):
         pairs = json_value(pairs, fields.record.id, f"{name!r} is text, which")
@@ -88,7 +88,7 @@ def parse_pairs(fields: Fields, name: str, listed: ListedMedia) -> tuple[Turn, .
 
 
 class _Message:
-    """One message. where: what errors call it."""
+    """Parser of one message. where: its name in errors."""
 
     def __init__(self, fields: Fields, where: str, message: Any) -> None:
         self._fields, self._where = fields, where
@@ -125,7 +125,7 @@ class _Message:
         return self._message[there[0]] if there else None
 
     def _others(self) -> tuple[tuple[str, str], ...]:
-        """The keys that only a chat template may know."""
+        """Return the remaining keys, which a chat template may read, as (key, JSON text)."""
         extras = []
         for key, value in self._message.items():
             if key in (*ROLE_KEYS, *CONTENT_KEYS, *LOSS_KEYS, CALLS) or is_blank(value):
@@ -171,7 +171,7 @@ class _Message:
 
     def _part(self, part: Any, number: int, listed: ListedMedia) -> str | Media:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind is None and isinstance(part, Mapping):  # one that says by its key what it is
+        if kind is None and isinstance(part, Mapping):  # a part whose key is its type
             named = [key for key in ("text", *_MEDIA_TYPES) if part.get(key) is not None]
             kind = named[0] if len(named) == 1 else None
         where = f"part {number} of {self._where}"
@@ -205,7 +205,7 @@ class _Message:
 
 
 def _plain(value: Any) -> str:
-    """Dates and decimal numbers, which JSON lacks, as text; nothing else."""
+    """Convert dates and decimal numbers, which JSON lacks, to text; refuse bytes."""
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("bytes are no JSON")
     return str(value)

@@ -1,7 +1,7 @@
 """Parquet files, read by row number.
 
-A row group can only be read from its start, and may be larger than memory: it is read in blocks of rows, one after
-another, and the newest blocks are kept.
+A row group can only be read from its start and may be larger than memory, so it is read as consecutive blocks of rows,
+of which the most recently used are cached.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dilatant.data.readers.source_files import Scan, SourceFiles
 
 CACHE_BYTES = 256 << 20
 BLOCK_BYTES = 32 << 20
-"""Of a block, as the file's footer promises."""
+"""Bytes of a block, estimated from the sizes in the file's footer."""
 OPEN_GROUPS = 4
-"""Row groups that are half read; neighbours in the order of training may be the end of one and the start of others."""
+"""Row groups that may be partly read at a time: neighbours in training order may lie in several groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows of one row group.
+    """One block of rows of a row group.
 
-    group: of the file. number: of the `count` blocks of the group. rows: how many it has; the last block may
-    have fewer.
+    group: row group in the file. number: index among the `count` blocks of the group. rows: rows of a block; the last
+    block may have fewer.
     """
 
     file: int
@@ -47,8 +47,8 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """All blocks, in order. first: the first record of each, and the number of all: int64 [blocks + 1]. The others are
-    int64 [blocks], as in `_Block`; group_of counts the groups that have rows over all files."""
+    """All blocks, in order. first: the first record of each block, then the number of records: int64 [blocks + 1]. The
+    others are int64 [blocks], as in `_Block`; group_of numbers the non-empty row groups over all files."""
 
     first: NDArray[np.int64]
     group_of: NDArray[np.int64]
@@ -86,16 +86,16 @@ class _Runs:
 
 @dataclass(slots=True)
 class _Stream:
-    """The blocks of a row group as tables. next: the number of the one that comes next."""
+    """The blocks of a row group as tables. next: the number of the block that comes next."""
 
     tables: Iterator[Any]
     next: int
 
 
 class ParquetRecords:
-    """Rows of several Parquet files, in file order. Picklable; what was already read is not carried along.
+    """Rows of several Parquet files, in file order. Picklable, without its cache.
 
-    blocks: the runs of rows that are read together, unless all of them can be kept.
+    blocks: the runs of rows that are read together; None if all of the data fit into the cache.
     """
 
     def __init__(self, files: SourceFiles) -> None:
@@ -134,7 +134,7 @@ class ParquetRecords:
         return Record(place, self._files.paths[file].parent, fields)
 
     def _table(self, number: int) -> Any:
-        """The rows of a block. Those before it in its row group are read and kept on the way."""
+        """Return the rows of a block. The blocks before it in its row group are read and cached on the way."""
         from pyarrow import ArrowException
 
         if number in self._cache:
@@ -168,8 +168,8 @@ class ParquetRecords:
 
 
 def scan_parquet(path: Path, name: str) -> Scan:
-    """`groups`: rows and bytes of every row group, int64 [groups, 2], by the file's footer. Raises UserError for a file
-    that cannot be read, naming it."""
+    """Return `groups`: rows and bytes of every row group by the file's footer, int64 [groups, 2]. Raises UserError
+    naming a file that cannot be read."""
     from pyarrow.parquet import read_metadata
 
     try:
@@ -182,7 +182,7 @@ def scan_parquet(path: Path, name: str) -> Scan:
 
 
 def _row_group(path: Path, block: _Block) -> Iterator[Any]:
-    """The blocks of a row group as tables, one after another."""
+    """Yield the blocks of a row group as tables."""
     from pyarrow.parquet import ParquetFile
 
     # Pages are read as they are needed, not a whole column at once.
@@ -192,8 +192,8 @@ def _row_group(path: Path, block: _Block) -> Iterator[Any]:
 
 
 def in_blocks(batches: Iterable[Any], rows: int) -> Iterator[Any]:
-    """Record batches of any lengths as tables of `rows` rows; the last one may have fewer. Parquet may give shorter
-    batches than were asked for where a column is large."""
+    """Regroup record batches of any lengths into tables of `rows` rows; the last may have fewer. Parquet may yield
+    shorter batches than requested if a column is large."""
     import pyarrow as pa
 
     waiting: list[Any] = []

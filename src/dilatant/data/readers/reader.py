@@ -1,4 +1,4 @@
-"""Open a source of samples: find its files, tell their form by their content, read samples by index."""
+"""Reader: open a source of samples, detect its file format by content, and read samples by index."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ FORM_OF_FORMAT: Mapping[str, Form] = {
 
 
 class Records(Protocol):
-    """Records by number. Picklable, so that worker processes can read for themselves."""
+    """Protocol: records by number. Picklable, so that worker processes can read them."""
 
     @property
     def blocks(self) -> Blocks | None:
-        """The runs of records that are cheap to read together; None where every record is as cheap as the next."""
+        """The runs of records that are cheap to read together; None if any order of reading costs the same."""
 
     def __len__(self) -> int: ...
 
     def name_of(self, index: int) -> str:
-        """The id of a record, without reading it."""
+        """Return the id of a record without reading it."""
         ...
 
     def read(self, index: int) -> Record: ...
@@ -59,11 +59,11 @@ class Records(Protocol):
 class Reader:
     """The samples of one source by index: `len(reader)`, `reader[index]`. Picklable.
 
-    fingerprint changes when the files do (their names, sizes or times) or when they are read in another way. label:
-    what the user calls it. split: which of its samples these are, after `limit`; None for all.
-    home: the folder of the data; None for the hub. media_dir: what relative paths of media start from, if not the file
-    that names them. passed_over: files in its place that are not read, in words.
-    Indexing raises UserError naming the record that is wrong.
+    fingerprint: changes when the files (names, sizes or times) or the way of reading them change. label: the user's
+    name for the source. split: the subset of the samples that this reader has, after `limit`; None for all.
+    home: the folder of the data; None for the hub. media_dir: base folder of relative media paths; None for the folder
+    of the file that names them. passed_over: descriptions of files that are not read.
+    Indexing raises UserError naming the invalid record.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Reader:
 
     @property
     def is_called(self) -> str:
-        """What figures of this source go by."""
+        """The name of this source in reports."""
         return self.label or Path(self.name).name or self.name
 
     @property
     def all_samples(self) -> int:
-        """Those of both sides of a split."""
+        """The number of samples on both sides of a split."""
         length = len(self.records)
         return length if self.limit is None else min(length, self.limit)
 
@@ -104,7 +104,7 @@ class Reader:
             raise SampleError(record.id, "nests too deep", "write it flat") from None
 
     def name_of(self, index: int) -> str:
-        """The id of a sample, by which messages call it, without reading it."""
+        """Return the id of a sample, which messages use, without reading it."""
         return self.records.name_of(self._number(index))
 
     def _number(self, index: int) -> int:
@@ -117,7 +117,7 @@ class Reader:
 
     @property
     def blocks(self) -> Blocks | None:
-        """The runs of samples that are cheap to read together; None where every one is as cheap as the next."""
+        """The runs of samples that are cheap to read together; None if any order of reading costs the same."""
         blocks = self.records.blocks
         if blocks is None or (self.limit is None and self.split is None):
             return blocks
@@ -131,11 +131,11 @@ class Reader:
 
 
 def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held_out: bool = False) -> Reader:
-    """The reader of a source.
+    """Open the reader of a source.
 
-    cache_dir: where it is kept what scanning the files found; default: the user's cache. held_out: the source is for
-    evaluation, which never takes the split `train` of a folder by itself. Raises UserError when nothing is there, the
-    form is unknown, no sample is found, or a `cache_dir` cannot be written.
+    cache_dir: folder of the cached file scans; default: the user's cache. held_out: the source is for evaluation, which
+    never uses the split `train` of a folder unless it is named. Raises UserError if nothing is there, the format is
+    unknown, no sample is found, or a `cache_dir` cannot be written.
     """
     records: Records
     home = None
@@ -192,7 +192,7 @@ _SCAN: Mapping[Form, Callable[[Path, str], Scan]] = {
 
 
 def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form | None]) -> None:
-    """Refuse files that are all empty, or not of one form."""
+    """Raise UserError if all files are empty or their formats differ."""
     wanted = FORM_OF_FORMAT.get(source.format)
     if wanted is not None:
         for file, form in zip(files, forms):
@@ -200,7 +200,7 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
                 raise UserError(f"{str(file)!r} is {FORMS[form]}, but 'format' says {source.format!r}")
     kinds = sorted({form for form in forms if form is not None})
     if len(kinds) > 1 and Path(str(source.path)).is_dir():
-        # JSON beside other files is often only about them, but that is for the user to say.
+        # JSON beside other files often only describes them, but the user has to decide that.
         raise UserError(
             f"{source.path!r} holds {' and '.join(FORMS[kind] for kind in kinds)} files; name the data by a pattern, "
             f"for example {source.path}/*{next(suffix for suffix, form in SUFFIXES.items() if form != 'json')}"
@@ -214,7 +214,7 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
 
 
 def detect_form(file: Path) -> Form | None:
-    """What a file is by its first bytes; None if it is empty. Raises UserError saying what was found instead."""
+    """Detect a file's format by its first bytes; None if it is empty. Raises UserError naming any other content."""
     try:
         with open_regular(file) as stream:
             head = stream.read(512)

@@ -1,4 +1,4 @@
-"""The columns of one record, by the names that the field has for them, and which of them were used."""
+"""Fields of a record: look up columns by their common names, and track which of them were used."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ OTHER_MEDIA_COLUMNS: Mapping[MediaKind, tuple[str, ...]] = {
         *("clip_path", "mp4"),
     ),
 }
-"""Other names of the same, which are looked at where a record has none of `MEDIA_COLUMNS`."""
+"""Alternative names, used if a record has none of `MEDIA_COLUMNS`."""
 QUESTION_COLUMNS = ("question", "query", "instruction", "prompt")
 ANSWER_COLUMNS = ("answer", "response", "completion", "output", "answerKey")
 OTHER_ANSWER_COLUMNS = ("caption", "captions", "text", "label")
-"""What is learned where a record has none of `ANSWER_COLUMNS`."""
+"""Columns of the text to learn if a record has none of `ANSWER_COLUMNS`."""
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a file holds about one sample: `fields` as read, media not decoded.
+    """The content of a file about one sample: `fields` as read, media not decoded.
 
-    id names the place for messages. folder is what relative media paths start from. unused: parts of it that are not in
+    id: names the place in messages. folder: base of relative media paths. unused: parts of the record that are not in
     `fields`, as errors and notices call them.
     """
 
@@ -56,10 +56,10 @@ class Record:
 
 
 class Fields:
-    """The columns of a record. Those that hold nothing (null, an empty text or list) count as absent.
+    """The columns of a record. Empty ones (null, an empty text or list) count as absent.
 
-    columns: what the record calls `images`, `question` and so on. A column that the user names replaces those that
-    would be looked for, which then are unused. Raises SampleError for a named column that the record lacks.
+    columns: the record's names for `images`, `question` and so on. A column that the user names replaces the default
+    ones, which then are unused. Raises SampleError for a named column that the record lacks.
     """
 
     def __init__(self, record: Record, columns: Mapping[str, str]) -> None:
@@ -74,7 +74,7 @@ class Fields:
         hidden = set(columns.values())
         if "question" in columns:
             hidden.update(QUESTION_COLUMNS)
-            if columns["question"] not in ("instruction", "prompt"):  # whose other half is "input"
+            if columns["question"] not in ("instruction", "prompt"):  # "input" continues these
                 hidden.add("input")
         if "answer" in columns:
             hidden.update(ANSWER_COLUMNS, OTHER_ANSWER_COLUMNS)
@@ -93,25 +93,25 @@ class Fields:
 
     @property
     def names_conversation(self) -> bool:
-        """Whether the user says which column is the conversation."""
+        """True if the user names the column of the conversation."""
         return not {"messages", "conversations", "texts"}.isdisjoint(self._columns)
 
     def is_named(self, column: str) -> bool:
-        """Whether the user says which column this is."""
+        """Return True if the user names the record's column for `column`."""
         return column in self._columns
 
     def has(self, name: str) -> bool:
         return name in self._there
 
     def knows(self, name: str) -> bool:
-        """Whether there is such a column, were it null in this record."""
+        """Return True if the record has this column, even if it is null."""
         return name in self._values
 
     def names(self) -> Iterable[str]:
         return self._there
 
     def peek(self, name: str) -> Any:
-        """The value of a column that is not used yet."""
+        """Return the value of a column without marking the column as used."""
         return self._values.get(name)
 
     def take(self, name: str) -> Any:
@@ -119,13 +119,13 @@ class Fields:
         return self._values[name]
 
     def text(self, name: str) -> str:
-        """The value of a column as text. Raises SampleError."""
+        """Return the value of a column as text. Raises SampleError."""
         return scalar(self.record, name, self.take(name))
 
     def only(self, names: Sequence[str], what: str) -> str | None:
-        """The one of several columns that is there, or the first of those that say the same; None for none.
+        """Return the one of several columns that the record has, or the first of several that are equal; None for none.
 
-        Raises SampleError where two of them differ. what: they are for.
+        what: the columns' purpose, for errors. Raises SampleError if two of them differ.
         """
         there = [name for name in names if name in self._there]
         if not there:
@@ -134,7 +134,7 @@ class Fields:
         mine = self._values[first]
         if is_list(mine) and isinstance(
             mine[0], FileSlice
-        ):  # a path in a tar's JSON repeats what lies beside it
+        ):  # a path in a tar's JSON repeats the member beside it
             there = [first]
         for other in there[1:]:
             if as_list(self._values[other]) != as_list(mine):
@@ -146,11 +146,11 @@ class Fields:
         return first
 
     def note(self, inner: str) -> None:
-        """A key inside a column that nobody uses, such as `messages[].id`."""
+        """Record a key inside a column that is not used, such as `messages[].id`."""
         self._inner[inner] = None
 
     def unused(self) -> tuple[str, ...]:
-        """The columns, and keys inside columns, that hold something and were not used."""
+        """Return the columns, and keys inside columns, that hold something and were not used."""
         used = {self._columns.get(name, name) for name in self._used}
         names = (key for key, value in self.record.fields.items() if key not in used and not is_blank(value))
         return (*names, *self._inner, *self.record.unused)
@@ -160,7 +160,7 @@ class Fields:
 
 
 def scalar(record: Record, name: str, value: Any) -> str:
-    """A text, number, truth value or date as text. Raises SampleError."""
+    """Return a text, number, truth value or date as text. Raises SampleError."""
     if isinstance(value, str):
         return value
     if isinstance(value, float | Decimal) and not isfinite(value):
@@ -196,7 +196,7 @@ def is_objects(value: Any) -> bool:
 
 
 def rows(value: Any) -> Any:
-    """A struct of lists of equal length as a list of structs, which is how `datasets` writes one; else the value."""
+    """Convert a struct of equally long lists, as `datasets` writes a list of structs, to that list; else no change."""
     if not isinstance(value, Mapping) or not value or not all(is_list(inner) for inner in value.values()):
         return value
     if len({len(inner) for inner in value.values()}) != 1:

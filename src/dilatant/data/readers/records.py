@@ -1,6 +1,6 @@
-"""A record as people write it, in any of the known forms, as a `Sample`.
+"""Records: parse a record of any known format into a `Sample`.
 
-The form is told by the columns: `messages` (OpenAI, TRL) or `conversations` (LLaVA, ShareGPT), `texts` (FineVision),
+The columns tell the format: `messages` (OpenAI, TRL) or `conversations` (LLaVA, ShareGPT), `texts` (FineVision),
 `prompt` and `completion` (TRL), or a question and an answer in columns of their own (Alpaca, VQA).
 """
 
@@ -30,22 +30,22 @@ from dilatant.data.sample import Sample, Turn
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("context", "hint")
-"""Columns of text that is written before a question."""
+"""Columns of text that precedes a question."""
 PREFERENCE_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
-"""Columns of pairs of a better and a worse answer (DPO and its kin)."""
+"""Columns of preference data: a better and a worse answer (DPO and its variants)."""
 DESIRED_COLUMNS = ("label", "kto_tag")
 """Columns that say whether an answer is a good one (KTO)."""
 GROUNDING_MARKERS = ("<bbox>", "<ref-object>")
 MOST_CHARACTERS = 16 << 20
-"""Of the texts of one sample: more than any model reads at once."""
+"""Characters of the texts of one sample: more than any model reads at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Runs of records that are read together at no more cost than one, such as the row groups of Parquet.
+    """Runs of records that cost no more to read together than one record, such as blocks of Parquet rows.
 
-    lengths: records of each run. window: runs that a reader can keep at hand. groups: the group that each run belongs
-    to, counted from 0, where several runs can only be read one after another; without it each is a group of its own.
+    lengths: records of each run. window: number of runs that a reader can cache. groups: group of each run, counted
+    from 0; the runs of a group can only be read in order. Empty: each run is a group of its own.
     """
 
     lengths: tuple[int, ...]
@@ -56,10 +56,10 @@ class Blocks:
 def parse_record(
     record: Record, prompt: str | None = None, columns: Mapping[str, str] | None = None
 ) -> Sample:
-    """The sample that a record holds.
+    """Parse a record into a sample.
 
-    prompt: the question to ask where the record has an answer but no question.
-    columns: other names for `images`, `audios`, `videos`, `question`, `answer`, `messages` and the like.
+    prompt: the question to ask if the record has an answer but no question.
+    columns: the record's names for `images`, `audios`, `videos`, `question`, `answer`, `messages` and the like.
     Raises SampleError naming the record and what was found in it.
     """
     fields = Fields(record, columns or {})
@@ -85,7 +85,7 @@ def parse_record(
 
 
 def parse_prompt(record: Record) -> Sample:
-    """The sample that a record holds, which may end with a question. Raises SampleError as `parse_record`."""
+    """Parse a record into a sample that may end with a question. Raises SampleError like `parse_record`."""
     fields = Fields(record, {})
     others = (*CHAT_COLUMNS, "texts", *ANSWER_COLUMNS, *OTHER_ANSWER_COLUMNS)
     question = next((name for name in QUESTION_COLUMNS if fields.has(name)), None)
@@ -131,8 +131,8 @@ def _refuse_preferences(fields: Fields) -> None:
 
 
 def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
-    """Raises SampleError for answers that are not to be given: KTO's `label: false` beside an answer, and texts with
-    ms-swift's markers for `objects`, which each model writes in a form of its own."""
+    """Raise SampleError for answers that must not be learned as they are: KTO's `label: false` beside an answer, and
+    texts with ms-swift's markers for `objects`, which each model writes in a format of its own."""
     for name in DESIRED_COLUMNS:
         if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
             fields.refuse(
@@ -149,8 +149,7 @@ def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
 
 
 def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -> None:
-    """Raises SampleError for a record that is a conversation and has a question or an answer besides, which repeats no
-    turn."""
+    """Raise SampleError if a record is a conversation and also has a question or an answer that repeats no turn."""
     if fields.names_conversation:
         return
     said = [part for turn in turns for part in turn.content if isinstance(part, str)]
@@ -198,7 +197,7 @@ def _question_and_answer(fields: Fields, prompt: str | None, listed: ListedMedia
 
 
 def _without_answer(fields: Fields) -> str:
-    """The column of an answer that is an empty text. Raises SampleError where there is none."""
+    """Return the answer column that is an empty text. Raises SampleError if there is none."""
     there = filter(fields.knows, (*ANSWER_COLUMNS, *OTHER_ANSWER_COLUMNS, *CHAT_COLUMNS, "texts"))
     blank = {name: fields.peek(name) for name in there}
     for name, value in blank.items():
@@ -217,7 +216,7 @@ def _without_answer(fields: Fields) -> str:
 
 
 def _question(fields: Fields, prompt: str | None, choices: Mapping[str, str]) -> str | None:
-    """What is asked: context and hint, the question with its input, and the choices, a line each; None for nothing."""
+    """Return a question's text: context and hint, question and input, and choices, a line each; None for no text."""
     name = fields.only(QUESTION_COLUMNS, "the question")
     asked = prompt
     if name is not None:
@@ -243,5 +242,5 @@ def _question(fields: Fields, prompt: str | None, choices: Mapping[str, str]) ->
 
 
 def _history(fields: Fields, listed: ListedMedia) -> tuple[Turn, ...]:
-    """The turns before the question, which `history` holds as pairs or messages."""
+    """Return the turns before the question, which `history` holds as pairs or messages."""
     return parse_pairs(fields, "history", listed) if fields.has("history") else ()

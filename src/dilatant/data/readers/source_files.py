@@ -1,4 +1,4 @@
-"""The files of a source: their form, and where their records lie, found by one scan and kept in the cache."""
+"""Source files: their format and the locations of their records, found by one scan and cached."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dilatant.data.parallel_map import Piece, in_pieces, piece_bounds
 
 FORMAT = 2
 SCAN_SECONDS = 3600.0
-"""Longest that a process may scan one file."""
+"""Time limit for scanning one file in a process."""
 Form = Literal["parquet", "json", "tar", "arrow"]
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a scan of one file found: how many records, and arrays that say where they are."""
+    """Result of scanning one file: the number of records, and arrays with their locations."""
 
     records: int
     arrays: Mapping[str, NDArray[Any]]
@@ -34,8 +34,8 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Scanner:
-    """How files are looked at. form_of: by their first bytes; None if empty. check: raises UserError where no file
-    has a form, or forms do not go together. scan: path and name of a file of each form."""
+    """Functions that inspect files. form_of: format by a file's first bytes; None if empty. check: raises UserError if
+    no file has a format, or formats cannot be combined. scan: for each format, a function of a file's path and name."""
 
     form_of: Callable[[Path], Form | None]
     check: Callable[[Sequence[Form | None]], None]
@@ -43,10 +43,9 @@ class Scanner:
 
 
 class SourceFiles:
-    """Files of one form, and the arrays that scanning them gave. Picklable: another process maps the cached arrays.
+    """Files of one format, and the arrays of their scans. Picklable: another process maps the cached arrays.
 
-    paths: those that are not empty. names: how messages call each. identity: changes when a file does (by name, size
-    or time).
+    paths: the non-empty files. names: their names in messages. identity: changes when a file (name, size or time) does.
     """
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str], scanner: Scanner, cache: Cache) -> None:
@@ -62,7 +61,7 @@ class SourceFiles:
 
     @cached_property
     def form(self) -> Form:
-        """That of the files that are not empty; one of them is, by the scanner's check."""
+        """The format of the non-empty files; the scanner's check ensures that there is one."""
         return next(form for form in self._found.about["forms"] if form is not None)
 
     @cached_property
@@ -79,20 +78,20 @@ class SourceFiles:
 
     @cached_property
     def first(self) -> NDArray[np.int64]:
-        """The first record of every file, and their number: int64 [files + 1]."""
+        """The first record of every file, then the number of records: int64 [files + 1]."""
         return np.cumsum(np.append(0, self._found.arrays["records"]))
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The file that holds a record, and the record's number in it."""
+        """Return the file that holds a record, and the record's number in that file."""
         file = int(np.searchsorted(self.first, index, side="right")) - 1
         return file, index - int(self.first[file])
 
     def array(self, name: str) -> NDArray[Any]:
-        """What scanning gave under a name, of all files one after another."""
+        """Return a scanned array by name, concatenated over all files."""
         return self._found.arrays[name]
 
     def part(self, name: str, file: int) -> NDArray[Any]:
-        """That of one file."""
+        """Return one file's part of a scanned array."""
         ends = self._ends[name]
         return self._found.arrays[name][ends[file] : ends[file + 1]]
 
@@ -107,13 +106,13 @@ class SourceFiles:
     @cached_property
     def _found(self) -> Arrays:
         key = hashlib.sha256(f"{FORMAT} {self.identity}".encode()).hexdigest()
-        # Another state of the same files replaces this one.
+        # The name depends on the paths only: a new scan of changed files replaces the old one.
         places = repr([FORMAT, *(str(path.resolve()) for path, _ in self._all)])
         name = f"records-{hashlib.sha256(places.encode()).hexdigest()[:16]}"
         return self._cache.kept(name, key, lambda: self._scan(self._cache.known(name)))
 
     def _scan(self, before: Arrays | None) -> Arrays:
-        """Look at the files, but not at those that are as they were before."""
+        """Scan the files, except those that have not changed since the scan `before`."""
         known = _scans(before) if before is not None else {}
         states = [json.dumps([str(path.resolve()), *_state(path)]) for path, _ in self._all]
         forms = [
@@ -139,7 +138,7 @@ class SourceFiles:
         return Arrays(arrays, {"forms": forms, "states": states})
 
     def __getstate__(self) -> dict[str, Any]:
-        # Arrays that are in the cache stay there; what else follows from them is soon found again.
+        # Cached arrays are mapped again; derived values are computed again.
         own = ("_all", "_scanner", "_cache", "_states", *(() if self._found.digest else ("_found",)))
         return {name: self.__dict__[name] for name in own}
 
@@ -159,7 +158,7 @@ class _ScanJob:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """Size and time of a file."""
+    """Return the size and modification time (ns) of a file."""
     try:
         about = path.stat()
     except OSError as error:
@@ -168,7 +167,7 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def _scans(found: Arrays) -> dict[str, tuple[Form | None, Scan]]:
-    """What is known of each file, by its state."""
+    """Return the format and scan of each file in a cached result, by the file's state."""
     fields = [name.removeprefix("rows ") for name in found.arrays if name.startswith("rows ")]
     ends = {field: np.cumsum(np.append(0, found.arrays[f"rows {field}"])) for field in fields}
     scans: dict[str, tuple[Form | None, Scan]] = {}

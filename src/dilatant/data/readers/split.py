@@ -1,4 +1,4 @@
-"""Samples held out of a source: chosen by a key, so that no other choice of data, ranks or machines moves any."""
+"""Held-out split: samples of a source chosen by a seed, independent of other data, ranks and machines."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dilatant.config.errors import UserError
 from dilatant.data.permutation import permute
 
 _STREAM = (0x5EED, 1)
-"""Of the permutation, apart from those that order training."""
+"""Stream of the permutation, distinct from those that order training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One side of a source of some samples: those held out, or the rest. size: how many are held out (from 1 on), or
-    which share (below 1); at least one either way. seed: which ones."""
+    """One side of a source: the held-out samples or the rest. size: number of held-out samples (1 or more) or their
+    share (below 1); at least one sample in either case. seed: selects the samples."""
 
     size: float
     seed: int
     held_out: bool
 
     def count(self, total: int) -> int:
-        """Samples on this side, of a source of `total`. Raises UserError where nothing is left for the other."""
+        """Count this side's samples in a source of `total` samples. Raises UserError if the other side gets none."""
         away = round(total * self.size) if self.size < 1 else int(self.size)
         away = max(1, away)
         if away >= total:
@@ -34,7 +34,7 @@ class Split:
         return away if self.held_out else total - away
 
     def numbers(self, total: int) -> NDArray[np.int64]:
-        """Which ones, ascending: int64 [count]."""
+        """Return the numbers of the samples on this side, ascending: int64 [count]."""
         count = self.count(total)
         away = count if self.held_out else total - count
         places = permute(np.arange(total), total, self.seed, _STREAM)

@@ -1,6 +1,6 @@
 """WebDataset tar shards, read by record number: members that share a name up to the first dot are one record.
 
-The index holds offsets only; media stay in the tar and are read as a slice of the file when they are needed.
+The index holds offsets only; media stay in the tar and are read as slices of the file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dilatant.data.sample import FileSlice, MediaKind
 TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})
 FIELD_SUFFIXES = TEXT_SUFFIXES | {"json", "cls"}
 MOST_TEXT_BYTES = 256 << 20
-"""Of a member that is read as JSON or text; JSON may hold media as base64."""
+"""Bytes of a member that is read as JSON or text; JSON may hold media as base64."""
 ABOUT = frozenset({"readme", "license", "licence", "notice", "copying", "changelog", "citation", "authors"})
-"""Names of files that say something of a shard, and are no samples."""
+"""Names of files that describe a shard and are no samples."""
 MOST_LINKS = 8
-"""From a member to the one that holds its bytes."""
+"""Links followed from a member to the member that holds its bytes."""
 _NOWHERE = -1
-"""Stands for the first byte of a member that is no file of the shard."""
+"""Offset of a member that is no file of the shard."""
 
 
 class TarRecords:
@@ -94,7 +94,7 @@ class TarRecords:
                     media[kind].append(FileSlice(path, offset, length))
         for kind, slices in media.items():
             if slices:
-                # The first column looked at, so that a path in the JSON, which repeats the name, is not.
+                # The column of first choice, so that a path in the JSON, which repeats the name, is ignored.
                 fields[MEDIA_COLUMNS[kind][0]] = slices
         if not fields:
             raise SampleError(
@@ -106,13 +106,13 @@ class TarRecords:
 
     @property
     def passed_over(self) -> tuple[str, ...]:
-        """Members that are about a shard, and are no samples."""
+        """Names of members that describe a shard and are no samples."""
         names = self._files.array("passed_over").tobytes().decode("utf-8", "replace")
         return tuple(dict.fromkeys(filter(None, names.split("\0"))))
 
 
 def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
-    """Raises SampleError where the members of a key cannot be those of one sample: two texts, or one name twice."""
+    """Raise SampleError if the members of a key cannot be one sample: two texts, or one name twice."""
     split = [suffix.rpartition(".")[::2] for suffix in suffixes]
     inner = {middle for middle, last in split if middle and last not in FIELD_SUFFIXES}
     texts = [
@@ -152,12 +152,12 @@ def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
 
 
 def scan_tar(path: Path, name: str) -> Scan:
-    """Where the members of a shard lie.
+    """Return the locations of the members of a shard.
 
-    members: int64 [members, 3], first byte, length, number of the suffix. first_members: int64 [records + 1]. keys: the
-    names of all records as bytes, parted at key_ends: int64 [records + 1]. suffixes: as bytes, parted by zeros.
-    passed_over: names of members that are about the shard, each with a zero behind it. A link is the member that it
-    leads to. Raises UserError for a file that is no plain tar, is cut off, or has a sample's members apart, naming it.
+    members: int64 [members, 3]: first byte, length, number of the suffix. first_members: int64 [records + 1]. keys: the
+    names of all records as bytes, split at key_ends: int64 [records + 1]. suffixes: bytes, separated by zeros.
+    passed_over: names of members that describe the shard, each followed by a zero. Links are resolved to their members.
+    Raises UserError naming a file that is no plain tar, is cut off, or has non-adjacent members of a sample.
     """
     members: list[tuple[int, int, int]] = []
     numbers: dict[str, int] = {}
@@ -171,7 +171,7 @@ def scan_tar(path: Path, name: str) -> Scan:
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                archive.members = []  # type: ignore[attr-defined]  # it would keep every header
+                archive.members = []  # type: ignore[attr-defined]  # else it keeps every header
                 if member.isdir():
                     continue
                 if member.issparse():
@@ -228,7 +228,7 @@ def scan_tar(path: Path, name: str) -> Scan:
 
 
 def _refuse_early_end(path: Path, name: str, end: int, last: str) -> None:
-    """A tar ends in blocks of zeros. At anything else tarfile stops without a word, as if that were the end."""
+    """Raise UserError unless only zero blocks follow: tarfile silently stops at anything that is not a header."""
     with open(path, "rb") as stream:
         stream.seek(end)
         block = stream.read(tarfile.BLOCKSIZE)
@@ -251,14 +251,14 @@ def _is_hidden(name: str) -> bool:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Key and suffix by the WebDataset convention: the key ends at the first dot of the file name."""
+    """Return key and suffix by the WebDataset convention: the key ends at the first dot of the file name."""
     folder, slash, base = name.rpartition("/")
     stem, _, suffix = base.partition(".")
     return f"{folder}{slash}{stem}", suffix.lower()
 
 
 def _target(member: tarfile.TarInfo, name: str) -> str:
-    """The name of the member that a link leads to; "" for what is no link."""
+    """Return the name of the member that a link leads to; "" for what is no link."""
     if member.islnk():
         return posixpath.normpath(member.linkname)
     if member.issym() and not member.linkname.startswith("/"):

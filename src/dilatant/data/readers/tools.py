@@ -1,7 +1,7 @@
-"""Tools of a conversation: what the assistant may call, its calls, and what they gave.
+"""Tool use in conversations: the tools that the assistant may call, its calls, and their results.
 
-Records hold them as OpenAI's API and transformers' chat templates do (`tools`, `tool_calls`, the role `tool`), or as
-ShareGPT's (`function_call`, `observation`). They are kept as JSON text, which only chat templates look into.
+Records use the form of OpenAI's API and transformers' chat templates (`tools`, `tool_calls`, the role `tool`) or of
+ShareGPT (`function_call`, `observation`). Tools and calls are kept as JSON text, which only chat templates read.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dilatant.data.readers.json_value import json_value
 from dilatant.data.readers.record_fields import is_objects, rows
 
 CALLS = "tool_calls"
-"""What a message calls its calls."""
+"""A message's key for its tool calls."""
 
 
 def parse_tools(record: str, value: Any) -> str:
-    """JSON text of the tools that a record offers, "" for none: a list of functions, each {"type", "function"}.
+    """Return the tools that a record offers as JSON text: a list of {"type", "function"}; "" for none.
 
-    value: such a list, one of functions alone, or text that holds it. Raises SampleError.
+    value: such a list, a list of bare functions, or text that holds one. Raises SampleError.
     """
     if isinstance(value, str):
         value = json_value(value, record, "'tools' is text, which") if value.strip() else []
@@ -41,9 +41,9 @@ def parse_tools(record: str, value: Any) -> str:
 
 
 def parse_calls(record: str, where: str, value: Any) -> str:
-    """JSON text of a message's calls: a list of {"type", "function": {"name", "arguments"}}, with arguments as an
-    object, which templates write as they like. value: such a list or one call, without "function" around it, too; or
-    text that holds it. Raises SampleError."""
+    """Return a message's tool calls as JSON text: a list of {"type", "function": {"name", "arguments"}} with arguments
+    as an object, which templates format themselves. value: such a list or one call, with or without "function" around
+    it; or text that holds it. Raises SampleError."""
     if isinstance(value, str):
         value = json_value(value, record, f"the call of {where} is text, which")
     value = rows(value)
@@ -70,7 +70,7 @@ def _is_named(function: Any) -> bool:
 
 
 def without_null(value: Any) -> Any:
-    """The value without the null keys that a columnar file gives every object."""
+    """Remove the null keys that a columnar file gives every object."""
     if isinstance(value, Mapping):
         return {key: without_null(inner) for key, inner in value.items() if inner is not None}
     return [without_null(inner) for inner in value] if isinstance(value, list) else value
