@@ -1,1 +1,1 @@
-"""Images, sounds and clips: read their headers and decode them."""
+"""Media files: read the headers of images, sounds and clips, and decode them."""

@@ -1,4 +1,4 @@
-"""Animations that Pillow reads: how long each frame is shown, by their blocks and chunks, without decoding."""
+"""Frame durations of animations that Pillow reads, from blocks and chunks of the file, without decoding if possible."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, BinaryIO
 from dilatant.data.media.image_file import png_chunks, read_at
 
 ANIMATIONS = ("GIF", "PNG", "WEBP", "AVIF")
-"""Formats of Pillow that may move."""
+"""Formats of Pillow that may be animated."""
 MAX_FRAMES = 1_000_000
-"""Of a clip; a header that promises more is not believed."""
+"""Frames of a clip; a header that claims more is refused."""
 UNSAID = 100
-"""Milliseconds that viewers show a frame for whose file says nothing, or zero."""
+"""Milliseconds that viewers show a frame whose file gives no duration or zero."""
 
 
 def first_frame(image: Any) -> int:
-    """The number of the first frame: an APNG may begin with a picture for viewers that know no animations."""
+    """Return the index of the first frame: an APNG may begin with a still picture for viewers without animation."""
     return int(bool(image.info.get("default_image")))
 
 
 def milliseconds(image: Any, stream: BinaryIO) -> list[float]:
-    """How long each frame of an opened animation is shown; of `MAX_FRAMES` and one, where there are more. The stream is
-    left where it was."""
+    """Return the duration in milliseconds of each frame of an opened animation; at most `MAX_FRAMES` + 1 values. The
+    stream position is restored."""
     count, place = min(getattr(image, "n_frames", 1) - first_frame(image), MAX_FRAMES + 1), stream.tell()
     read = {"GIF": _gif, "PNG": _png, "WEBP": _webp}.get(image.format)
     said = _by_decoding(image, count) if read is None else read(stream)

@@ -1,7 +1,7 @@
-"""Clips: what their headers tell, and some of their frames decoded.
+"""Clips: read sizes from headers and decode selected frames.
 
-Video files need PyAV (`pip install 'dilatant[video]'`). Animations (GIF, APNG, WebP, AVIF) are read by Pillow, and so
-is a folder of pictures, in the order of their names.
+Video files need PyAV (`pip install 'dilatant[video]'`). Pillow reads animations (GIF, APNG, WebP, AVIF) and folders of
+pictures, which are frames in the order of their names.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from dilatant.data.sample import Frames, Media, MediaSize
 
 MAX_HOURS = 4
 MAX_PIXELS = 8192 * 8192
-"""Of a frame."""
+"""Pixels of a frame."""
 LACKING = 0.05
-"""The share of promised frames that a file may lack: headers round, and the last frame stands for those."""
+"""Share of the frames in its header that a file may lack, as headers round; the last frame stands in for those."""
 
 Frame = NDArray[np.uint8]
 T = TypeVar("T")
 
 
 def clip_size(media: Media) -> MediaSize:
-    """Pixels, frames and seconds, from the header and, where that does not tell, from the time stamps of all frames,
-    none but the first decoded. Of a folder of pictures, which are sampled already, no seconds. Raises MediaError naming
-    the file."""
+    """Return pixels, frames and seconds, from the header or, if the header does not suffice, from the time stamps of
+    all packets; only the first frame is decoded. Pictures without a frame rate have no seconds, as they are sampled
+    already. Raises MediaError naming the file."""
     if pictures := _pictures(media):
         size = image_size(pictures[0])
         fps = media.source.fps if isinstance(media.source, Frames) else None
@@ -63,8 +63,8 @@ def clip_size(media: Media) -> MediaSize:
 
 
 def decode_clip(media: Media, frames: Sequence[int], fit: Callable[[Frame], T]) -> list[T]:
-    """`fit` of some frames, uint8 [height, width, 3], upright and on white, in their order; each is fitted before the
-    next is decoded, so that no more is held. Raises MediaError naming the file."""
+    """Return `fit` of selected frames, in order. `fit` gets uint8 [height, width, 3], upright and on white; each frame
+    is fitted before the next is decoded, so that only one full frame is held. Raises MediaError naming the file."""
     if pictures := _pictures(media):
         size = image_size(pictures[0])
         return [fit(_as_large(decode_image(pictures[frame], 3), size)) for frame in frames]
@@ -103,7 +103,7 @@ def decode_clip(media: Media, frames: Sequence[int], fit: Callable[[Frame], T]) 
 
 
 def _as_large(pixels: Frame, size: MediaSize) -> Frame:
-    """A picture of a folder, brought to the size of the first."""
+    """Resize a picture of a folder to the size of the first picture."""
     from PIL import Image
 
     if pixels.shape[:2] == (size.height, size.width):
@@ -124,8 +124,8 @@ def _pictures(media: Media) -> list[Media]:
 
 @contextmanager
 def _animation(stream: BinaryIO) -> Iterator[tuple[Any, int] | None]:
-    """The animation that Pillow reads and its orientation; None where it is no picture. The stream is at its beginning
-    again then."""
+    """Yield the animation that Pillow reads and its orientation; None if the stream is no picture, rewound to its
+    start."""
     from PIL import UnidentifiedImageError
 
     try:
@@ -139,7 +139,7 @@ def _animation(stream: BinaryIO) -> Iterator[tuple[Any, int] | None]:
 
 
 def _pixels(frame: Any, first: Any) -> Frame:
-    """A frame of a video, uint8 [height, width, 3], upright and on white, as large as the first."""
+    """Return a frame of a video, uint8 [height, width, 3], upright and on white, in the size of the first frame."""
     from PIL import Image
 
     clear = any(component.is_alpha for component in frame.format.components)
@@ -166,9 +166,9 @@ def _orientation(frame: Any) -> int:
 
 
 def _video_size(video: Any, media: Media) -> MediaSize:
-    """By its first frame and, where there is an index of all frames that are evenly spaced, by its header; else packet
-    by packet, which are read but not decoded: of a live recording the header knows no length, of one from a screen no
-    rate."""
+    """Return the size by the first frame and, if an index lists all frames and they are evenly spaced, by the header.
+    Otherwise all packets are read, undecoded: headers of live recordings lack the length, those of screen recordings
+    the frame rate."""
     entries = getattr(video, "index_entries", ()) if 0 < video.frames <= MAX_FRAMES else ()
     indexed = [entry.timestamp for entry in entries if not entry.is_discard]
     rate = video.average_rate or video.guessed_rate
@@ -200,7 +200,7 @@ def _video_size(video: Any, media: Media) -> MediaSize:
 
 
 def _uneven(stamps: Sequence[int]) -> bool:
-    """Whether a frame is shown more than half a frame before or after an even rate would have it."""
+    """Return True if a frame is shown more than half a frame before or after its time at an even rate."""
     if len(stamps) < 3:
         return False
     even = np.linspace(stamps[0], stamps[-1], len(stamps))

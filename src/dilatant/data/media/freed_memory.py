@@ -1,4 +1,4 @@
-"""What the C library does with memory that a picture no longer needs."""
+"""Memory allocator settings for decoding: keep freed memory in the process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import suppress
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_FROM_HEAP = 32 << 20
-"""The most that glibc takes."""
+"""The maximum that glibc accepts."""
 _KEPT = 512 << 20
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep up to 512 MiB of what it frees for what it decodes next.
+    """Let glibc keep up to 512 MiB of freed memory in this process for the next image.
 
-    By default glibc gives megabytes back to the system and gets them again page by page: a third of the time that
-    decoding a picture of 1,024 pixels takes. Other C libraries are left as they are.
+    By default glibc returns megabytes to the system and faults them in again page by page, a third of the time of
+    decoding an image of 1,024 pixels. Other C libraries are left unchanged.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,6 +1,6 @@
-"""Images: what their headers tell, and how they are decoded.
+"""Image files: read sizes from headers, and decode.
 
-Files may be damaged, or made to do harm: what a header promises is held against limits before anything is allocated.
+Files may be damaged or malicious: a header's claims are checked against limits before anything is allocated.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_ASPECT = 200
-"""Longest side of an image for its shortest: resizing to a shortest edge would make more of it than memory holds.
-Native-resolution encoders (Qwen2-VL) have the same limit."""
+"""Largest ratio of an image's sides: beyond it, resizing the shortest edge would exhaust memory. Native-resolution
+encoders (Qwen2-VL) have the same limit."""
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000", "PPM", "ICO", "DIB", "PCX", "QOI", "PSD",
            "SGI", "DDS", "TGA")  # fmt: skip
-"""What Pillow decodes by itself. For others (EPS, PostScript) it starts programs, which run what a file says."""
+"""Formats that Pillow decodes itself. For others (EPS, PostScript) it runs external programs on the file's content."""
 
 
 def image_size(media: Media) -> MediaSize:
-    """Pixels of the upright image, from the header alone. Raises MediaError naming the file."""
+    """Return the pixels of the upright image, from the header alone. Raises MediaError naming the file."""
     with _opened_image(media) as (image, orientation):
         width, height = upright_size(image, orientation)
         return MediaSize(width=width, height=height)
 
 
 def decode_image(media: Media, channels: int) -> NDArray[np.uint8]:
-    """Pixels: uint8 [height, width, channels], with 1 (grey) or 3 (RGB) channels.
+    """Decode an image to uint8 [height, width, channels], with 1 (grey) or 3 (RGB) channels.
 
-    Turned upright where a camera says so; on white where it is transparent; the first frame of an animation; the high
-    byte of 16-bit greys. Raises MediaError naming the file, also where it holds other pixels than its header says.
+    The image is rotated by its EXIF orientation and placed on white if transparent; of an animation the first frame is
+    used, of 16-bit grey the high byte. Raises MediaError naming the file, also if its pixels differ from its header.
     """
     with _opened_image(media) as (image, orientation), as_media_error(media, "is damaged"):
         promised = upright_size(image, orientation)
@@ -50,8 +50,8 @@ def decode_image(media: Media, channels: int) -> NDArray[np.uint8]:
 
 
 def check_pixels(media: Media, pixels: NDArray[np.uint8], promised: tuple[int, int]) -> None:
-    """Raise MediaError where an image has other pixels than its header says, (width, height), which ranks reckon with
-    that do not decode it."""
+    """Raise MediaError if an image has another size than its header says, (width, height): ranks that do not decode the
+    image compute with the header's size."""
     height, width = pixels.shape[:2]
     if (width, height) != promised:
         problem = f"has {width} x {height} pixels, but its header says {promised[0]} x {promised[1]}"
@@ -59,12 +59,12 @@ def check_pixels(media: Media, pixels: NDArray[np.uint8], promised: tuple[int, i
 
 
 def upright_size(image: Any, orientation: int) -> tuple[int, int]:
-    """Width and height of an opened image, or a frame of a video, once it is turned."""
+    """Return width and height of an opened image, or of a video frame, after rotation."""
     return (image.height, image.width) if orientation >= 5 else (image.width, image.height)
 
 
 def upright_pixels(image: Image, orientation: int, mode: str) -> NDArray[np.uint8]:
-    """The current frame of an opened image, turned, on white, in a mode of Pillow ("L" or "RGB")."""
+    """Return the current frame of an opened image, rotated, on white, in a Pillow mode ("L" or "RGB")."""
     from PIL import Image
     from PIL.Image import Transpose
 
@@ -81,9 +81,9 @@ def upright_pixels(image: Image, orientation: int, mode: str) -> NDArray[np.uint
 
 
 def open_picture(stream: BinaryIO, formats: Sequence[str] = FORMATS) -> tuple[Image, int]:
-    """An image of one of these formats, undecoded, and its orientation as EXIF counts: 1 (upright) to 8.
+    """Open an image of one of these formats, undecoded; return it with its EXIF orientation, 1 (upright) to 8.
 
-    Raises PIL's UnidentifiedImageError for what is none of them.
+    Raises PIL's UnidentifiedImageError for any other content.
     """
     from PIL import Image
 
@@ -92,7 +92,7 @@ def open_picture(stream: BinaryIO, formats: Sequence[str] = FORMATS) -> tuple[Im
     stream.seek(0)
     if (
         head[8:16] == b"WEBPVP8X" and head[20] & 2
-    ):  # frames of an animation may leave some ground clear without a word
+    ):  # animation frames may be transparent though no flag says so
         data = io.BytesIO(head[:20] + bytes([head[20] | 16]) + stream.read()[21:])
     image = Image.open(data, formats=[name for name in formats if name in Image.OPEN])
     return image, _orientation(image, stream)
@@ -101,12 +101,12 @@ def open_picture(stream: BinaryIO, formats: Sequence[str] = FORMATS) -> tuple[Im
 def _orientation(image: Image, stream: BinaryIO) -> int:
     from PIL import Image
 
-    if image.format == "TIFF":  # Pillow turns it, and says the size that it has then
+    if image.format == "TIFF":  # Pillow rotates it and reports the rotated size
         return 1
-    with suppress(Exception):  # what cannot be read says nothing, as viewers have it
+    with suppress(Exception):  # an unreadable orientation is ignored, as in viewers
         place = stream.tell()
         for name, at, length in png_chunks(stream) if image.format == "PNG" else ():
-            if name == b"eXIf":  # which may follow the pixels: Pillow would decode them to find it
+            if name == b"eXIf":  # may follow the pixels, which Pillow would decode to find it
                 image.info["exif"] = b"Exif\0\0" + read_at(stream, at + 8, min(length - 12, 1 << 16))
         stream.seek(place)
         found = Image.Image.getexif(image).get(0x0112)
@@ -115,7 +115,7 @@ def _orientation(image: Image, stream: BinaryIO) -> int:
 
 
 def png_chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
-    """Name, place and length (with name, length and checksum) of each chunk of a PNG."""
+    """Yield name, offset and length (including name, length and checksum) of each chunk of a PNG."""
     at = 8
     while len(head := read_at(stream, at, 8)) == 8 and head[4:] != b"IEND":
         length = int.from_bytes(head[:4], "big") + 12
@@ -124,7 +124,7 @@ def png_chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
 
 
 def read_at(stream: BinaryIO, at: int, length: int) -> bytes:
-    """Bytes from a place on, fewer at the end."""
+    """Read bytes from an offset on; fewer at the end of the stream."""
     stream.seek(at)
     return stream.read(length)
 

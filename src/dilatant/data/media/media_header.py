@@ -1,4 +1,4 @@
-"""How large a media item is, by its header."""
+"""Media sizes: read the size of an image, sound or clip from its header."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _SIZE = {"image": image_size, "audio": sound_size, "video": clip_size}
 
 
 def media_size(media: Media) -> MediaSize:
-    """Pixels, seconds or both, from the header alone. Raises MediaError naming the file.
+    """Return pixels, seconds or both, from the header or time stamps. Raises MediaError naming the file.
 
-    What decoding would refuse for its header's sake is refused here.
+    Files that decoding would refuse because of their header are refused here, too.
     """
     return _SIZE[media.kind](media)

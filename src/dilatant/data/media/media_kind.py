@@ -1,4 +1,4 @@
-"""Which kind of media some bytes are, by what they begin with, or by the name of their file."""
+"""Media kinds: detect image, audio or video by the first bytes or by the file name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dilatant.data.media.image_file import IMAGE_SUFFIXES
 from dilatant.data.sample import MediaKind
 
 HEAD_BYTES = 64
-"""As many as `kind_of_bytes` looks at."""
+"""Number of bytes that `kind_of_bytes` needs."""
 _SUFFIXES: Mapping[MediaKind, frozenset[str]] = {
     "image": IMAGE_SUFFIXES
     | {"avif", "jfif", "jpe", "jp2", "j2k", "heic", "heif", "jxl", "pbm", "apng", "ico"},
@@ -19,9 +19,9 @@ _SUFFIXES: Mapping[MediaKind, frozenset[str]] = {
     "video": frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "wmv", "flv", "ts", "m2ts"})
     | {"3gp", "ogv"},
 }
-"""Also those that cannot be decoded: such a file is a damaged medium, not a thing to pass over."""
+"""Includes formats that cannot be decoded: such a file is reported as a damaged media item, not ignored."""
 STILL_SUFFIXES = IMAGE_SUFFIXES - {"gif"}
-"""Of files that are one picture, where a list of them stands for a clip."""
+"""Suffixes of still pictures, a list of which stands for a clip."""
 _SIGNATURES: tuple[tuple[int, bytes, MediaKind], ...] = (
     (0, b"\x89PNG\r\n\x1a\n", "image"),
     (0, b"\xff\xd8\xff", "image"),
@@ -47,21 +47,21 @@ _BRANDS: Mapping[bytes, MediaKind] = {
     **dict.fromkeys((b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1"), "image"),
     **dict.fromkeys((b"M4A ", b"M4B "), "audio"),
 }
-"""Of the ISO container of MP4; all others are videos."""
+"""Brands of the ISO container of MP4; all others are videos."""
 
 
 def kind_of_suffix(suffix: str) -> MediaKind | None:
-    """suffix: lower-case, without a dot."""
+    """Return the kind by a file suffix, in lower case and without a dot."""
     return next((kind for kind, suffixes in _SUFFIXES.items() if suffix in suffixes), None)
 
 
 def kind_of_name(name: str) -> MediaKind | None:
-    """By the suffix of a path."""
+    """Return the kind by the suffix of a path."""
     return kind_of_suffix(name.rpartition(".")[2].lower())
 
 
 def kind_of_bytes(head: bytes) -> MediaKind | None:
-    """By the first bytes; None for what is no known medium."""
+    """Return the kind by a file's first bytes; None for unknown content."""
     if head[4:8] == b"ftyp":
         return _BRANDS.get(head[8:12], "video")
     return next((kind for at, mark, kind in _SIGNATURES if head[at : at + len(mark)] == mark), None)

@@ -1,4 +1,4 @@
-"""Streams of video and sound files, by PyAV (`pip install 'dilatant[video]'`)."""
+"""PyAV access to the streams of video and sound files (`pip install 'dilatant[video]'`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NEEDS = {
 
 @contextmanager
 def open_av(stream: BinaryIO, media: Media, kind: Literal["video", "audio"]) -> Iterator[Any]:
-    """The first stream of a kind. Raises MediaError where there is none, or no PyAV, and what PyAV raises."""
+    """Open the first stream of a kind. Raises MediaError without such a stream or PyAV, and what PyAV raises."""
     try:
         import av
     except ImportError:
         raise MediaError(
             f"{media.kind} {media.name!r} {_NEEDS[kind]}", "install it: pip install 'dilatant[video]'"
         ) from None
-    # Playlists name other files and addresses: none of them is opened.
+    # Playlists may name other files and addresses; none is opened.
     options = {"protocol_whitelist": "none"}
     with av.open(stream, metadata_errors="ignore", options=options) as container:
         streams = getattr(container.streams, kind)

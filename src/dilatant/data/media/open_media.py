@@ -1,4 +1,4 @@
-"""The bytes of images, sounds and clips as streams: files, parts of files, or what is in memory."""
+"""Media streams: open images, sounds and clips from files, slices of files or memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dilatant.data.errors import MediaError, may_pass
 from dilatant.data.sample import FileSlice, Frames, Media
 
 REPLACE = "replace the file or remove the sample"
-"""What to do about a file that cannot be used."""
+"""Remedy for a file that cannot be used."""
 
 
 @contextmanager
 def open_media(media: Media) -> Iterator[BinaryIO]:
-    """The encoded bytes as a stream. Raises MediaError for a missing file, or one that is no regular file."""
+    """Open the encoded bytes as a stream. Raises MediaError for a missing file, or one that is no regular file."""
     source = media.source
     if isinstance(source, bytes):
         yield io.BytesIO(source)
@@ -49,7 +49,7 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
 
 @contextmanager
 def as_media_error(media: Media, problem: str) -> Iterator[None]:
-    """Inside, every error is a MediaError: decoders raise all kinds on bytes that are not what they expect."""
+    """Convert every error inside to a MediaError: decoders raise any exception on unexpected bytes."""
     try:
         yield
     except MediaError:
@@ -62,7 +62,7 @@ def as_media_error(media: Media, problem: str) -> Iterator[None]:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """File-like view of a slice of a file."""
 
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
         self._stream, self._offset, self._length, self._position = stream, offset, length, 0

@@ -1,4 +1,4 @@
-"""Images on their way to an encoder: bytes as they were decoded, normalised where they are used."""
+"""Pixels: images as uint8 values with their normalisation, which is applied where an encoder uses them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
-    """values: uint8 [items, channels, height, width]. An encoder sees (values * rescale - mean) / std in float32, each
-    step rounded, one mean and std for each channel or one for all. A quarter of the bytes that this would take."""
+    """Uint8 images with their normalisation. values: [items, channels, height, width]. An encoder gets (values *
+    rescale - mean) / std in float32, four times the bytes, each step rounded; one mean and std per channel or for
+    all."""
 
     values: NDArray[np.uint8]
     rescale: float
@@ -32,11 +33,11 @@ class Pixels:
 
     @property
     def normalization(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
-        """(rescale, mean, std)."""
+        """The tuple (rescale, mean, std)."""
         return self.rescale, self.mean, self.std
 
     def normalized(self) -> NDArray[np.float32]:
-        """What an encoder sees: float32 [items, channels, height, width]."""
+        """Return the encoder's input: float32 [items, channels, height, width]."""
         mean, std = (np.array(each, np.float32)[:, None, None] for each in (self.mean, self.std))
         values: NDArray[np.float32] = self.values.astype(np.float32)
         values *= np.float32(self.rescale)
@@ -46,11 +47,11 @@ class Pixels:
 
 
 EncoderInput = NDArray | Pixels
-"""An input of an encoder, items first."""
+"""An input of an encoder; the first dimension is items."""
 
 
 def joined(inputs: Sequence[EncoderInput]) -> EncoderInput:
-    """The items of all, in order; images stay bytes where all are normalised alike."""
+    """Concatenate inputs along items; images stay uint8 if all have the same normalisation."""
     if len(inputs) == 1:
         return inputs[0]
     alike = {each.normalization if isinstance(each, Pixels) else None for each in inputs}
@@ -61,7 +62,7 @@ def joined(inputs: Sequence[EncoderInput]) -> EncoderInput:
 
 
 def as_array(value: EncoderInput) -> NDArray:
-    """The numbers that an encoder sees."""
+    """Return the values that an encoder gets."""
     return value.normalized() if isinstance(value, Pixels) else value
 
 

@@ -1,8 +1,8 @@
-"""Sounds: what their headers tell, and how they are decoded.
+"""Sound files: read durations from headers, and decode.
 
-libsndfile reads WAV, FLAC, OGG, MP3 and the like; where PyAV is installed (`pip install 'dilatant[video]'`), it reads
-what libsndfile does not, such as M4A and the sound of videos. Files may be damaged, or made to do harm: what a header
-promises is held against limits before anything is allocated.
+libsndfile reads WAV, FLAC, OGG, MP3 and the like. PyAV, if installed (`pip install 'dilatant[video]'`), reads the rest,
+such as M4A and the sound of videos. Files may be damaged or malicious: a header's claims are checked against limits
+before anything is allocated.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from dilatant.data.media.open_media import REPLACE, as_media_error, open_media
 from dilatant.data.sample import Media, MediaSize
 
 SAMPLING_RATES = range(1_000, 1_000_001)
-"""Samples a second; what lies outside is a damaged header."""
+"""Valid sampling rates in Hz; a header with another rate is damaged."""
 MAX_HOURS = 4
 MAX_FRAMES_PER_BYTE = 8192
-"""Silence is the densest sound: FLAC holds up to 65,535 equal samples in 14 bytes."""
+"""Limit of compression: silence is densest, and FLAC holds up to 65,535 equal samples in 14 bytes."""
 BLOCK_SAMPLES = 1 << 20
-"""Samples of all channels that are decoded in one go."""
+"""Samples, over all channels, that are decoded at a time."""
 ROUNDED_SECONDS = 0.3
-"""What a file read by PyAV may have more or less than its time stamps say, which count whole packets."""
+"""Tolerance for files read by PyAV: their time stamps count whole packets."""
 TRIMMED_SECONDS = 0.1
-"""What a header may leave out of the last packet."""
+"""Length of the last packet's end that a header may leave out."""
 UNKNOWN = (1 << 63) - 1
-"""What libsndfile says of a sound whose length it does not know."""
+"""Length that libsndfile reports for a sound of unknown length."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sound:
-    """frames: samples of each channel, at `rate` a second. rounded: how many more or fewer decoding may give. blocks:
-    decodes it, one channel (the mean of all): float32 [some samples]."""
+    """An opened sound. frames: samples of each channel, at `rate` Hz. rounded: allowed difference of the decoded
+    samples. blocks: decodes the mean of all channels in blocks: float32 [samples]."""
 
     frames: int
     rate: int
@@ -49,16 +49,16 @@ class _Sound:
 
 
 def sound_size(media: Media) -> MediaSize:
-    """Seconds, from the header or, where that is an estimate, from time stamps. Raises MediaError naming the file."""
+    """Return the seconds by the header or, if it only estimates, by time stamps. Raises MediaError naming the file."""
     with _opened_sound(media) as sound:
         return MediaSize(seconds=sound.frames / sound.rate)
 
 
 def decode_audio(media: Media, sampling_rate: int) -> NDArray[np.float32]:
-    """One channel (the mean of all) at `sampling_rate`: float32 [samples]. Raises MediaError naming the file."""
+    """Decode the mean of all channels at `sampling_rate`: float32 [samples]. Raises MediaError naming the file."""
     with _opened_sound(media) as sound, as_media_error(media, "cannot be read"):
         promised, rate = sound.frames, sound.rate
-        with np.errstate(all="ignore"):  # what is no number is found below
+        with np.errstate(all="ignore"):  # NaN and infinity are refused below
             wave = np.concatenate([np.zeros(0, np.float32), *sound.blocks()])
     if abs(len(wave) - promised) > sound.rounded:
         what = "is cut off after" if len(wave) < promised else "goes on after its end, up to"
@@ -72,7 +72,7 @@ def decode_audio(media: Media, sampling_rate: int) -> NDArray[np.float32]:
 
 
 def resample(wave: NDArray[np.float32], rate: int, to_rate: int) -> NDArray[np.float32]:
-    """A wave at another sampling rate, band-limited: float32 [about samples * to_rate / rate]."""
+    """Resample a wave, band-limited, to another sampling rate: float32 [about samples * to_rate / rate]."""
     if rate == to_rate:
         return wave
     import soxr
@@ -81,8 +81,8 @@ def resample(wave: NDArray[np.float32], rate: int, to_rate: int) -> NDArray[np.f
 
 
 def _refuse_cut(media: Media, stream: BinaryIO) -> int:
-    """Bytes of the file. A WAV or AIFF that ends early is read as a shorter sound; its header tells. A size of all ones
-    means unknown."""
+    """Return the bytes of the file. Raises MediaError for a WAV or AIFF shorter than its header says, which libsndfile
+    would read as a shorter sound. A size of all ones means unknown."""
     head = stream.read(8)
     length = stream.seek(0, io.SEEK_END)
     stream.seek(0)
@@ -95,7 +95,7 @@ def _refuse_cut(media: Media, stream: BinaryIO) -> int:
 
 @contextmanager
 def _opened_sound(media: Media) -> Iterator[_Sound]:
-    """A sound whose header is within the limits."""
+    """Yield a sound whose header is within the limits."""
     with open_media(media) as stream:
         with as_media_error(media, "cannot be read"):
             length = _refuse_cut(media, stream)
@@ -116,19 +116,19 @@ def _opened_sound(media: Media) -> Iterator[_Sound]:
 
 
 def _by_soundfile(stream: BinaryIO) -> _Sound | None:
-    """None for what libsndfile does not read, or not whole: of an MP3 it reads no more than it reckons with."""
+    """Open a sound with libsndfile; None if it cannot read all of it: it stops an MP3 at the estimated length."""
     import soundfile
 
     def blocks() -> Iterator[NDArray[np.float32]]:
         stream.seek(0)
         with soundfile.SoundFile(stream) as sound:
             frames = max(1, BLOCK_SAMPLES // sound.channels)
-            # Not by its `blocks`, which go on with what was read before where the sound is cut off.
+            # Not `sound.blocks`, which repeats the previous block if the sound is cut off.
             while len(block := sound.read(frames, dtype="float32", always_2d=True)):
                 yield block.mean(axis=1)
 
     is_counted = _mp3_is_counted(stream)
-    if is_counted is False:  # not even opened: libmpg123 writes its warnings to the terminal
+    if is_counted is False:  # not opened, as libmpg123 writes warnings to the terminal
         return None
     stream.seek(0)
     with suppress(soundfile.LibsndfileError), soundfile.SoundFile(stream) as sound:
@@ -138,8 +138,8 @@ def _by_soundfile(stream: BinaryIO) -> _Sound | None:
 
 
 def _mp3_is_counted(stream: BinaryIO) -> bool | None:
-    """Whether an MP3 has a header (Xing's) that counts the frames of this very file, not of one from which it was cut;
-    else its length is an estimate from the first frame. None for what does not begin as an MP3."""
+    """Return True if an MP3 has a Xing header with a frame count and a byte count that matches this file (it may be cut
+    from another); else its length is estimated from the first frame. None for a file that does not begin as an MP3."""
     at = 0
     while (head := read_at(stream, at, 10))[:3] == b"ID3" and len(head) == 10:
         at += 10 + sum((byte & 127) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0)))
@@ -152,7 +152,7 @@ def _mp3_is_counted(stream: BinaryIO) -> bool | None:
 
 
 def _by_av(media: Media, stream: BinaryIO) -> _Sound:
-    """By time stamps, for which packets are read, not decoded; where the header says another length, by decoding."""
+    """Open a sound with PyAV. Its length is by packet time stamps, or by decoding if the header differs from them."""
 
     def blocks() -> Iterator[NDArray[np.float32]]:
         import av
@@ -161,7 +161,7 @@ def _by_av(media: Media, stream: BinaryIO) -> _Sound:
         with open_av(stream, media, "audio") as track:
             resampler = av.AudioResampler(format="fltp", rate=rate)
             for packet in track.container.demux(track):
-                with suppress(av.InvalidDataError):  # left out, as by ffmpeg; if it matters, the length tells
+                with suppress(av.InvalidDataError):  # skipped as by ffmpeg; the length check finds large gaps
                     for frame in (*packet.decode(), *([] if packet.size else [None])):
                         yield from (part.to_ndarray().mean(axis=0) for part in resampler.resample(frame))
 
@@ -175,7 +175,7 @@ def _by_av(media: Media, stream: BinaryIO) -> _Sound:
                 start = packet.pts if start is None else start
                 end = max(end, packet.pts + (packet.duration or 0))
         seconds = (end - (start or 0)) * track.time_base
-    if said > 0 and abs(said - seconds) > ROUNDED_SECONDS:  # one of the two is an estimate
+    if said > 0 and abs(said - seconds) > ROUNDED_SECONDS:  # header or stamps are estimates
         return _Sound(sum(map(len, blocks())), rate, blocks)
     if said > 0 and 0 < seconds - said < TRIMMED_SECONDS:
         seconds = said
