@@ -1,1 +1,1 @@
-"""Media units: how many tokens an encoder makes of a medium, and the tensors that it takes."""
+"""Media units: tokens that an encoder makes of a media item, and the tensors that it takes."""

@@ -1,6 +1,6 @@
-"""How LLaVA-OneVision sees images: a small copy and as many tiles as the image's shape asks for, without the padding of
-the last ones, and with the end of each line marked. Several images of a sample are seen as one tile each, frames of
-clips too, of which four neighbouring patches are one row of the text."""
+"""LLaVA-OneVision images and clips (any-resolution tiling): a downsized copy and as many tiles as the image's shape
+needs, without the padding of the last tiles and with an end token per row of patches. If a sample has several images,
+each is one tile; so is each frame of a clip, whose patches are pooled 2 x 2."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 SHAPES = "image_sizes"
-"""The keyword for the shapes of items, int64 [items, 3]: height and width of an image and `ALONE` or `AMONG`, frames of
-a clip, 0 and `CLIP`."""
+"""Keyword for the shapes of items, int64 [items, 3]: height, width and `ALONE` or `AMONG` for an image; frames, 0 and
+`CLIP` for a clip."""
 AMONG, ALONE, CLIP = 0, 1, 2
-"""What an item is: one of several images of a sample, its only image, or a clip."""
+"""Kind of an item: one of several images of a sample, the only image of a sample, or a clip."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnyresShape:
-    """pinpoints: (height, width) that images are brought to. tile: pixels on a side of one. side: patches on that side.
-    most: tiles whose patches are kept; more are shrunk to these."""
+    """Tiling rules. pinpoints: candidate resolutions (height, width). tile: side of a tile in pixels. side: patches on
+    a side of a tile. most: maximum number of tiles whose patches are kept; more are downsampled to this number."""
 
     pinpoints: tuple[tuple[int, int], ...]
     tile: int
@@ -39,8 +39,8 @@ class AnyresShape:
     most: int
 
     def tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles of an image beside its small copy: of the pinpoint that keeps most of it, and of
-        these of the one that wastes least."""
+        """Return rows and columns of an image's tiles, without the downsized copy: those of the pinpoint that keeps the
+        most pixels and, among equals, wastes the fewest."""
 
         def kept(pinpoint: tuple[int, int]) -> tuple[int, int]:
             scale = min(pinpoint[1] / width, pinpoint[0] / height)
@@ -51,7 +51,7 @@ class AnyresShape:
         return best[0] // self.tile, best[1] // self.tile
 
     def rows(self, height: int, width: int, alone: bool) -> int:
-        """Of an image, in the text."""
+        """Return the number of language-model tokens of an image."""
         if not alone:
             return self.side**2 + 1
         tall, wide = (self.side * count for count in self.tiles(height, width))
@@ -67,18 +67,18 @@ class AnyresShape:
         return self.side**2 + tall * (wide + 1)
 
     def clip_rows(self, frames: int) -> int:
-        """Of a clip, in the text."""
+        """Return the number of language-model tokens of a clip."""
         return frames * math.ceil(self.side / 2) ** 2 + 1
 
     def tiles_of(self, shape: Sequence[int]) -> int:
-        """Rows of the encoder that an item has, by its line of `SHAPES`."""
+        """Return the number of tiles (encoder rows) of an item with this row of `SHAPES`."""
         first, width, kind = shape
         if kind == CLIP:
             return first
         return 1 + math.prod(self.tiles(first, width)) if kind == ALONE else 1
 
     def rows_of(self, shapes: NDArray[np.int64]) -> int:
-        """In the text, of all items of a sample."""
+        """Return the number of language-model tokens of all items of a sample."""
         return sum(
             self.clip_rows(first) if kind == CLIP else self.rows(first, width, kind == ALONE)
             for first, width, kind in shapes.tolist()
@@ -87,7 +87,7 @@ class AnyresShape:
 
 @dataclass(frozen=True, slots=True)
 class AnyresImageUnit:
-    """A `MediaUnit` of such images; a tile is an encoder row of `tokens_per_tile`."""
+    """Media unit for images; each tile is one encoder row of `tokens_per_tile`."""
 
     name: str
     placeholder_id: int
@@ -106,7 +106,7 @@ class AnyresImageUnit:
         return digest_of(parts)
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """What the projector knows of an image."""
+        """Return the encoder inputs that the projector needs of an image, from its size."""
         return {SHAPES: np.array([[size.height, size.width, size.alone]], np.int64)}
 
     def encoder_tokens(self, size: MediaSize) -> int:
@@ -118,7 +118,7 @@ class AnyresImageUnit:
     def process(self, media: Media, alone: bool = True) -> dict[str, EncoderInput]:
         pixels = decode_image(media, self.processor.channels)
         size = MediaSize(pixels.shape[1], pixels.shape[0], alone=alone)
-        # Of two images of a sample it makes one tile each.
+        # The processor makes one tile of each image only if there are several.
         asked: Any = [[pixels]] if alone else [[pixels, pixels]]
         made = self.processor.made(images=asked, return_tensors="np", input_data_format="channels_last")
         tiles = np.asarray(made["pixel_values"])[0][: self.shape.tiles_of((size.height, size.width, alone))]
@@ -127,7 +127,7 @@ class AnyresImageUnit:
 
 @dataclass(frozen=True, slots=True)
 class AnyresClipUnit:
-    """A `MediaUnit` of clips: a frame is an encoder row of `tokens_per_tile`; one end is marked, behind all frames."""
+    """Media unit for clips; each frame is an encoder row of `tokens_per_tile`, and one end token follows them."""
 
     name: str
     placeholder_id: int
@@ -149,7 +149,7 @@ class AnyresClipUnit:
         return len(self.choice.frames(size))
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """What the projector knows of a clip."""
+        """Return the encoder inputs that the projector needs of a clip, from its size."""
         return {SHAPES: np.array([[self._count(size), 0, CLIP]], np.int64)}
 
     def encoder_tokens(self, size: MediaSize) -> int:

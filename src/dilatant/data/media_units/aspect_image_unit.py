@@ -1,5 +1,5 @@
-"""How Mllama sees images: in tiles, as many for every image, of which some are empty; one token of the text stands for
-all of them."""
+"""Mllama images: every image has the same number of tiles, some of which are padding; one token of the text stands for
+the image."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written
 
 RATIOS = "aspect_ratio_ids"
-"""The keyword for the shape that the tiles of each image make: int64 [images, 1]."""
+"""Keyword for the id of each image's tile layout: int64 [images, 1]."""
 TILES = "aspect_ratio_mask"
-"""The keyword for which tiles of each image are not empty: int64 [images, tiles]."""
+"""Keyword for the mask of each image's tiles that are not padding: int64 [images, tiles]."""
 
 
 @dataclass(frozen=True, slots=True)
 class AspectImageUnit:
-    """A `MediaUnit`: an image is `tokens_per_image` encoder tokens, those of empty tiles too."""
+    """Media unit for images of `tokens_per_image` encoder tokens each, padding tiles included."""
 
     name: str
     placeholder_id: int
@@ -40,7 +40,7 @@ class AspectImageUnit:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """What the text model knows of an image, told from its size."""
+        """Return the inputs that the language model needs of an image, from its size."""
         from transformers.models.mllama import image_processing_pil_mllama as family
 
         made: Any = self.processor.made

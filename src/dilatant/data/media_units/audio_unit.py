@@ -1,4 +1,4 @@
-"""How an audio encoder sees sounds: log-mel features of fixed windows, as many windows as the sound needs."""
+"""Fixed-window audio: log-mel features in as many windows as a sound needs (Whisper)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 
 class AudioProcessor(Protocol):
-    """Turns windows of sound into encoder inputs."""
+    """Protocol: compute encoder inputs from windows of sound."""
 
     @property
     def sampling_rate(self) -> int: ...
@@ -30,7 +30,7 @@ class AudioProcessor(Protocol):
     def fingerprint(self) -> str: ...
 
     def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
-        """windows: float32 [rows, window_samples], silence after the end. Arrays have rows first."""
+        """Compute the inputs of zero-padded windows, float32 [rows, window_samples]; rows stay the first dimension."""
         ...
 
 
@@ -38,7 +38,7 @@ class AudioProcessor(Protocol):
 class LogMelProcessor:
     """Whisper's features: log10 of a Slaney mel spectrogram, at most 8 below its maximum, scaled to about [-1, 1].
 
-    A window of `window_frames` frames, one every `hop_length` samples.
+    A window has `window_frames` frames, one every `hop_length` samples.
     """
 
     window_frames: int = 3000
@@ -56,13 +56,13 @@ class LogMelProcessor:
         return digest_of(asdict(self))
 
     def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
-        """`input_features`: float32 [rows, mel_bins, window_frames]."""
-        # One after another: the spectrogram of a window takes 20 MB.
+        """Return `input_features`: float32 [rows, mel_bins, window_frames]."""
+        # One window at a time: a spectrogram takes 20 MB.
         return {"input_features": np.stack([self._log_mel(window) for window in windows])}
 
     def _log_mel(self, window: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The features of one window: float32 [mel_bins, window_frames]. transformers' own extractor gives the same,
-        but imports torch, which a data worker does without."""
+        """Return the features of one window: float32 [mel_bins, window_frames]. The extractor of transformers gives the
+        same values but imports torch, which data workers avoid."""
         padded = np.pad(window.astype(np.float64), self.fft_length // 2, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.fft_length)
         frames = frames[: self.window_samples : self.hop_length]
@@ -76,7 +76,7 @@ class LogMelProcessor:
 
 @lru_cache(maxsize=8)
 def _mel_filters(bins: int, fft_length: int, sampling_rate: int) -> NDArray[np.float64]:
-    """Triangular filters of equal area on Slaney's mel scale: [fft_length // 2 + 1, bins]."""
+    """Return triangular filters of equal area on Slaney's mel scale: [fft_length // 2 + 1, bins]."""
     from transformers.audio_utils import mel_filter_bank
 
     return mel_filter_bank(
@@ -86,11 +86,10 @@ def _mel_filters(bins: int, fft_length: int, sampling_rate: int) -> NDArray[np.f
 
 @dataclass(frozen=True, slots=True)
 class AudioUnit:
-    """A `MediaUnit` for an encoder with a fixed window: a longer sound becomes several rows, a shorter one is
-    followed by silence.
+    """Media unit for an encoder with a fixed window: a longer sound takes several rows, a shorter one is zero-padded.
 
-    tokens_per_window: tokens the encoder works on. merged_per_window: tokens that reach the language model, which
-    are fewer where the projector pools; by default all.
+    tokens_per_window: tokens that the encoder processes. merged_per_window: tokens that reach the language model, fewer
+    if the projector pools; None for all.
     """
 
     name: str
@@ -110,9 +109,9 @@ class AudioUnit:
         return digest_of(parts)
 
     def windows(self, size: MediaSize) -> int:
-        """Encoder rows of one item."""
+        """Return the number of encoder rows of one item."""
         samples = size.seconds * self.processor.sampling_rate
-        # Seconds come from a division of whole numbers; a hair above a full window is a full window.
+        # Seconds are a quotient of integers, so a rounding error above a full window counts as a full window.
         return max(1, math.ceil(samples / self.processor.window_samples - 1e-6))
 
     def encoder_tokens(self, size: MediaSize) -> int:
@@ -123,7 +122,7 @@ class AudioUnit:
         return self.windows(size) * each
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        # From the header, as everybody else counts; resampling may end a sample earlier or later.
+        # By the header, as on other ranks; resampling may yield one sample more or less.
         rows = self.windows(media_size(media))
         wave = decode_audio(media, self.processor.sampling_rate)
         window = self.processor.window_samples

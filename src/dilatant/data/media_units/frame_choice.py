@@ -1,4 +1,4 @@
-"""Which frames of a clip are seen as images, by the rules of the families that see frames so."""
+"""Frame selection: the rules of model families that process a clip's frames as images."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from dilatant.data.sample import MediaSize
 
 UNTIMED_FPS = 24.0
-"""Frames a second that the families reckon with where a clip does not say: pictures that are sampled already."""
+"""Frames per second that the families assume for frames that were sampled already and have no rate."""
 
 
 class FrameChoice(Protocol):
-    """A rule; its repr tells rules apart."""
+    """Protocol: a selection rule. Its repr identifies the rule in fingerprints."""
 
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
-        """Numbers of the frames that are seen, rising; all of pictures that are sampled already."""
+        """Return the indices of the selected frames, ascending; all of them if the frames were sampled already."""
         ...
 
 
 def moments(size: MediaSize, frames: NDArray[np.int64]) -> NDArray[np.float64]:
-    """When these frames are, in seconds."""
+    """Return the times of these frames in seconds."""
     if size.stamps:
         return np.array(size.stamps)[frames]
     return frames / (size.frames / size.seconds if size.seconds else UNTIMED_FPS)
@@ -31,8 +31,8 @@ def moments(size: MediaSize, frames: NDArray[np.int64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class MiddleFrames:
-    """From the middle of as many equal parts of the clip (InternVL). count: of them; None: `fps` of them a second. Of
-    shorter clips, all."""
+    """Select the middle frame of equal parts of the clip (InternVL). count: number of parts; None for `fps` parts per
+    second. Shorter clips keep all frames."""
 
     count: int | None = None
     fps: float = 1.0
@@ -44,14 +44,14 @@ class MiddleFrames:
         if wanted is None or not size.seconds or wanted >= size.frames:
             return np.arange(size.frames)
         step = size.frames / wanted
-        # In float32, as the family has it.
+        # In float32, as the family computes it.
         return np.arange(step / 2, size.frames, step).astype(np.float32).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstFrames:
-    """The first of as many equal parts of the clip (transformers' common rule: Gemma 4, LLaVA-OneVision). fps: of them
-    a second; None: `count` of them. Of shorter clips, all."""
+    """Select the first frame of equal parts of the clip (transformers' default: Gemma 4, LLaVA-OneVision). fps: parts
+    per second; None for `count` parts. Shorter clips keep all frames."""
 
     count: int = 32
     fps: float | None = None
@@ -64,8 +64,8 @@ class FirstFrames:
 
 @dataclass(frozen=True, slots=True)
 class SpreadFrames:
-    """From the first to the last, `fps` of them a second and no more than `most`; of a long clip without its first and
-    last second (SmolVLM)."""
+    """Select `fps` frames per second, at most `most`, evenly from the first to the last frame; a long clip loses its
+    first and last second (SmolVLM)."""
 
     fps: float = 1.0
     most: int = 64

@@ -1,4 +1,4 @@
-"""What stands in the text around the frames of a clip, which are images there, family by family."""
+"""Frame texts: what each model family writes around the frames of a clip, which are images in its prompt."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dilatant.data.media_units.frame_choice import moments
 from dilatant.data.sample import MediaSize
 
 FrameTexts = Callable[[MediaSize, NDArray[np.int64]], list[tuple[str, str]]]
-"""Of a clip and the frames that are seen: what is written before each and after it."""
+"""Function of a clip and its selected frames: the texts before and after each frame."""
 
 
 def counted(size: MediaSize, frames: NDArray[np.int64]) -> list[tuple[str, str]]:
-    """InternVL: a line each, numbered."""
+    """Return InternVL's texts: one numbered line per frame."""
     count = len(frames)
     return [(f"Frame{number}: ", "\n" if number < count else "") for number in range(1, count + 1)]
 
 
 def timed(size: MediaSize, frames: NDArray[np.int64]) -> list[tuple[str, str]]:
-    """Gemma 4: each after its minutes and seconds."""
+    """Return Gemma 4's texts: minutes and seconds before each frame."""
     count = len(frames)
     return [
         (f"{_clock(moment)} ", " " if number < count else "")
@@ -31,7 +31,7 @@ def timed(size: MediaSize, frames: NDArray[np.int64]) -> list[tuple[str, str]]:
 
 
 def introduced(size: MediaSize, frames: NDArray[np.int64]) -> list[tuple[str, str]]:
-    """SmolVLM: how many and of how long a clip, then each after its minutes and seconds."""
+    """Return SmolVLM's texts: number of frames and duration of the clip, then minutes and seconds before each frame."""
     at = moments(size, frames).tolist()
     length = timedelta(seconds=int(size.seconds or at[-1]))
     head = f"You are provided the following series of {in_words(len(at))} frames from a {length} [H:MM:SS] video.\n"
@@ -43,7 +43,7 @@ def introduced(size: MediaSize, frames: NDArray[np.int64]) -> list[tuple[str, st
 
 
 FRAME_TEXTS: Mapping[str, FrameTexts] = {"counted": counted, "timed": timed, "introduced": introduced}
-"""By the names that families have for them."""
+"""Frame texts by the name that families use for them."""
 
 _ONES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
          "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")  # fmt: skip
@@ -51,7 +51,7 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 
 def in_words(number: int) -> str:
-    """A number from 0 on in English, up to thousands: 121 is "one hundred and twenty-one"."""
+    """Write a number from 0 to thousands in English: 121 is "one hundred and twenty-one"."""
     if number < 20:
         return _ONES[number]
     if number < 100:

@@ -1,4 +1,4 @@
-"""How towers see clips that know images alone: some frames, each as an image by itself, with text between them."""
+"""Clips as images: for encoders without clip support, selected frames become images with text between them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 @dataclass(frozen=True, slots=True)
 class FramedClipUnit:
-    """A `MediaUnit`. frame: how the tower sees a frame, and what is written around an image. choice: which frames.
-    texts: the name in `FRAME_TEXTS` of what is written besides."""
+    """Media unit for clips. frame: the unit for one frame, with the texts around an image. choice: selects the frames.
+    texts: key in `FRAME_TEXTS` of the additional texts."""
 
     frame: ImageUnit | TiledImageUnit | NativeImageUnit
     choice: FrameChoice
@@ -42,7 +42,7 @@ class FramedClipUnit:
         return digest_of((self.frame.fingerprint, repr(self.choice), self.texts, self.marker, self.written))
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """What later stages of the encoder know of the frames."""
+        """Return the frames' inputs that later stages of the encoder need, from the clip's size."""
         if not isinstance(self.frame, NativeImageUnit):
             return {}
         count = len(self.choice.frames(size))
@@ -56,8 +56,7 @@ class FramedClipUnit:
         return len(self.choice.frames(size)) * self.frame.merged_tokens(_of_frame(size))
 
     def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
-        """How a clip stands in the text, frame by frame: what is written before its tokens, how many, and what after
-        them."""
+        """Return, for each frame, the text before its tokens, the number of its tokens, and the text after them."""
         image = self.frame.written or Written("")
         tokens = self.frame.merged_tokens(_of_frame(size))
         return [
@@ -66,7 +65,7 @@ class FramedClipUnit:
         ]
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        """The inputs of images, those of all frames together."""
+        """Decode the frames into the inputs of images, concatenated."""
         frames = self.choice.frames(media_size(media))
         made = decode_clip(media, frames.tolist(), self.frame.see)
         return {name: joined([each[name] for each in made]) for name in made[0]}

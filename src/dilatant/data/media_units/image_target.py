@@ -1,4 +1,4 @@
-"""Pictures that a generator learns to draw: images in an assistant's turns."""
+"""Image targets: the images in an assistant's turns, which a generator learns to produce."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dilatant.data.sample import Media, MediaKind, MediaSize, digest_of
 
 @dataclass(frozen=True, slots=True)
 class ImageTarget:
-    """How one generator is asked for images, and what they are to look like.
+    """Target of one generator: how the language model requests an image, and the format of the image.
 
-    In the text stand `start`, which the assistant writes, and `tokens_per_item` times `placeholder_id`, behind which
-    the language model says what to draw. processor: makes pictures of one size. marker: stands
-    for a picture in an assistant's text. latents: those that are kept, by which pictures need not be decoded.
+    The text holds `start`, which the assistant writes, and then `tokens_per_item` placeholder tokens, whose outputs
+    condition the generator. processor: makes images of one size. marker: stands for an image in an assistant's text.
+    latents: cached latents, which replace decoded images.
     """
 
     name: str
@@ -39,21 +39,21 @@ class ImageTarget:
         return digest_of([*parts, self.processor.fingerprint])
 
     def encoder_tokens(self, size: MediaSize) -> int:
-        """Rows of the language model that the generator takes for one item."""
+        """Return the number of language-model outputs that the generator takes for one item."""
         return self.tokens_per_item
 
     def merged_tokens(self, size: MediaSize) -> int:
-        """Tokens of one item inside the language model's row."""
+        """Return the number of language-model tokens of one item."""
         return self.tokens_per_item
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        """One item: its `latents` [1, parts, channels, height, width] where they are kept, else decoded `pixel_values`
-        [1, channels, height, width]. Raises MediaError, also where latents that were kept are not there any more."""
+        """Return the cached `latents` [1, parts, channels, height, width] of an item or, without a cache, its
+        `pixel_values` [1, channels, height, width]. Raises MediaError, also if cached latents have been lost."""
         if self.latents is None:
             return dict(self.processor(decode_image(media, self.processor.channels)))
         found = self.latents.load(media)
         if found is None:
-            self.pixels(media)  # raises, where there cannot be any
+            self.pixels(media)  # raises if the image itself is unreadable
             raise MediaError(
                 f"the latents of {media.name!r} in {str(self.latents.folder)!r} are damaged or gone, or the file was "
                 "changed",
@@ -63,7 +63,7 @@ class ImageTarget:
         return {NAME: found}
 
     def pixels(self, media: Media) -> NDArray[np.float32]:
-        """One item as an autoencoder sees it, [1, channels, height, width]. Raises MediaError."""
+        """Decode one item to the input of an autoencoder, float32 [1, channels, height, width]. Raises MediaError."""
         (pixels,) = self.processor(decode_image(media, self.processor.channels)).values()
         return np.asarray(as_array(pixels), np.float32)
 
@@ -78,8 +78,8 @@ def image_target(
     pixels: tuple[int, int, int],
     processor: ImageProcessor | None = None,
 ) -> ImageTarget:
-    """A target whose pictures have `pixels` [channels, height, width]. processor: None crops squares, stretches
-    others, and gives values of -1 to 1."""
+    """Make a target for images of `pixels` [channels, height, width]. processor: None centre-crops images for a square
+    target, stretches them for another shape, and scales to [-1, 1]."""
     channels, height, width = pixels
     if processor is None:
         processor = PixelProcessor(

@@ -1,4 +1,4 @@
-"""How an image encoder sees images: resized, cropped, scaled, normalised."""
+"""Fixed-size images: resized, cropped, rescaled and normalised."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 RESAMPLE_NAMES: tuple[Resample, ...] = get_args(Resample)
-"""In the order of Pillow's numbers, which saved processors hold."""
+"""Resampling filters in the order of Pillow's numbers, which saved processors hold."""
 
 
 class ImageProcessor(Protocol):
-    """Turns decoded pixels into encoder inputs."""
+    """Protocol: compute encoder inputs from decoded pixels."""
 
     @property
     def channels(self) -> int: ...
@@ -29,21 +29,21 @@ class ImageProcessor(Protocol):
     def fingerprint(self) -> str: ...
 
     def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, EncoderInput]:
-        """pixels: uint8 [height, width, channels]. Returns inputs with encoder rows as their first dimension."""
+        """Compute inputs of an image, uint8 [height, width, channels]; their first dimension is encoder rows."""
         ...
 
 
 MOST_PIXELS = 1 << 14
-"""Of a side of what an encoder is given: more are taken for a mistake, and would take gigabytes an image."""
+"""Longest side of an encoder's image in pixels: more is taken for a mistake and would use gigabytes per image."""
 
 
 @dataclass(frozen=True, slots=True)
 class PixelProcessor:
     """The usual steps of fixed-size vision encoders, with Pillow and numpy.
 
-    shortest_edge: resize so that the shorter side has this length, keeping proportions, then crop the centre to
-    (height, width). Without it the image is resized to (height, width), whatever its proportions.
-    Values are (pixel * rescale - mean) / std, one mean and std for each channel or one for all.
+    shortest_edge: the shorter side is resized to this length, keeping the aspect ratio, and the centre (height, width)
+    is cropped. None: the image is resized to (height, width), whatever its aspect ratio.
+    Values are (pixel * rescale - mean) / std, with one mean and std per channel or one for all.
     """
 
     height: int
@@ -80,7 +80,7 @@ class PixelProcessor:
         return _digest(asdict(self))
 
     def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, Pixels]:
-        """`pixel_values`: [1, channels, height, width]."""
+        """Return `pixel_values`: [1, channels, height, width]."""
         from PIL import Image
 
         resample = Image.Resampling[self.resample.upper()]
@@ -92,7 +92,7 @@ class PixelProcessor:
             other = int(self.shortest_edge * long / short)
             size = (self.shortest_edge, other) if image.width <= image.height else (other, self.shortest_edge)
             image = image.resize(size, resample)
-            # Pillow fills what lies outside the image with zeros, before normalisation, as the reference does.
+            # Pillow pads with zeros outside the image, before normalisation, as the reference does.
             left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
             image = image.crop((left, top, left + self.width, top + self.height))
         values = np.asarray(image).reshape(self.height, self.width, self.channels).transpose(2, 0, 1)
@@ -101,10 +101,10 @@ class PixelProcessor:
 
 @dataclass(frozen=True, slots=True)
 class ImageUnit:
-    """A `MediaUnit` for an encoder whose images all have one size: an item is one encoder row.
+    """Media unit for an encoder whose images all have one size: an item is one encoder row.
 
-    tokens_per_image: tokens the encoder works on. merged_per_image: tokens that reach the language model, which
-    are fewer where the projector pools; by default all.
+    tokens_per_image: tokens that the encoder processes. merged_per_image: tokens that reach the language model, fewer
+    if the projector pools; None for all.
     """
 
     name: str
@@ -132,7 +132,7 @@ class ImageUnit:
         return self.see(decode_image(media, self.processor.channels))
 
     def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
-        """The inputs of a decoded image, uint8 [height, width, channels]."""
+        """Return the inputs of a decoded image, uint8 [height, width, channels]."""
         return dict(self.processor(pixels))
 
 

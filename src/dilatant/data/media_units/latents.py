@@ -1,7 +1,7 @@
-"""Latents of pictures that a generator learns to draw, made once and kept: what the frozen autoencoder says of each.
+"""Latent cache: a frozen autoencoder's outputs for the images that a generator learns to produce, computed once.
 
-A picture is known by the bytes of its file, so the same one under two names is kept once, and one that changed is made
-anew. Files appear whole or not at all, and each holds a digest of what is in it.
+Latents are keyed by the bytes of the image file: equal files share one entry, and a changed file is computed anew.
+Files are written atomically and hold a digest of their content.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from dilatant.data.media.open_media import open_media
 from dilatant.data.sample import Media
 
 NAME = "latents"
-"""Of the array in a file, and of the input that a generator is given."""
+"""Name of the array in a file, and of the generator's input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """A folder of them. shape: [parts, channels, height, width], all float32; parts are mean and log-variance of a
-    variational autoencoder, or the latents themselves. Picklable; an autoencoder and a size have a folder of their
-    own."""
+    """Folder of latents for one autoencoder and image size. shape: [parts, channels, height, width], float32; parts are
+    mean and log-variance of a variational autoencoder, or the latents themselves. Picklable."""
 
     folder: Path
     shape: tuple[int, int, int, int]
 
     def key_of(self, media: Media) -> str:
-        """Raises MediaError where the file cannot be read."""
+        """Return the key of a media item's bytes. Raises MediaError if the file cannot be read."""
         with open_media(media) as stream:
             try:
                 return blake2b(stream.read(), digest_size=20).hexdigest()
@@ -47,7 +46,7 @@ class Latents:
                 raise MediaError(f"{media.name!r} cannot be read: {error}", "", may_pass(error)) from None
 
     def find(self, key: str) -> NDArray[np.float32] | None:
-        """What is kept under a key; None where it is missing, damaged, or of something else."""
+        """Return the latents under a key; None if they are missing, damaged, or of another shape or item."""
         if not is_kept_safely(path := self._path(key)):
             return None
         try:
@@ -59,8 +58,8 @@ class Latents:
         return values if is_right and about == _about(key, values) else None
 
     def keep(self, key: str, values: NDArray[np.float32]) -> None:
-        """Raises UserError where the folder does not take it."""
-        values = np.ascontiguousarray(values)  # files take memory as it lies
+        """Store latents under a key. Raises UserError if the folder cannot be written."""
+        values = np.ascontiguousarray(values)  # safetensors writes memory as it is laid out
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +79,8 @@ class Latents:
             ) from None
 
     def load(self, media: Media) -> NDArray[np.float32] | None:
-        """What is kept of an item, [1, *shape]; None where nothing is that can be used, of which a note is left for the
-        next start. Raises MediaError where the file cannot be read."""
+        """Return the latents of an item, [1, *shape]. If there are none, return None and delete the marks of complete
+        data sets, so that the next start computes the latents. Raises MediaError if the file cannot be read."""
         values = self.find(self.key_of(media))
         if values is None:
             for note in self.folder.glob("whole-*"):
@@ -91,11 +90,11 @@ class Latents:
         return values[None]
 
     def is_whole(self, data: str) -> bool:
-        """Whether everything of data with this fingerprint was kept once."""
+        """Return True if the latents of all data with this fingerprint were once stored."""
         return (self.folder / f"whole-{data}").exists()
 
     def note_whole(self, data: str) -> None:
-        """Say that it is."""
+        """Mark the data with this fingerprint as completely stored."""
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"whole-{data}").touch()
@@ -105,7 +104,7 @@ class Latents:
 
 
 def data_fingerprint(parts: Iterable[str]) -> str:
-    """One for several."""
+    """Combine several fingerprints into one."""
     return blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
 
 

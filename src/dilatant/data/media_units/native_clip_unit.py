@@ -1,4 +1,4 @@
-"""How encoders of native resolution see clips: some frames a second, two by two in patches of time."""
+"""Native-resolution clips (Qwen-VL): a few frames per second, patches of several frames each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """Which frames of a clip are seen: `fps` of them a second, no fewer than `min_frames` and no more than
-    `max_frames`, evenly; of pictures that are sampled already, all."""
+    """Even frame sampling: `fps` frames per second, at least `min_frames` and at most `max_frames`. Frames that were
+    sampled already are all kept, up to `max_frames`."""
 
     fps: float = 2.0
     min_frames: int = 4
@@ -36,8 +36,8 @@ class FrameSampling:
             )
 
     def frames(self, size: MediaSize, multiple: int = 1, to_end: bool = False) -> NDArray[np.int64]:
-        """Numbers of the frames, as many as are a `multiple` where there are; to_end: from the first to the last, in
-        any number."""
+        """Return the frame indices, in a number divisible by `multiple` if the clip has enough frames; to_end: spread
+        from the first to the last frame, in any number."""
         total = size.frames
         if not size.seconds and total <= self.max_frames:
             return np.arange(total)
@@ -50,17 +50,17 @@ class FrameSampling:
         return (np.arange(even) * (total / even)).astype(np.int64)
 
     def seconds(self, size: MediaSize) -> float:
-        """From one frame of a clip to the next."""
+        """Return the seconds from one frame of a clip to the next."""
         return size.seconds / size.frames if size.seconds else 1 / self.fps
 
 
 @dataclass(frozen=True, slots=True)
 class NativeClipUnit:
-    """A `MediaUnit`: a clip is one item of as many patches of time as it has pairs of frames.
+    """Media unit for clips: one item, with one temporal patch for every `processor.frames` frames.
 
-    processor: with the limits of a frame's pixels. total_pixels: of all patches of time together, an even share of
-    which no frame exceeds. time_scale: positions in the text that a second takes; None for 1 a patch of time. apart:
-    every patch of time is an item, after a text that says when it is, and the limits are those of all frames together.
+    processor: holds the pixel limits of a frame. total_pixels: limit over all temporal patches, shared evenly by the
+    frames. time_scale: text positions per second; None for one per temporal patch. apart: each temporal patch is an
+    item, preceded by its time as text, and the pixel limits are those of all frames together.
     """
 
     name: str
@@ -82,16 +82,16 @@ class NativeClipUnit:
         return digest_of(parts)
 
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
-        """Numbers of the frames that are seen."""
+        """Return the indices of the sampled frames."""
         return self.sampling.frames(size, self.processor.frames, to_end=self.apart)
 
     def _grid(self, size: MediaSize) -> tuple[int, int, int]:
-        """Patches: (time, rows, columns)."""
+        """Return the numbers of patches: (time, rows, columns)."""
         count = len(self.frames(size))
         return -(-count // self.processor.frames), *self._limited(count).grid(size)
 
     def _limited(self, count: int) -> PatchProcessor:
-        """With the limits of each of so many frames."""
+        """Return the processor with the pixel limits of one of `count` frames."""
         own = self.processor
         if self.apart:
             return replace(own, min_pixels=own.min_pixels / count, max_pixels=own.max_pixels / count)
@@ -101,13 +101,13 @@ class NativeClipUnit:
         return replace(own, max_pixels=max(min(own.max_pixels, share), int(own.min_pixels * 1.05)))
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """What later stages of the encoder, and positions in the text, know of a clip."""
+        """Return the grid and time step of a clip, for later stages of the encoder and for text positions."""
         time, rows, columns = self._grid(size)
         if self.apart:
             return {GRID: np.array([[1, rows, columns]] * time, np.int64), STEP: np.ones(time)}
         step = 1.0
         if self.time_scale is not None:
-            # Seconds from one frame that is seen to the next, on average.
+            # Mean seconds from one sampled frame to the next.
             between = self.sampling.seconds(size) * size.frames / len(self.frames(size))
             step = float(np.float32(self.time_scale) * np.float32(self.processor.frames * between))
         return {GRID: np.array([[time, rows, columns]], np.int64), STEP: np.array([step])}
@@ -119,23 +119,22 @@ class NativeClipUnit:
         return self.encoder_tokens(size) // self.processor.merge**2
 
     def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
-        """How a clip stands in the text, piece by piece: what is written before some of its tokens, how many, and what
-        after them."""
+        """Return, for each group of the clip's tokens, the text before them, their number, and the text after them."""
         before, after = ("", "") if self.written is None else (self.written.opens, self.written.closes)
         if not self.apart:
             return [(before, self.merged_tokens(size), after)]
         time = self._grid(size)[0]
         frames, each = self.frames(size), self.processor.frames
         numbers = np.append(frames, np.repeat(frames[-1:], time * each - len(frames))).reshape(time, each)
-        # When a patch of time is: between its first frame and its last.
+        # The time of a temporal patch is the middle of its first and last frame.
         ends = numbers[:, [0, -1]]
         shown = moments(size, ends) if size.stamps else ends * self.sampling.seconds(size)
         tokens = self.merged_tokens(size) // time
         return [(f"<{moment:.1f} seconds>{before}", tokens, after) for moment in shown.mean(axis=1)]
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        """`pixel_values`: [patches, channels, frames * patch, patch], as of an image; the last frame is repeated where
-        one is missing."""
+        """Return `pixel_values`: [patches, channels, frames * patch, patch], laid out as for an image; the last frame
+        is repeated to fill the last temporal patch."""
         from PIL import Image
 
         size = media_size(media)
@@ -164,11 +163,11 @@ CLIP_SETTINGS = (
     *("fps", "min_frames", "max_frames", "video_fps", "video_maxlen"),
     *("video_min_pixels", "video_max_pixels", "video_total_pixels"),
 )
-"""What people call what clips are limited by."""
+"""Names in use for the limits of clips."""
 
 
 def frame_sampling(settings: Mapping[str, Any]) -> FrameSampling:
-    """What settings say of frames. Raises UserError."""
+    """Read the frame sampling from settings. Raises UserError."""
     names = {"video_fps": "fps", "video_maxlen": "max_frames"}
     kinds = {"fps": float, "min_frames": int, "max_frames": int}
     given: dict[str, Any] = {}

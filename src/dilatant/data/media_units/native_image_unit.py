@@ -1,4 +1,4 @@
-"""How encoders of native resolution see images: resized as little as may be, and cut into patches."""
+"""Native-resolution images (Qwen-VL): resized as little as possible and cut into patches."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, Resample
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 GRID = "image_grid_thw"
-"""The keyword of an encoder for the patches of every image: frames, rows, columns."""
+"""Encoder keyword for the patches of every image: frames, rows, columns."""
 STEP = "time_step"
-"""The keyword for how far apart in the text patches of time are, in positions: float [items]."""
+"""Keyword for the distance of temporal patches in text positions: float [items]."""
 LONGEST_ASPECT = 200
-"""Images longer than wide by more are refused, as they are by the families."""
+"""Largest ratio of an image's sides; the families refuse larger ratios, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchProcessor:
-    """Qwen-VL's steps with Pillow and numpy: resized so that both sides are whole groups of `merge` patches and the
-    area lies between `min_pixels` and `max_pixels`; a still image is `frames` equal frames.
-    """
+    """Qwen-VL's processing with Pillow and numpy: an image is resized so that both sides are multiples of `merge`
+    patches and the area is between `min_pixels` and `max_pixels`; a still image counts as `frames` equal frames."""
 
     patch: int = 14
     merge: int = 2
@@ -52,7 +51,7 @@ class PatchProcessor:
         return digest_of(self)
 
     def grid(self, size: MediaSize) -> tuple[int, int]:
-        """Patches of an image: (rows, columns). Raises ValueError for one that is too long."""
+        """Return an image's patches: (rows, columns). Raises ValueError if its sides exceed `LONGEST_ASPECT`."""
         height, width = size.height, size.width
         if max(height, width) > LONGEST_ASPECT * min(height, width):
             raise ValueError(f"{width} x {height} is longer than {LONGEST_ASPECT} times its width")
@@ -68,7 +67,7 @@ class PatchProcessor:
         return rows * self.merge, columns * self.merge
 
     def __call__(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
-        """`pixel_values`: [patches, channels, frames * patch, patch], patches of a group together; and the grid."""
+        """Return `pixel_values`: [patches, channels, frames * patch, patch], merge groups contiguous; and the grid."""
         from PIL import Image
 
         rows, columns = self.grid(MediaSize(width=pixels.shape[1], height=pixels.shape[0]))
@@ -90,7 +89,7 @@ _SETTINGS = ("min_pixels", "max_pixels", "size", "patch_size", "merge_size", "te
 
 
 def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, frames: int) -> PatchProcessor:
-    """The processor of saved settings, for a tower of such patches. Raises UserError where they do not fit."""
+    """Make the processor of saved settings for an encoder with these patches. Raises UserError if they do not match."""
     unknown = [key for key in settings if key not in _SETTINGS and not key.endswith("_type")]
     if unknown and "image_processor_type" not in settings:
         raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(_SETTINGS)}")
@@ -123,7 +122,7 @@ def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, fram
 
 @dataclass(frozen=True, slots=True)
 class NativeImageUnit:
-    """A `MediaUnit` for an encoder of native resolution: an image is as many encoder tokens as it has patches."""
+    """Media unit for a native-resolution encoder: an image has one encoder token per patch."""
 
     name: str
     placeholder_id: int
@@ -139,7 +138,7 @@ class NativeImageUnit:
         return digest_of(parts)
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """What later stages of the encoder, and positions in the text, know of an image."""
+        """Return the grid of an image, for later stages of the encoder and for text positions."""
         return {GRID: np.array([[1, *self.processor.grid(size)]], np.int64), STEP: np.ones(1)}
 
     def encoder_tokens(self, size: MediaSize) -> int:
@@ -153,5 +152,5 @@ class NativeImageUnit:
         return self.see(decode_image(media, 3))
 
     def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
-        """The inputs of a decoded image, uint8 [height, width, 3]."""
+        """Return the inputs of a decoded image, uint8 [height, width, 3]."""
         return self.processor(pixels)

@@ -1,4 +1,4 @@
-"""What transformers calls our processors: the settings that its own classes, and `processors`, read back."""
+"""Processor export: our processors as settings that transformers' classes, and `processors`, read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dilatant.data.media_units.usm_sound_unit import UsmMelProcessor
 def processor_settings(
     processor: ImageProcessor | AudioProcessor | PatchProcessor | UsmMelProcessor,
 ) -> dict[str, Any]:
-    """The content of `preprocessor_config.json` for a processor. Raises TypeError for one that is not ours."""
+    """Return the content of `preprocessor_config.json` for a processor. Raises TypeError for any other class."""
     if isinstance(processor, HuggingFaceImageProcessor):
         return json.loads(processor.settings_json)
     if isinstance(processor, PixelProcessor):
@@ -55,7 +55,7 @@ def processor_settings(
             "sampling_rate": processor.sampling_rate,
             "hop_length": processor.hop_length,
             "n_fft": processor.fft_length,
-            # transformers knows windows of whole seconds only; ours is kept beside it.
+            # transformers only has windows of whole seconds; the exact window is saved beside.
             "chunk_length": -(-processor.window_samples // processor.sampling_rate),
             "n_samples": processor.window_samples,
             "nb_max_frames": processor.window_frames,
@@ -67,7 +67,7 @@ def processor_settings(
 
 
 def size_limits(processor: PatchProcessor) -> dict[str, Any]:
-    """The limits of pixels, under both names that transformers has had for them; or of rows in the text."""
+    """Return the pixel limits, under both names that transformers has used for them, or the limit of soft tokens."""
     if isinstance(processor, SoftTokenProcessor):
         return {"max_soft_tokens": processor.soft_tokens}
     limits = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
@@ -77,8 +77,8 @@ def size_limits(processor: PatchProcessor) -> dict[str, Any]:
 def clip_limits(
     unit: NativeClipUnit | FramedClipUnit | AnyresClipUnit, before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `video_preprocessor_config.json` is to say of how many frames are seen, and how large, which says `before`;
-    nothing where it says nothing and the family's own rule holds."""
+    """Return the frame and size limits for `video_preprocessor_config.json`; before: its present content. If that is
+    empty and the family's default rule applies, frame limits are left out."""
     if isinstance(unit, NativeClipUnit):
         return {**size_limits(unit.processor), **asdict(unit.sampling)}
     choice = unit.choice
@@ -92,7 +92,7 @@ def clip_limits(
             own = {"max_frames": choice.most, "fps": choice.fps}
             found["video_sampling"] = {**before["video_sampling"], **own}
         return found
-    # Either, never both: transformers refuses that.
+    # Only one of the two: transformers refuses both.
     assert isinstance(choice, FirstFrames | MiddleFrames)
     by_time = choice.fps is not None and (isinstance(choice, FirstFrames) or choice.count is None)
     return {"num_frames": None if by_time else choice.count, "fps": choice.fps if by_time else None, **size}
@@ -111,7 +111,7 @@ def _image_settings(processor: PixelProcessor) -> dict[str, Any]:
         "do_rescale": True,
         "rescale_factor": processor.rescale,
         "do_normalize": True,
-        # transformers wants one value for each channel.
+        # transformers needs one value per channel.
         "image_mean": list(processor.mean) * (processor.channels // len(processor.mean)),
         "image_std": list(processor.std) * (processor.channels // len(processor.std)),
     }

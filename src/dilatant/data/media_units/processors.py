@@ -1,4 +1,4 @@
-"""The image or audio processor that an encoder needs, from an id, a folder, settings, or the encoder's own shape."""
+"""Processor factory: an encoder's image or audio processor, from an id, folder, settings, or the encoder's shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceImageProcessor:
-    """Any transformers image processor, made from its saved settings in the process that uses it."""
+    """Any transformers image processor, built from its saved settings in the process that uses it."""
 
     settings_json: str
     channels: int = 3
@@ -36,7 +36,7 @@ class HuggingFaceImageProcessor:
 
     @property
     def made(self) -> Any:
-        """The processor itself."""
+        """The transformers processor."""
         return _transformers_image_processor(self.settings_json)
 
     def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
@@ -47,11 +47,11 @@ class HuggingFaceImageProcessor:
 def image_processor(
     source: str | Settings | None, *, height: int, width: int, channels: int = 3
 ) -> ImageProcessor:
-    """The processor for an encoder of images [channels, height, width].
+    """Return the processor for an encoder of images [channels, height, width].
 
     source: a hub id or folder; settings of a transformers processor (with `image_processor_type`) or of
-    `PixelProcessor`; or None for plain resizing with values in [-1, 1]. Raises UserError, also when the processor
-    makes images of another size than the encoder takes.
+    `PixelProcessor`; or None for plain resizing with values in [-1, 1]. Raises UserError, also if the processor's image
+    size differs from the encoder's.
     """
     if source is None:
         return PixelProcessor(height=height, width=width, channels=channels)
@@ -75,10 +75,10 @@ def image_processor(
 
 
 def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int) -> AudioProcessor:
-    """The processor for an encoder of sounds [mel_bins, frames].
+    """Return the processor for an encoder of sounds [mel_bins, frames].
 
-    source: a hub id or folder of a Whisper feature extractor, its settings or those of `LogMelProcessor`, or None
-    for 16 kHz and a frame every 10 ms. Raises UserError.
+    source: a hub id or folder of a Whisper feature extractor, its settings or those of `LogMelProcessor`, or None for
+    16 kHz and a frame every 10 ms. Raises UserError.
     """
     if source is None:
         return LogMelProcessor(window_frames=frames, mel_bins=mel_bins)
@@ -102,7 +102,7 @@ def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int
             f"processor {_shown(source)}: dither would make samples differ from run to run; set it to 0"
         )
     chosen = {"window_frames": frames, "mel_bins": mel_bins, **{k: v for k, v in given.items() if k in known}}
-    # The encoder takes one length only, whatever the saved extractor was cut for.
+    # The encoder takes one window length, whatever the saved extractor has.
     processor = LogMelProcessor(**{**chosen, "window_frames": frames})
     if processor.mel_bins != mel_bins:
         raise UserError(
@@ -112,9 +112,9 @@ def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int
 
 
 def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
-    """The same steps without transformers, if the settings say nothing but resize, crop, rescale and normalise.
+    """Return an equivalent `PixelProcessor` if the settings only resize, crop, rescale and normalise; else None.
 
-    Holds for the processors of CLIP, SigLIP, ViT and DINOv2; None for others.
+    Covers the processors of CLIP, SigLIP, ViT and DINOv2.
     """
     kind = str(settings.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
     if kind not in (
@@ -153,8 +153,8 @@ def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
 def whole_settings(
     name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")
 ) -> dict[str, Any]:
-    """The settings of the processors of a model, of images and sounds together, saved in a folder or on the hub: in one
-    file of old, in `parts` of another since. Raises UserError."""
+    """Return the saved image and sound processor settings of a model in a folder or on the hub:
+    `preprocessor_config.json`, or the `parts` of the newer `processor_config.json`. Raises UserError."""
     if not _lacks(name, "preprocessor_config.json") or _lacks(name, "processor_config.json"):
         return saved_settings(name, "preprocessor_config.json")
     saved = saved_settings(name, "processor_config.json")
@@ -165,7 +165,7 @@ def whole_settings(
 
 
 def clip_settings(name: str) -> dict[str, Any]:
-    """The same of clips; empty where nothing is saved."""
+    """Return the saved clip processor settings of a model; empty if there are none."""
     if not _lacks(name, "video_preprocessor_config.json"):
         return saved_settings(name, "video_preprocessor_config.json")
     if _lacks(name, "processor_config.json"):
@@ -183,7 +183,7 @@ def _lacks(name: str, file: str) -> bool:
 
 
 def sound_processor(settings: Settings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:
-    """The processor of a whole model that hears, from settings that may be of images, too. Raises UserError."""
+    """Return the processor of a pretrained audio model; settings may include those of images. Raises UserError."""
     own = {key: value for key, value in (settings or {}).items() if key in _OF_SOUNDS}
     processor = audio_processor(own or None, frames=frames, mel_bins=mel_bins)
     assert isinstance(processor, LogMelProcessor)
@@ -194,7 +194,7 @@ _OF_SOUNDS = ("feature_extractor_type", "feature_size", "n_fft", "hop_length", "
 
 
 def saved_settings(name: str, file: str) -> dict[str, Any]:
-    """The settings saved in a folder or on the hub. Raises UserError."""
+    """Return the settings in a file of a folder or on the hub. Raises UserError."""
     from transformers.utils import cached_file
 
     if Path(name).is_dir() and not (Path(name) / file).is_file():
@@ -214,7 +214,7 @@ def saved_settings(name: str, file: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _transformers_image_processor(settings_json: str) -> Any:
-    # Its name in `transformers` itself wants torchvision in 5.17.
+    # `transformers.AutoImageProcessor` needs torchvision in 5.17.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +227,7 @@ def _transformers_image_processor(settings_json: str) -> Any:
 
 
 def _check_image(processor: ImageProcessor, shape: tuple[int, int, int], source: str | Settings) -> None:
-    """Try the processor on a grey image and compare with what the encoder takes."""
+    """Run the processor on a grey image and raise UserError if its output does not fit the encoder."""
     _, height, width = shape
     outputs = processor(np.full((height + 7, width + 3, shape[0]), 128, np.uint8))
     made = {name: array.shape for name, array in outputs.items()}

@@ -1,4 +1,4 @@
-"""How Gemma 4 sees images: as large as fits a number of rows in the text, at the proportions that they have."""
+"""Gemma 4 images: resized to as many soft tokens as a limit allows, keeping the aspect ratio."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dilatant.data.media_units.native_image_unit import PatchProcessor
 from dilatant.data.sample import MediaSize
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
-"""What `max_soft_tokens` may be; the first is for frames of clips."""
+"""Valid values of `max_soft_tokens`; the first is for frames of clips."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoftTokenProcessor(PatchProcessor):
-    """As `PatchProcessor`: groups of `merge` by `merge` patches, no more than `soft_tokens` of them."""
+    """`PatchProcessor` that limits an image to `soft_tokens` groups of `merge` by `merge` patches."""
 
     soft_tokens: int = 280
 
     def grid(self, size: MediaSize) -> tuple[int, int]:
-        """Patches of an image: (rows, columns). Raises ValueError for one that is too long."""
+        """Return an image's patches: (rows, columns). Raises ValueError if the image would be resized to nothing."""
         height, width = size.height, size.width
         side = self.patch * self.merge
         factor = math.sqrt(self.soft_tokens * side**2 / (height * width))
@@ -45,7 +45,7 @@ _KNOWN = (
 
 
 def soft_token_processor(settings: Mapping[str, Any], *, patch: int, merge: int) -> SoftTokenProcessor:
-    """The processor of saved settings, for a tower of such patches. Raises UserError where they do not fit."""
+    """Make the processor of saved settings for an encoder with these patches. Raises UserError if they do not match."""
     unknown = [key for key in settings if key not in _KNOWN and not key.endswith("_type")]
     if unknown and "image_processor_type" not in settings:
         raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(_KNOWN)}")

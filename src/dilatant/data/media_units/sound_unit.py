@@ -1,4 +1,4 @@
-"""How encoders of sounds of any length see them: log-mel frames of the sound alone, not of a window of 30 s."""
+"""Variable-length audio: log-mel frames of the sound only, not padded to a window of 30 s."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dilatant.data.media_units.audio_unit import LogMelProcessor
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 FRAMES = "feature_lens"
-"""The keyword of an encoder for the frames of every sound, and those that come with them: int64 [sounds, 2]."""
+"""Encoder keyword for the frames of every sound, without and with trailing frames: int64 [sounds, 2]."""
 SHORTEST = 3
-"""Frames of a sound, of which two rows of an encoder are made, and of these one of the text."""
+"""Minimum frames of a sound: they give two encoder tokens, and those one language-model token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoundUnit:
-    """A `MediaUnit`: a sound is half as many encoder tokens as frames, and a quarter in the text.
+    """Media unit for sounds: half as many encoder tokens as frames, and a quarter as many language-model tokens.
 
-    longest: frames of a sound that the encoder knows positions for; longer ones are refused. None for any. trailing:
-    frames behind the end that the encoder looks at, where the family computes a padded window.
+    longest: most frames that the encoder has positions for, None for no limit; longer sounds are refused. trailing:
+    frames after the end that the encoder reads, for families that compute a padded window.
     """
 
     name: str
@@ -46,8 +46,8 @@ class SoundUnit:
         return digest_of(parts)
 
     def frames(self, size: MediaSize) -> int:
-        """Of a sound. Raises ValueError for one that is too long."""
-        # A hair above a whole frame comes from dividing.
+        """Return the number of frames of a sound. Raises ValueError if it is too long."""
+        # Division may give a rounding error above a whole frame.
         frames = math.ceil(size.seconds * self.processor.sampling_rate / self.processor.hop_length - 1e-6)
         if self.longest is not None and frames > self.longest:
             seconds = self.longest * self.processor.hop_length / self.processor.sampling_rate
@@ -55,7 +55,7 @@ class SoundUnit:
         return max(SHORTEST, frames)
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """What later stages of the encoder know of a sound."""
+        """Return the numbers of frames that later stages of the encoder need, from the sound's size."""
         frames = self.frames(size)
         return {FRAMES: np.array([[frames, self._with_trailing(frames)]], np.int64)}
 
@@ -66,16 +66,16 @@ class SoundUnit:
         return self.encoder_tokens(size) // 2
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        # From the header, as everybody else counts; resampling may end a sample earlier or later.
+        # By the header, as on other ranks; resampling may yield one sample more or less.
         size = media_size(media)
         frames = self.frames(size)
         features = self.features(decode_audio(media, self.processor.sampling_rate), frames)
         return {"input_features": features, **self.grid(size)}
 
     def features(self, wave: NDArray[np.float32], frames: int) -> NDArray[np.float32]:
-        """float32 [frames and trailing ones, mel bins] of a wave, as of a window that goes on in silence."""
+        """Return a wave's features, float32 [frames + trailing, mel bins], as in a window padded with silence."""
         processor, wanted = self.processor, self._with_trailing(frames)
-        # Two frames more than any that is used reaches: the end of the window mirrors what is before it.
+        # Longer than any used frame reaches, because the features mirror the signal at the end of the window.
         length = wanted if wanted == self.longest else wanted + 4
         window = np.zeros(length * processor.hop_length, np.float32)
         kept = min(len(wave), frames * processor.hop_length)

@@ -1,4 +1,4 @@
-"""How the encoder of a whole model sees images that its processor cuts into tiles of one size: as many rows."""
+"""Tiled images: the processor of a pretrained VLM cuts an image into tiles of one size, each an encoder row."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 @dataclass(frozen=True, slots=True)
 class TiledImageUnit:
-    """A `MediaUnit`: tiles of an image follow from its size, each is one encoder row of `tokens_per_tile`, of which
-    `merged_per_tile` reach the language model."""
+    """Media unit for tiled images: the image size determines the tiles; each is one encoder row of `tokens_per_tile`,
+    of which `merged_per_tile` reach the language model."""
 
     name: str
     placeholder_id: int
@@ -38,7 +38,7 @@ class TiledImageUnit:
         return digest_of(parts)
 
     def tiles(self, size: MediaSize) -> int:
-        """Encoder rows of one image."""
+        """Return the number of encoder rows of one image."""
         return tiles_of(self.processor, size.height, size.width)
 
     def encoder_tokens(self, size: MediaSize) -> int:
@@ -51,7 +51,7 @@ class TiledImageUnit:
         return self.see(decode_image(media, self.processor.channels))
 
     def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
-        """The inputs of a decoded image, uint8 [height, width, channels]."""
+        """Return the inputs of a decoded image, uint8 [height, width, channels]."""
         rows = np.asarray(self.processor(pixels)["pixel_values"]).reshape(-1, *self.row_shape)
         expected = tiles_of(self.processor, *pixels.shape[:2])
         if len(rows) != expected:
@@ -60,7 +60,7 @@ class TiledImageUnit:
 
 
 def tiles_of(processor: HuggingFaceImageProcessor, height: int, width: int) -> int:
-    """How many rows the processor makes of an image, told from its size."""
+    """Return the number of encoder rows that the processor makes of an image of this size."""
     made: Any = processor.made
     tell = getattr(made, "get_number_of_image_patches", None)
     if tell is None:
@@ -70,8 +70,8 @@ def tiles_of(processor: HuggingFaceImageProcessor, height: int, width: int) -> i
 
 
 def check_tiles(processor: HuggingFaceImageProcessor, row_shape: tuple[int, int, int]) -> None:
-    """Try the processor on images of two shapes. Raises UserError where rows are of another shape than the encoder's,
-    or more or fewer than sizes say."""
+    """Run the processor on images of two shapes. Raises UserError if the rows' shape differs from the encoder's, or
+    their number from `tiles_of`."""
     channels, height, width = row_shape
     for tall, wide in ((height + 7, width + 3), (height, 3 * width + 1)):
         made = np.asarray(processor(np.full((tall, wide, channels), 128, np.uint8))["pixel_values"])

@@ -1,5 +1,5 @@
-"""How towers after the Universal Speech Model see sounds (Gemma 4): log-mel frames of a sound of any length up to a
-limit, of which four are one row."""
+"""Universal Speech Model audio (Gemma 4): log-mel frames of a sound up to a maximum length; four frames are one
+token."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dilatant.data.media_units.sound_unit import FRAMES
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 LONGEST_SECONDS = 30
-"""What the family's own extractor cuts sounds to."""
+"""Length to which the family's extractor cuts sounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsmMelProcessor:
-    """log of a mel spectrogram (HTK's scale) of frames of `frame_length_ms`, one every `hop_length_ms`, of which the
-    first is half before the sound. Names are those of transformers' `Gemma4AudioFeatureExtractor`."""
+    """Log mel spectrogram (HTK's scale) with frames of `frame_length_ms`, one every `hop_length_ms`; half of the first
+    frame precedes the sound. Names are those of transformers' `Gemma4AudioFeatureExtractor`."""
 
     feature_size: int = 128
     sampling_rate: int = 16_000
@@ -45,17 +45,17 @@ class UsmMelProcessor:
 
     @property
     def frame_length(self) -> int:
-        """In samples."""
+        """Length of a frame in samples."""
         return round(self.sampling_rate * self.frame_length_ms / 1000)
 
     @property
     def hop_length(self) -> int:
-        """In samples."""
+        """Distance of frames in samples."""
         return round(self.sampling_rate * self.hop_length_ms / 1000)
 
     @property
     def fft_length(self) -> int:
-        """In samples."""
+        """Length of the FFT in samples."""
         return 2 ** math.ceil(math.log2(self.frame_length)) * (2 if self.fft_overdrive else 1)
 
     @property
@@ -63,18 +63,18 @@ class UsmMelProcessor:
         return digest_of(asdict(self))
 
     def frames(self, samples: int) -> int:
-        """Frames of a sound whose every sample is there."""
+        """Return the number of complete frames in a sound."""
         return (samples + self.frame_length // 2 - (self.frame_length + 1)) // self.hop_length + 1
 
     def samples(self, frames: int) -> int:
-        """The shortest sound of so many frames."""
+        """Return the samples of the shortest sound with this number of frames."""
         return (frames - 1) * self.hop_length + self.frame_length + 1 - self.frame_length // 2
 
     def __call__(self, wave: NDArray[np.float32]) -> NDArray[np.float32]:
-        """float32 [frames, feature_size] of a wave [samples]."""
+        """Return the features of a wave [samples]: float32 [frames, feature_size]."""
         length, before = self.frame_length, self.frame_length // 2
         padded = np.pad(wave * np.float32(self.input_scale_factor), (before, 0))
-        # One sample more than a frame has, for what precedes each.
+        # One sample more than a frame, as pre-emphasis needs the preceding sample.
         pieces = np.lib.stride_tricks.sliding_window_view(padded, length + 1)[:: self.hop_length]
         if not self.preemphasis:
             frames = pieces[:, :-1]
@@ -103,14 +103,14 @@ def _mel_filters(
     from transformers.audio_utils import mel_filter_bank
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the uppermost lie between two frequencies, as they do in the family
+        warnings.simplefilter("ignore")  # the top filters are empty, as in the family's extractor
         return mel_filter_bank(
             fft_length // 2 + 1, bins, low, high, sampling_rate, norm=None, mel_scale="htk"
         )
 
 
 def usm_processor(settings: Mapping[str, Any] | None, mel_bins: int) -> UsmMelProcessor:
-    """The processor of saved settings, which may be of images, too, for a tower of so many bins. Raises UserError."""
+    """Make the processor of saved settings, which may include those of images, for `mel_bins`. Raises UserError."""
     given = dict(settings or {})
     if given.get("dither"):
         raise UserError("model.processor: dither would make samples differ from run to run; set it to 0")
@@ -127,7 +127,7 @@ def usm_processor(settings: Mapping[str, Any] | None, mel_bins: int) -> UsmMelPr
 
 @dataclass(frozen=True, slots=True)
 class UsmSoundUnit:
-    """A `MediaUnit`: a sound is a quarter as many encoder tokens as frames, and as many in the text. Longer ones than
+    """Media unit for sounds: four frames are one encoder token and one language-model token. Sounds longer than
     `LONGEST_SECONDS` are refused."""
 
     name: str
@@ -145,15 +145,15 @@ class UsmSoundUnit:
         )
 
     def frames(self, size: MediaSize) -> int:
-        """Of a sound; at least one, which goes on in silence. Raises ValueError for one that is too long."""
-        # A hair more than whole samples comes from dividing.
+        """Return a sound's number of frames, at least one (silence-padded). Raises ValueError if it is too long."""
+        # Division may give a rounding error above a whole sample.
         samples = round(size.seconds * self.processor.sampling_rate)
         if samples > LONGEST_SECONDS * self.processor.sampling_rate:
             raise ValueError(f"{size.seconds:.2f} s is longer than the encoder's {LONGEST_SECONDS} s; cut it")
         return max(1, self.processor.frames(samples))
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """What later stages of the encoder know of a sound."""
+        """Return the numbers of frames that later stages of the encoder need, from the sound's size."""
         frames = self.frames(size)
         return {FRAMES: np.array([[frames, frames]], np.int64)}
 
@@ -164,7 +164,7 @@ class UsmSoundUnit:
         return self.encoder_tokens(size)
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        # From the header, as everybody else counts; resampling may end a sample earlier or later.
+        # By the header, as on other ranks; resampling may yield one sample more or less.
         size = media_size(media)
         frames = self.frames(size)
         window = np.zeros(self.processor.samples(frames), np.float32)
