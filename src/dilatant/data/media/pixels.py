@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
-    """Uint8 images with their normalisation. values: [items, channels, height, width]. An encoder gets (values *
-    rescale - mean) / std in float32, four times the bytes, each step rounded; one mean and std per channel or for
-    all."""
+    """Uint8 images and their normalisation. values: [items, channels, height, width]. An encoder gets (values * rescale
+    - mean) / std in float32 (4x the bytes), each step rounded; one mean and std per channel or one for all."""
 
     values: NDArray[np.uint8]
     rescale: float
