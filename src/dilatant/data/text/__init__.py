@@ -1,1 +1,1 @@
-"""Text: chat templates, tokenizers, and a sample as token ids with places for media."""
+"""Text: chat templates, tokenizers, and encoding of samples as token ids with placeholders for media."""

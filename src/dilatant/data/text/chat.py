@@ -1,4 +1,4 @@
-"""A conversation as token ids: chat template, media places, and which tokens the assistant writes."""
+"""Chat tokenization: conversations as token ids, with media positions and a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MEDIA = "\U0010fffd"
-"""Stands for a media item in text on its way through template and tokenizer."""
+"""Stands for a media item in text until it is tokenized."""
 _EDGE = "\U0010fffc"
-"""Stands where an assistant's span starts or ends, so that no token crosses from prompt to answer: the ids of a
-prompt are then the same in training and in generation."""
+"""Stands where an assistant's span starts or ends. No token crosses from prompt to answer, so the ids of a prompt are
+the same in training and in generation."""
 BREAK = "\U0010fff8"
-"""Stands inside a word that is not the token that it spells; no token crosses it, and it has none itself."""
+"""Stands inside a word that spells a token but must not become it: no token crosses or contains this character."""
 RESERVED = re.compile(f"[{MEDIA}{_EDGE}{PROBE}{BREAK}{OPEN}{CLOSE}\ud800-\udfff]")
-"""Characters that a text must not hold: ours, and halves of characters, which are no text."""
+"""Characters that a text must not hold: those reserved here, and lone surrogates, which are not valid text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """ids: int64 [tokens], `-1` where a media item stands. answered: bool [tokens], what the assistant writes. silent:
-    bool [tokens], what it writes in turns that carry no loss."""
+    """Token ids of a conversation. ids: int64 [tokens], -1 for a media item. answered: bool [tokens], True where the
+    assistant writes. silent: bool [tokens], True where the assistant writes in a turn without loss."""
 
     ids: NDArray[np.int64]
     answered: NDArray[np.bool_]
@@ -52,12 +52,12 @@ class ChatTokens:
 
 @dataclass(frozen=True)
 class ChatTokenizer:
-    """A tokenizer with its chat template; made by `chat_tokenizer`. Picklable.
+    """A tokenizer with its chat template, made by `chat_tokenizer`. Picklable.
 
-    The backend is a private copy that knows three reserved characters; the user's tokenizer is left as it is.
-    added: the tokens that the tokenizer finds in a text before it splits it. special_ids: those of them that are marked
-    as special. opening: the token that starts a text, if there is one. prefix: ids that go before a text that does not
-    begin with that token. ends: ids that end an answer, besides the tokenizer's and the template's.
+    The backend is a private copy with three reserved characters added; the user's tokenizer is not modified.
+    added: the added tokens, which the tokenizer finds before it splits a text. special_ids: ids of the added tokens
+    marked as special. opening: the token that starts a text, if any. prefix: ids that precede a text that does not
+    begin with `opening`. ends: ids that end an answer, besides those of the tokenizer and the template.
     """
 
     backend: Tokenizer
@@ -76,9 +76,9 @@ class ChatTokenizer:
     def tokens(
         self, messages: Sequence[Message], for_generation: bool = False, tools: str = ""
     ) -> ChatTokens:
-        """Token ids of a conversation; with `for_generation` it ends where the assistant's answer would start.
+        """Tokenize a conversation; with `for_generation` it ends where the assistant's answer would start.
 
-        tools: as of `Sample`. Raises UserError when the template refuses the conversation.
+        tools: see `Sample`. Raises UserError if the template refuses the conversation.
         """
         text, spans = self._render_with_spans(messages, for_generation, tools)
         cuts = sorted({edge for span in spans for edge in span})
@@ -98,7 +98,7 @@ class ChatTokenizer:
         if messages[-1].role == "assistant" and self.eos_id is not None and answered.any():
             end = int(np.flatnonzero(answered)[-1]) + 1
             if not text[slice(*spans[-1])].rstrip().endswith((*self._ends, *self._special_tokens)):
-                # A template that ends no turn would train a model that never stops.
+                # If the template writes no end-of-turn token, eos is added: the model must learn to stop.
                 ids, answered = np.insert(ids, end, self.eos_id), np.insert(answered, end, True)
                 silent = np.insert(silent, end, silent[end - 1])
         if not text.startswith(self.opening or OPEN):
@@ -109,7 +109,7 @@ class ChatTokenizer:
         return ChatTokens(ids, answered, silent)
 
     def _carry_loss(self, messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[bool]:
-        """Whether each span is learned. Raises UserError where it cannot be told whose turn a span is."""
+        """Return for each span whether it carries loss. Raises UserError if spans cannot be matched to turns."""
         marks = [message.carries_loss for message in messages if message.role == "assistant"]
         if all(marks):
             return [True] * len(spans)
@@ -121,8 +121,8 @@ class ChatTokenizer:
         return marks
 
     def last_answer(self, messages: Sequence[Message], tools: str = "") -> str:
-        """The assistant's last answer as the template writes it, calls of tools with it, without the token that ends
-        it. Raises UserError as `tokens`."""
+        """Return the assistant's last answer as the template writes it, with tool calls, without its end token. Raises
+        UserError like `tokens`."""
         text, spans = self._render_with_spans(messages, False, tools)
         start, end = spans[-1]
         answer = text[start:end].rstrip()
@@ -133,7 +133,7 @@ class ChatTokenizer:
     def _render_with_spans(
         self, messages: Sequence[Message], for_generation: bool, tools: str
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the characters of it that the assistant writes."""
+        """Render the conversation and return the text with the character spans that the assistant writes."""
         if self.template.tagged:
             text, tagged = self.template.render(messages, for_generation, track=True, tools=tools)
             return text, [(start, end + self._closing(text[:end], text[end:])) for start, end in tagged]
@@ -154,12 +154,12 @@ class ChatTokenizer:
         tools: str,
         earliest: int,
     ) -> tuple[int, int]:
-        """Where one answer lies in `text`: from what the model is given before it writes, to its end-of-turn token.
+        """Return the span of one answer in `text`: from the end of its prompt to its end-of-turn token.
 
-        The same conversation with a probe for the answer tells what the template puts around it, whatever the
-        template does to the answer itself (trimming, hiding earlier thoughts, writing calls behind it). Where the
-        template takes the answer apart, into thoughts and the rest or into calls, a probe behind it tells its end.
-        earliest: where the answer before ends.
+        Rendering the conversation with a probe in place of the answer shows what the template writes around the answer,
+        whatever it does to the answer itself (trimming, hiding earlier thoughts, appending calls). If it splits the
+        answer, into thoughts and the rest or into calls, a probe after the answer shows its end.
+        earliest: end of the previous answer.
         """
         latest: int | None = None
         after, is_written, fits = "", False, False
@@ -167,7 +167,7 @@ class ChatTokenizer:
             talk = [*messages[:position], answer, *messages[position + 1 :]]
             try:
                 around, _ = self.template.render(talk, for_generation, tools=tools)
-            except UserError:  # it refuses answers that call nothing, say
+            except UserError:  # for example, it refuses answers without calls
                 continue
             before, _, after = around.partition(PROBE)
             if around.count(PROBE) != 1:
@@ -175,7 +175,7 @@ class ChatTokenizer:
             is_written = True
             if number == 0:
                 latest = _common_start(before, text)
-            if CALLS in dict(answer.extras):  # what closes the call stands before a token
+            if CALLS in dict(answer.extras):  # the end of the call precedes a special token
                 closing = [after.find(token) for token in self._special_tokens if token in after]
                 after = after[min(closing, default=len(after)) :]
             fits = text.endswith(after) and (text.startswith(before) or CALLS in dict(answer.extras))
@@ -199,7 +199,7 @@ class ChatTokenizer:
     def _before_tool(
         self, text: str, end: int, messages: Sequence[Message], position: int, tools: str
     ) -> int:
-        """The end of an answer in which the template writes what the tool said, too: where that begins."""
+        """Return where the tool's result begins if the template writes it inside the answer's span; else `end`."""
         if position + 1 == len(messages) or messages[position + 1].role != "tool":
             return end
         probed = [*messages]
@@ -209,7 +209,7 @@ class ChatTokenizer:
             return end
         alone, _ = self.template.render(messages[: position + 1], False, tools=tools)
         at = _common_start(alone, text)
-        # Not within a token.
+        # Not inside a token.
         starts = [at - back for token in self.added for back in range(1, min(at, len(token) - 1) + 1)
                   if token in (alone[at - back :][: len(token)], text[at - back :][: len(token)])]  # fmt: skip
         return min(end, at, *starts)
@@ -217,23 +217,23 @@ class ChatTokenizer:
     def _prompt_end(
         self, text: str, latest: int | None, messages: Sequence[Message], tools: str, earliest: int
     ) -> int | None:
-        """Where the generation prompt after `messages` ends in `text`, between `earliest` and `latest`; `latest` where
-        there is none. What the template writes between that prompt and the answer, the model has to write too."""
+        """Return the end in `text` of the generation prompt after `messages`, between `earliest` and `latest`; `latest`
+        without a prompt. The model must also generate what the template writes between that prompt and the answer."""
         if not any(message.role == "user" for message in messages):
             return latest
         most = len(text) if latest is None else latest
         prompt, _ = self.template.render(messages, True, tools=tools)
         if text.startswith(prompt):
             return min(len(prompt), most)
-        # Earlier turns may be written differently when others follow.
+        # The template may write earlier turns differently if others follow.
         asked, _ = self.template.render(messages, False, tools=tools)
         opening = prompt[len(asked) :] if prompt.startswith(asked) else ""
         at = text.rfind(opening, earliest, most) if opening else -1
         return latest if at < 0 else at + len(opening)
 
     def _closing(self, answer: str, rest: str) -> int:
-        """Characters of `rest` up to the token that ends the turn; 0 if `answer` ends with one already, or none
-        follows."""
+        """Return the number of characters of `rest` up to and including the token that ends the turn; 0 if `answer`
+        ends with such a token or none follows."""
         if answer.rstrip().endswith(self._ends):
             return 0
         stripped = rest.lstrip()
@@ -244,15 +244,15 @@ class ChatTokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the tokenizer's end of a text, what the template writes at the end of an
-        assistant's turn, and `ends`."""
+        """Ids of the tokens that end an answer: the tokenizer's eos token, the last token that the template writes at
+        the end of an assistant's turn, and `ends`."""
         last = [max((token for token in self.added if end.endswith(token)), key=len) for end in self._ends]
         ids = {*map(self.backend.token_to_id, last), *self.ends, self.eos_id}
         return tuple(sorted(one for one in ids if one is not None))
 
     @cached_property
     def _ends(self) -> tuple[str, ...]:
-        """What the template writes behind an answer up to the token that ends the turn, the longest first."""
+        """The texts that the template writes after an answer up to the token that ends the turn, longest first."""
         tokens = sorted(self.added - self._never_end, key=len, reverse=True)
         if not tokens:
             return ()
@@ -269,7 +269,7 @@ class ChatTokenizer:
             if len(pieces) != 3 + len(following):
                 continue
             rest = pieces[2].lstrip()
-            # Behind the last answer all is its own; before another turn, a token that stands at once.
+            # All that follows the last answer belongs to it; before another turn, only a token that follows directly.
             end = token.match(rest) if following else run.search(rest)
             if end is not None and not rest.startswith(tuple(found)):
                 found.add(rest[: end.end()])
@@ -277,13 +277,13 @@ class ChatTokenizer:
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
-        """The special tokens that may end a turn, the longest first."""
+        """The special tokens that may end a turn, longest first."""
         tokens = [token for each in self.special_ids if (token := self.backend.id_to_token(each))]
         return tuple(sorted({*tokens} - self._never_end, key=len, reverse=True))
 
     @property
     def _never_end(self) -> set[str]:
-        """The token that starts a text, unless it ends texts, too."""
+        """The token that starts a text, unless it also ends texts."""
         ends = None if self.eos_id is None else self.backend.id_to_token(self.eos_id)
         return set() if self.opening is None or self.opening == ends else {self.opening}
 
@@ -296,12 +296,12 @@ def chat_tokenizer(
     processed: bool = False,
     ends: tuple[int, ...] = (),
 ) -> ChatTokenizer:
-    """A tokenizer made ready for conversations with media.
+    """Prepare a tokenizer for conversations with media.
 
     template: `auto` (the tokenizer's own, else plain), `plain`, or a file with a Jinja template. day: the date that the
-    template may write, as YYYY-MM-DD (None: today). processed: the tokenizer belongs to a processor of transformers,
-    which lets it put its opening token before texts. ends: ids that end an answer, by the model's generation config.
-    Raises UserError.
+    template may write, as YYYY-MM-DD (None: today). processed: the tokenizer belongs to a transformers processor, which
+    lets the tokenizer prepend its opening token. ends: ids that end an answer by the model's generation config. Raises
+    UserError.
     """
     from tokenizers import AddedToken, Tokenizer
 
@@ -344,7 +344,7 @@ def _common_start(one: str, other: str) -> int:
 
 
 def _probed(answer: Message) -> list[Message]:
-    """An answer with a probe in its place, behind it, and in its last call."""
+    """Return copies of an answer with a probe in its place, after it, and in its last call."""
     uncalled = tuple(extra for extra in answer.extras if extra[0] != CALLS)
     variants = [
         Message("assistant", PROBE),
@@ -361,7 +361,7 @@ def _probed(answer: Message) -> list[Message]:
 
 
 def _prefix(backend: Tokenizer) -> tuple[int, ...]:
-    """What a tokenizer puts before a text."""
+    """Return the ids that a tokenizer prepends to a text."""
     text, alone = backend.encode("a").ids, backend.encode("a", add_special_tokens=False).ids
     starts = [at for at in range(len(text)) if text[at : at + len(alone)] == alone]
     return tuple(text[: starts[0]]) if starts else ()
@@ -379,7 +379,7 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, template: str) -> str:
 
 
 def _disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order, none reaching into the one before."""
+    """Return the spans, each cut to start no earlier than the previous one ends."""
     result: list[tuple[int, int]] = []
     for start, end in spans:
         result.append((max(start, result[-1][1]) if result else start, end))

@@ -1,7 +1,7 @@
-"""A chat template: the program that writes a conversation as text.
+"""Chat template: the Jinja program that writes a conversation as text.
 
-It may be anybody's program, so `usable_template` first tries it on one word in a process of its own: one expression can
-hold an interpreter or take all memory (`'a' * 3000000000` is computed while the template is compiled).
+Templates are untrusted, so `usable_template` first renders one word in a separate process: a single expression can
+block the interpreter or exhaust memory (`'a' * 3000000000` is evaluated while the template is compiled).
 """
 
 from __future__ import annotations
@@ -35,27 +35,26 @@ PLAIN_TEMPLATE = (
     "{% else %}{{ message['content'] + '\\n' }}{% endif %}"
     "{% endfor %}"
 )
-"""Turns as they are, a line break after a question, the end token after an answer; tools and calls as JSON. No role
-names: a model trained from scratch has none to know."""
+"""Writes turns unchanged, a line break after a question, the end token after an answer, tools and calls as JSON. It has
+no role names, because a model trained from scratch knows none."""
 
 PROBE = "\U0010fffb"
-"""A character that no text holds: where it comes out, the template has written what it was given."""
+"""A character that no text holds; its position in the output shows where the template writes its input."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""What messages and templates call thoughts; a template that reads one of these names gets what a message has under
-another."""
+"""Keys for reasoning in messages and templates; a template that reads one of them gets the text under any of them."""
 LONGEST_TEMPLATE = 1 << 20
-"""Characters of a chat template."""
+"""Bytes of a chat template file that are read."""
 TRIAL_SECONDS = 20
-"""Longest that a processor may work at a question of one character, the start of a process included."""
+"""CPU seconds for the trial process to render one character, its start included."""
 TRIAL_PATIENCE = 10
-"""Times as long as that by the clock: a busy machine takes its time."""
+"""Wall-clock limit of the trial as a multiple of `TRIAL_SECONDS`, because the machine may be busy."""
 TRIAL_BYTES = 1 << 30
-"""Memory that it may take for it."""
+"""Memory limit of the trial process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A turn as text; every `MEDIA` character in it is one item. extras, carries_loss: as of `Turn`."""
+    """A turn as text; every `MEDIA` character in it is one item. extras, carries_loss: see `Turn`."""
 
     role: str
     text: str
@@ -65,8 +64,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """text: the Jinja program. special_tokens: what it may name, such as `bos_token`. typed: it wants content as a list
-    of typed parts, not as text. day: the date that it writes, as YYYY-MM-DD; empty for one that writes none."""
+    """A Jinja chat template. special_tokens: tokens that it may name, such as `bos_token`. typed: it needs content as a
+    list of typed parts. day: the date that it writes, as YYYY-MM-DD; empty if it writes none."""
 
     text: str
     special_tokens: tuple[tuple[str, str], ...]
@@ -75,21 +74,21 @@ class ChatTemplate:
 
     @property
     def tagged(self) -> bool:
-        """Whether it tells itself what the assistant writes (`{% generation %}`)."""
+        """True if the template marks the assistant's text itself (`{% generation %}`)."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
     def reads(self, key: str) -> bool:
-        """Whether the template names a key of messages."""
+        """Return True if the template names a key of messages."""
         names = template_engine.names(self.text)
         return key in names or (key in THOUGHTS and not names.isdisjoint(THOUGHTS))
 
     def render(
         self, messages: Sequence[Message], for_generation: bool, track: bool = False, tools: str = ""
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and with `track` the characters of it inside generation tags.
+        """Render a conversation; with `track`, also return the character spans inside generation tags.
 
-        tools: as of `Sample`. Raises UserError when the template refuses the conversation, says nothing of tools, or
-        goes beyond a limit of `template_engine`.
+        tools: see `Sample`. Raises UserError if the template refuses the conversation, does not write its tools, or
+        exceeds a limit of `template_engine`.
         """
         named = {key for message in messages for key, _ in message.extras} | ({"tools"} if tools else set())
         unsaid = [key for key in ("tools", CALLS) if key in named and not self.reads(key)]
@@ -103,7 +102,7 @@ class ChatTemplate:
         return _without_tags(text) if track else (_without_tags(text)[0], [])
 
     def _as_dict(self, message: Message) -> dict[str, Any]:
-        """The message as transformers hands it to templates."""
+        """Return the message in the form that transformers passes to templates."""
         extras = {key: json.loads(value) for key, value in message.extras}
         thought = next((extras[key] for key in THOUGHTS if extras.get(key) is not None), None)
         thoughts = (
@@ -123,8 +122,8 @@ class ChatTemplate:
         tools: str = "",
         given: int = 1,
     ) -> str:
-        """The text of a conversation with the engine's marks around what stands in generation tags. given: characters
-        of the conversation."""
+        """Render a conversation with the engine's marks around the text in generation tags. given: characters of the
+        conversation."""
         variables = {
             "tools": json.loads(tools) if tools else None,
             "documents": None,
@@ -138,13 +137,13 @@ class ChatTemplate:
                 f"the chat template {error} for {len(conversation)} messages of {given:,} characters; use another with "
                 "'data.chat_template'"
             ) from None
-        except Exception as error:  # a template is a program
+        except Exception as error:  # a template can raise anything
             reason = str(error) or type(error).__name__
             raise UserError(f"the chat template refuses the conversation: {reason}") from None
 
     def around_media(self, kind: MediaKind, marker: str) -> tuple[str, str]:
-        """What the template writes before and after `marker` for a part of type `kind`, such as the tokens that
-        open and close an image; nothing if it does not write the marker."""
+        """Return the texts before and after `marker` for a part of type `kind`, such as the tokens that open and close
+        an image; empty if the template does not write the marker."""
         text = {"type": "text", "text": PROBE}
         try:
             with_media = self._write([{"role": "user", "content": [{"type": kind}, text]}])
@@ -159,7 +158,7 @@ class ChatTemplate:
         return (before, after) if found else ("", "")
 
     def writes_text(self) -> bool:
-        """Whether the template writes the text of a user's turn."""
+        """Return True if the template writes the text of a user's turn."""
         try:
             return self.render([Message("user", PROBE)], False)[0].count(PROBE) == 1
         except UserError:
@@ -167,7 +166,7 @@ class ChatTemplate:
 
 
 def _without_tags(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the engine's marks of generation tags, and the characters that stood between them."""
+    """Return the text without the engine's marks of generation tags, and the spans between those marks."""
     pieces: list[str] = []
     spans: list[tuple[int, int]] = []
     at = 0
@@ -182,10 +181,10 @@ def _without_tags(text: str) -> tuple[str, list[tuple[int, int]]]:
 def usable_template(
     text: str, special_tokens: Mapping[str, str], name: str, day: str | None = None
 ) -> ChatTemplate:
-    """The template in the form, plain or typed, in which it writes a user's turn.
+    """Return the template with the content form, plain or typed, with which it writes a user's turn.
 
-    name: what the user calls it, for errors. day: the date that it writes (None: today). Raises UserError when there is
-    none, or when the template comes to no end within `TRIAL_SECONDS` or goes beyond a limit.
+    name: the user's name for the template, for errors. day: the date that it writes (None: today). Raises UserError if
+    neither form works, or if the template takes longer than `TRIAL_SECONDS` or exceeds a limit.
     """
     writes_day = template_engine.CLOCK in text
     day = (day or datetime.now().date().isoformat()) if writes_day else ""
@@ -199,7 +198,7 @@ def usable_template(
 
 
 def read_template(path: str) -> str:
-    """The text of a file with a template. Raises UserError."""
+    """Return the text of a template file. Raises UserError."""
     try:
         with open_regular(Path(path)) as file:
             return file.read(LONGEST_TEMPLATE).decode("utf-8")
@@ -209,7 +208,7 @@ def read_template(path: str) -> str:
 
 @cache
 def _try(template: ChatTemplate, name: str) -> None:
-    """Raises UserError for a template that cannot be rendered here, in a thread of a process that must go on."""
+    """Render the template in a process of its own. Raises UserError if rendering it in this process is not safe."""
     asked = json.dumps([template.text, dict(template.special_tokens)])
     command = [sys.executable, "-P", "-m", template_trial.__name__, str(TRIAL_BYTES), str(TRIAL_SECONDS)]
     try:

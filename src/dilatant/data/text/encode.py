@@ -1,4 +1,4 @@
-"""A sample as a model is fed: token ids with places for media, labels, encoder inputs."""
+"""Sample encoding: token ids with placeholders for media, labels, and encoder inputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dilatant.data.text.token_layout import Item, Layout, lay_out
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """tokens: unit → tokens it processes, in the order of `Encoding.unit_names`. target_tokens carry loss. content: as
-    `EncodedSample.content_digest`. refusals: why it cannot be trained on at any length."""
+    """Sizes of a sample. tokens: unit → tokens that it processes, in the order of `Encoding.unit_names`. target_tokens:
+    those with loss. content: see `EncodedSample.content_digest`. refusals: errors that hold at any `max_length`."""
 
     tokens: Mapping[str, int]
     target_tokens: int
@@ -35,7 +35,7 @@ class SampleSizes:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A sample up to where the assistant's last answer starts, and that answer as text."""
+    """A sample up to the start of the assistant's last answer, and that answer as text."""
 
     sample: EncodedSample
     answer: str
@@ -44,9 +44,9 @@ class EncodedPrompt:
 def encode_sample(sample: Sample, encoding: Encoding, parts: frozenset[str] | None = None) -> EncodedSample:
     """Decode and tokenize a sample.
 
-    parts: what is made of it: `TOKENS` or `QUESTION`, without which ids and labels are empty, and the units whose media
-    are decoded, or whose sizes alone are wanted (`grid_part`); None makes all. Sizes are complete in any case.
-    Raises SampleError naming it: media missing or damaged, markers that do not match the media, too long, or
+    parts: the parts to make; None for all. Without `TOKENS` or `QUESTION`, ids and labels are empty. The name of a unit
+    decodes its media; `grid_part` of it computes only their sizes. `sizes` is always complete.
+    Raises SampleError naming the sample: media missing or damaged, markers that do not match the media, too long, or
     nothing to learn.
     """
     layout = lay_out(sample, encoding)
@@ -56,16 +56,16 @@ def encode_sample(sample: Sample, encoding: Encoding, parts: frozenset[str] | No
 
 
 def encode_prompt(sample: Sample, encoding: Encoding) -> EncodedPrompt:
-    """A sample without its last answer, as a model continues it. Its ids are those that `encode_sample` starts with.
+    """Encode a sample without its last answer, for generation. Its ids are a prefix of those of `encode_sample`.
 
-    Raises SampleError naming it.
+    Raises SampleError naming the sample.
     """
     prompt, answer = _without_answer(sample, encoding)
     return EncodedPrompt(_encoded(prompt, encoding, lay_out(prompt, encoding, for_generation=True)), answer)
 
 
 def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
-    """The sample up to its last answer, and that answer's text. Raises SampleError where nothing is asked."""
+    """Return the sample up to its last answer, and that answer's text. Raises SampleError if there is no question."""
     turns, answer, unplaced = sample.turns, "", sample.unplaced
     if turns and turns[-1].role == "assistant":
         if not turns[-1].carries_loss:
@@ -84,12 +84,12 @@ def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
 
 
 def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding) -> tuple[Media, ...]:
-    """Without the media that the markers of the last answer stand for, which are the last of their kind."""
+    """Return the media without those that markers in the last answer stand for, which are the last of their kind."""
     markers = encoding.markers["assistant"]
     left = list(unplaced)
     for marker in () if markers is None else markers[0].findall(answer):
         assert markers is not None
-        if marker not in markers[1]:  # a word
+        if marker not in markers[1]:  # an escaped marker
             continue
         of_kind = [at for at, media in enumerate(left) if media.kind == markers[1][marker].kind]
         if of_kind:
@@ -98,8 +98,8 @@ def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding)
 
 
 def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[SampleError]:
-    """Every reason why `encode_sample` would refuse the sample (or `encode_prompt`, where it is held out); with `deep`
-    off, media are not decoded."""
+    """Return every reason why `encode_sample` (or `encode_prompt`, if the sample is held out) would refuse the sample;
+    with `deep` off, media are not decoded."""
     try:
         layout = _lay_out_to_judge(sample, encoding)
     except SampleError as error:
@@ -116,8 +116,8 @@ def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[Sample
 
 
 def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
-    """What `encode_sample` would give, from headers alone. Raises SampleError naming it where tokens are not known, or
-    where it is held out and asks nothing; a long sample is measured, not refused."""
+    """Return the sizes that `encode_sample` would give, from headers alone. Raises SampleError naming the sample if
+    tokens are unknown, or if it is held out and has no question; long samples are measured, not refused."""
     layout = _lay_out_to_judge(sample, encoding)
     return SampleSizes(
         layout.sizes(encoding),
@@ -128,7 +128,7 @@ def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
 
 
 def too_long(sample: str, tokens: int, max_length: int) -> SampleError:
-    """Why a sample of so many tokens is refused."""
+    """Return the error of a sample with too many tokens."""
     return SampleError(
         sample,
         f"has {tokens} tokens, more than the {max_length} allowed",
@@ -137,8 +137,8 @@ def too_long(sample: str, tokens: int, max_length: int) -> SampleError:
 
 
 def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Media, str]]:
-    """The media of a sample in the order of its tokens: the place of the first, how many stand for it, the item, and
-    the unit that reads it. Raises SampleError naming the sample."""
+    """Yield a sample's media in token order: position of the first token, number of tokens, the item, and its unit's
+    name. Raises SampleError naming the sample."""
     layout = lay_out(sample, encoding)
     at = 0
     for item in layout.items:
@@ -148,7 +148,7 @@ def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Med
 
 
 def _refusals(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[SampleError]:
-    """What is wrong with a sample whose every part can be read."""
+    """Yield the errors of a sample whose parts are all readable."""
     if encoding.max_length is not None and len(layout.ids) > encoding.max_length:
         yield too_long(sample.id, len(layout.ids), encoding.max_length)
     yield from _nothing_to_learn(sample, encoding, layout)
@@ -203,25 +203,25 @@ def _encoded(
 
 
 def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The labels with no loss but on the last answer. Raises SampleError where nothing is asked."""
+    """Return the labels with loss on the last answer only. Raises SampleError if there is no question."""
     before = len(lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True).ids)
     answer = np.where(np.arange(len(labels)) < before, NO_LOSS, labels)
     ends = np.flatnonzero(np.isin(answer, encoding.chat.stop_ids))
-    if len(ends):  # what a template writes behind the answer is not judged
+    if len(ends):  # text that a template writes after the answer is not scored
         answer[int(ends[0]) + 1 :] = NO_LOSS
     return answer
 
 
 def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> Layout:
-    """`lay_out`; a sample that is held out must have a question which can be laid out, too. Raises SampleError."""
+    """Lay out a sample; if it is held out, its question must have a layout, too. Raises SampleError."""
     if encoding.held_out:
         lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True)
     return lay_out(sample, encoding)
 
 
 def _processed(sample: Sample, item: Item) -> dict[str, EncoderInput]:
-    """The inputs of an item. Raises SampleError, also where they are of another size than its header says, which is
-    what the index has and other ranks reckon with."""
+    """Return the inputs of an item. Raises SampleError, also if their size differs from the header's, which the index
+    stores and other ranks compute with."""
     try:
         if isinstance(item.unit, AnyresImageUnit):
             made = item.unit.process(item.media, int(np.asarray(item.grid[SHAPES])[0, 2]) == ALONE)

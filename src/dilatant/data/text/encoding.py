@@ -1,4 +1,4 @@
-"""How samples become tokens: the chat template, and the units that see and draw."""
+"""Encoding settings: the chat template, and the media units and generators of a model."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from dilatant.data.text.chat import ChatTokenizer
 
 NO_LOSS = -100
 TOKENS = "tokens"
-"""The part of a sample that is its ids and labels; its other parts are the media units by their names."""
+"""Part of a sample: ids and labels. The other parts are the media units, by name."""
 QUESTION = "question"
-"""As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
+"""Like `TOKENS`, but with labels on the last answer only, for the evaluation of held-out samples."""
 IN_PIECES = NativeClipUnit | FramedClipUnit
 """Units whose items are written in several places, with text between."""
 Unit = MediaUnit | ImageTarget
-"""What a media item is for the model: an input of an encoder, or a target of a generator."""
+"""The unit of a media item: an encoder's input or a generator's target."""
 
 
 ESCAPE = "\\"
-"""Stands before a marker that is a word of the text."""
+"""Precedes a marker that is an ordinary word of the text."""
 
 
 def grid_part(unit: str) -> str:
-    """The part of a sample that is the sizes of a unit's items, without the items."""
+    """Return the name of the part that holds the sizes of a unit's items, without the items."""
     return f"{unit}.grid"
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How samples become tokens: everything `encode_sample` needs besides the sample. Picklable.
+    """Everything that `encode_sample` needs besides the sample. Picklable.
 
-    targets: what images in an assistant's turns are, where the model draws. max_length: most tokens of a sample in the
-    language model, media included. held_out: samples are judged by their
-    last answers, so each that has no question is a problem. truncates: samples to train on are cut off there.
+    targets: how images in an assistant's turns are generated. max_length: maximum tokens of a sample in the language
+    model, media included. held_out: samples are scored by their last answers, so a sample without a question is an
+    error. truncates: training samples are cut at `max_length`.
     """
 
     chat: ChatTokenizer
@@ -60,7 +60,7 @@ class Encoding:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the sizes or refusals of any sample may."""
+        """Changes if the sizes or refusals of any sample may change."""
         parts = (
             self.chat.fingerprint,
             [unit.fingerprint for unit in self.units],
@@ -73,20 +73,20 @@ class Encoding:
 
     @property
     def cuts_at(self) -> int | None:
-        """Tokens behind which a sample is cut off; None where none is."""
+        """The number of tokens at which samples are cut; None for no cut."""
         return self.max_length if self.truncates and not self.held_out else None
 
     @property
     def unit_names(self) -> tuple[str, ...]:
         """The columns of sizes: the language model, then encoders and generators."""
-        # A unit that sees images and clips has two ways to see.
+        # An encoder of images and clips has two media units of one name.
         names = [unit.name for unit in self.units] + [target.name for target in self.targets]
         return (LANGUAGE, *dict.fromkeys(names))
 
     @cached_property
     def around(self) -> dict[tuple[str, MediaKind], tuple[str, str]]:
-        """Unit and kind → what is written before and after its items: by the chat template, and by the model's
-        processor; a clip says the latter itself, piece by piece."""
+        """Unit and kind → the texts before and after its items, by the chat template and by the model's processor; a
+        clip's pieces include the latter themselves."""
         found: dict[tuple[str, MediaKind], tuple[str, str]] = {}
         for unit in self.units:
             written = unit.written or Written(unit.marker)
@@ -96,13 +96,13 @@ class Encoding:
         return found
 
     def units_in(self, role: Role) -> Sequence[Unit]:
-        """What media in a turn of this role may be, those that come first first."""
+        """Return the units for media in a turn of this role, in order of preference."""
         return (*self.targets, *self.units) if role == "assistant" else self.units
 
     @cached_property
     def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, Unit]] | None]:
-        """By role, what finds the markers of media in a text, escaped ones with their `ESCAPE`, the longest first, and
-        whose they are."""
+        """Role → the pattern that finds markers of media in a text, escaped ones with their `ESCAPE`, longest first;
+        and the unit of each marker."""
         found: dict[Role, tuple[re.Pattern[str], Mapping[str, Unit]] | None] = {}
         for role in get_args(Role):
             unit_of = {unit.marker: unit for unit in reversed(self.units_in(role))}

@@ -1,4 +1,4 @@
-"""A sample as a reader sees it: what the model is given, and which of it the model learns to write."""
+"""Examples for reports: the model's input of a sample, and the part that the model learns to write."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class ExampleSpan:
     """A run of tokens: text, or one media item of the encoder `unit`.
 
-    carries_loss: the model learns to write these. picture: a small JPEG of an image. peaks: loudness of a sound in
-    [0, 1], from its beginning to its end. text: of a media item, what it is called.
+    carries_loss: the model learns to write these tokens. picture: a small JPEG of an image. peaks: loudness of a sound
+    over time, in [0, 1]. text: for a media item, its name.
     """
 
     text: str
@@ -23,7 +23,7 @@ class ExampleSpan:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """name: where the sample was read from. why: what it is an example of. problem: why it cannot be shown, if so."""
+    """An example for reports. name: place of the sample. why: its purpose. problem: why it cannot be shown, if so."""
 
     name: str
     why: str

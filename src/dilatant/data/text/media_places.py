@@ -1,4 +1,4 @@
-"""Where the media of a sample stand in its text, and which unit each is for."""
+"""Media placement: the positions of a sample's media in its text, and the unit of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dilatant.data.text.encoding import ESCAPE, IN_PIECES, Encoding, Unit
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of a clip that stand together; the first has all that its encoder works on."""
+    """A run of a clip's tokens without text between; the first piece counts all encoder tokens of the clip."""
 
     tokens: int
     is_first: bool
@@ -33,7 +33,7 @@ class Piece:
 
 @contextmanager
 def naming(sample: Sample, media: Media) -> Iterator[None]:
-    """Inside, what is wrong with an item's header or size is a SampleError."""
+    """Convert errors of an item's header or size inside to SampleError."""
     try:
         yield
     except MediaError as error:
@@ -46,14 +46,14 @@ def naming(sample: Sample, media: Media) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Markers that are words of a text. listed: kinds of media that a sample lists beside its text, whose markers are
-    none. tokens: of the tokenizer, which a word must not become."""
+    """Rules for markers that are words of a text. listed: kinds of media that the sample lists beside its text; their
+    markers are not words. tokens: tokens of the tokenizer, which a word must not become."""
 
     listed: frozenset[MediaKind]
     tokens: frozenset[str]
 
     def word(self, written: str, marker: str) -> str:
-        """The text for `written`, which ends with `marker`."""
+        """Return the text for `written`, which ends with `marker`."""
         before = written[: -len(marker)]
         return f"{before}{marker[0]}{BREAK}{marker[1:]}" if marker in self.tokens else written
 
@@ -62,12 +62,12 @@ Placed = list[tuple[Media, Unit] | tuple[Media, Unit, Piece]]
 
 
 def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Placed, Placed]:
-    """Messages with a `MEDIA` character for every item, those items in order, and the items that go before all text.
+    """Return messages with a `MEDIA` character for every item, those items in order, and the items that precede all
+    text.
 
-    Markers in the text take the unplaced media of their unit's kind, in order; a backslash before one makes it a word,
-    and so does a sample without such media. Media of a kind that has no marker in the text go before the first user
-    turn. A model that draws learns to draw the images in an assistant's turn; where another turn follows, its encoder
-    reads them, too.
+    Markers in the text take the unplaced media of their unit's kind, in order. A marker is a word if a backslash
+    precedes it or the sample lists no media of its kind. Media of a kind without markers precede the first user turn.
+    With a generator, images in an assistant's turn are targets; if another turn follows, the encoder reads them, too.
     """
     waiting: dict[MediaKind, deque[Media]] = {kind: deque() for kind in get_args(MediaKind)}
     for media in sample.unplaced:

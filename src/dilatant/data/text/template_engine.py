@@ -1,7 +1,7 @@
-"""Compile chat templates as transformers does, and render them within limits and with a fixed date.
+"""Template engine: compile chat templates as transformers does, and render them within limits and with a fixed date.
 
-Imports jinja2 alone. A template is anybody's program: its loops and macros count their steps, so that a rendering ends
-in any thread or process, without signals.
+Imports only jinja2. Templates are untrusted: loops and macros count steps, so that rendering can be stopped in any
+thread or process, without signals.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 OPEN, CLOSE = "\U0010fff9", "\U0010fffa"
-"""Characters around what a template writes inside generation tags."""
+"""Characters around the text that a template writes inside generation tags."""
 CLOCK = "strftime_now"
 """The function by which templates write the date."""
 SECONDS = 5.0
-"""Longest that a rendering may compute."""
+"""CPU seconds of a rendering."""
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 100_000, 1_000, 10
-"""Most steps of a rendering: of any, and for each message and character of it. The turn of a loop is one."""
+"""Maximum steps of a rendering: a base, plus steps per message and per character. A loop iteration is a step."""
 STEPS_OF_CALL = 10
-"""Steps that the call of a macro counts."""
+"""Steps of a macro call."""
 CHARACTERS, CHARACTERS_PER_CHARACTER = 1 << 20, 4
-"""Most characters of a rendering: those that it may add, and for each of the conversation."""
+"""Maximum characters of a rendering: a base, plus characters per character of the conversation."""
 LARGEST_VALUE = 1 << 24
-"""Most characters or digits of a product or a power."""
+"""Maximum characters or digits of a product or a power."""
 _TICK, _COUNTED = "dilatant_tick", "dilatant_counted"
 _STEPS_PER_LOOK = 64
 
 
 class RunawayTemplate(Exception):
-    """A rendering goes beyond a limit, which the message names."""
+    """A rendering exceeds a limit, which the message names."""
 
 
 class _Limits:
-    """What is left of a rendering's limits. messages, characters: of the conversation."""
+    """Remaining limits of a rendering. messages, characters: size of the conversation."""
 
     def __init__(self, messages: int, characters: int) -> None:
         self.most_steps = STEPS + STEPS_PER_MESSAGE * messages + STEPS_PER_CHARACTER * characters
@@ -59,7 +59,7 @@ class _Limits:
             raise RunawayTemplate(f"computes for more than {SECONDS:g} s")
 
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
-        """The values of a loop, each of which is a step."""
+        """Yield the values of a loop, counting a step for each."""
         for value in values:
             self.tick(1)
             yield value
@@ -71,7 +71,7 @@ class _Limits:
 
 
 class _GenerationTags(Extension):
-    """`{% generation %}`: what it holds is written between `OPEN` and `CLOSE`."""
+    """Extension for `{% generation %}`: its content is written between `OPEN` and `CLOSE`."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -85,7 +85,7 @@ class _GenerationTags(Extension):
 
 
 class _Namespace(Namespace):
-    """A namespace without names that reach into Python."""
+    """A namespace that refuses names with a leading underscore, which reach into Python."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *given = args
@@ -139,10 +139,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 def render(
     text: str, day: str, messages: list[dict[str, Any]], characters: int, variables: Mapping[str, Any]
 ) -> str:
-    """The text of a conversation, with `OPEN` and `CLOSE` around what stands in generation tags.
+    """Render a conversation, with `OPEN` and `CLOSE` around the text in generation tags.
 
-    day: the date that it may write, as YYYY-MM-DD; today where empty. characters: of the conversation. variables: what
-    else the template may name. Raises RunawayTemplate, and whatever the template raises.
+    day: the date that the template may write, as YYYY-MM-DD; empty for today. characters: those of the conversation.
+    variables: other names for the template. Raises RunawayTemplate, and whatever the template raises.
     """
     limits = _Limits(len(messages), characters)
     written = []
@@ -155,7 +155,7 @@ def render(
 
 @lru_cache(32)
 def names(text: str) -> frozenset[str]:
-    """The variables, attributes and words that a template names; none where it cannot be parsed."""
+    """Return the variables, attributes and strings that a template names; none if it cannot be parsed."""
     try:
         tree = _Environment("").parse(text)
     except jinja2.TemplateError:

@@ -1,9 +1,8 @@
-"""Compiles and renders a chat template in a process that can be ended; run as a program, it imports jinja2 alone.
+"""Template trial: compile and render a chat template in a process that can be killed. Imports only jinja2.
 
-Standard input: the template and its special tokens as JSON. Arguments: the memory it may take, in bytes, and the
-seconds of a processor. Exit code: 0 when the template has come to an end, were it by an error, `TOO_LARGE` when it
-lacks memory, and `RUNAWAY` when it goes beyond a limit of `template_engine`, which standard output then names; too many
-seconds end it by SIGXCPU.
+Standard input: the template and its special tokens as JSON. Arguments: memory limit in bytes and CPU seconds. Exit
+code: 0 if the template finished, even with an error; `TOO_LARGE` if memory ran out; `RUNAWAY` if it exceeded a limit of
+`template_engine`, which standard output names. Exceeding the CPU seconds ends the process by SIGXCPU.
 """
 
 from __future__ import annotations

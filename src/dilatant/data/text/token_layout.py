@@ -1,4 +1,4 @@
-"""Token ids of a sample with every media item expanded, from sizes alone."""
+"""Token layout: token ids of a sample with every media item expanded, computed from sizes alone."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _WITH_GRIDS = (
     *(NativeImageUnit, NativeClipUnit, FramedClipUnit, SoundUnit, UsmSoundUnit),
     *(AnyresImageUnit, AnyresClipUnit, AspectImageUnit),
 )
-"""Units whose items have unlike sizes, which others ask for without the items."""
+"""Units whose items differ in size and have a `grid`, which is needed without the items, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A media item and the unit that reads or draws it, with tokens in that unit and in the language model."""
+    """A media item and its unit, with the item's tokens in that unit and in the language model."""
 
     media: Media
     unit: Unit
@@ -45,13 +45,13 @@ class Item:
     merged_tokens: int
     grid: Mapping[str, EncoderInput]
     goes_on: bool = False
-    """Whether it is more of a clip of which a piece came before."""
+    """True for a clip's later pieces; its first piece is another item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Token ids of a sample and its media items in their order. targets: the tokens that carry loss. is_cut: whether
-    what came behind was left out."""
+    """Token ids of a sample and its media items, in order. targets: tokens that carry loss. is_cut: the sample was
+    cut."""
 
     ids: NDArray[np.int64]
     targets: NDArray[np.bool_]
@@ -71,7 +71,7 @@ class Layout:
 
 
 def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> Layout:
-    """Token ids with every media item expanded, from sizes alone."""
+    """Compute token ids with every media item expanded, from sizes alone."""
     unheard = [turn.role for turn in sample.turns if turn.role != "assistant" and not turn.carries_loss]
     if unheard and encoding.train_on == "all":
         raise SampleError(
@@ -119,14 +119,14 @@ def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) ->
     lead = [np.full(item.merged_tokens, item.unit.placeholder_id) for item in front]
     ids = np.concatenate([*lead, np.repeat(ids, repeats)]).astype(np.int64)
     targets = np.concatenate([np.zeros(len(ids) - repeats.sum(), bool), np.repeat(targets, repeats)])
-    targets[:1] = False  # nothing comes before it that could predict it
+    targets[:1] = False  # no token precedes it to predict it
     if for_generation or encoding.cuts_at is None or len(ids) <= encoding.cuts_at:
         return Layout(ids, targets, items)
     return _cut(ids, targets, items, encoding.cuts_at)
 
 
 def _cut(ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, ...], length: int) -> Layout:
-    """The first `length` tokens, or less: not a part of a media item."""
+    """Cut to the first `length` tokens, or fewer so that no media item is split."""
     at = kept = 0
     for item in items:
         at += int(np.argmax(ids[at:] == item.unit.placeholder_id))

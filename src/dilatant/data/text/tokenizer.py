@@ -1,4 +1,4 @@
-"""Tokenizers: any fast one of Hugging Face by name, and a built-in one over bytes that needs no download."""
+"""Tokenizers: fast Hugging Face tokenizers by name, and a built-in byte tokenizer that needs no download."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BYTES = "bytes"
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
-    """The tokenizer of a hub id or a local folder, or the built-in one for `bytes`. Raises UserError."""
+    """Load the tokenizer of a hub id or a local folder, or the built-in one for `bytes`. Raises UserError."""
     if name == BYTES:
         return byte_tokenizer()
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
@@ -41,9 +41,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             f"tokenizer {name!r} has no fast version (tokenizer.json), which is needed to place media"
         )
     if not tokenizer("A word.", add_special_tokens=False).input_ids:
-        # What transformers makes of a folder that has a config, but none of the tokenizer's files.
+        # transformers makes an empty tokenizer of a folder with a config but no tokenizer files.
         raise _no_tokenizer(name)
-    # transformers' processor, of which it may be a part, takes the template of these files before its own.
+    # A transformers processor prefers the template in these files to that of its tokenizer.
     for file in ("processor_config.json", "chat_template.json"):
         template = _settings(name, file).get("chat_template")
         if isinstance(template, str | dict):
@@ -60,14 +60,14 @@ def _no_tokenizer(name: str) -> UserError:
 
 
 def generation_ends(source: str | None) -> tuple[int, ...]:
-    """The ids that end an answer by the `generation_config.json` of a hub id or a local folder. Raises UserError."""
+    """Return the eos ids in the `generation_config.json` of a hub id or a local folder. Raises UserError."""
     found = _settings(source, "generation_config.json").get("eos_token_id") if source is not None else None
     ids = found if isinstance(found, list) else [found]
     return tuple(token for token in ids if isinstance(token, int))
 
 
 def _settings(source: str, file: str) -> dict[str, Any]:
-    """The content of a JSON file of a hub id or a local folder; nothing where it is absent. Raises UserError."""
+    """Return the content of a JSON file of a hub id or a local folder; empty if it is absent. Raises UserError."""
     from transformers.utils.hub import cached_file
 
     try:
@@ -84,7 +84,7 @@ def _settings(source: str, file: str) -> dict[str, Any]:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8, then `<pad>`, `<s>` and `</s>`.
+    """Make a tokenizer whose ids 0 to 255 are the bytes of UTF-8, followed by `<pad>`, `<s>` and `</s>`.
 
     It saves to, and loads from, the Hugging Face layout without this package.
     """
@@ -106,8 +106,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte: printable Latin-1 as it is, the rest moved
-    above 255 in order."""
+    """Return the character of each byte in byte-level BPE: printable Latin-1 unchanged, the others moved above 255 in
+    order."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     moved = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
