@@ -175,7 +175,7 @@ def _by_av(media: Media, stream: BinaryIO) -> _Sound:
                 start = packet.pts if start is None else start
                 end = max(end, packet.pts + (packet.duration or 0))
         seconds = (end - (start or 0)) * track.time_base
-    if said > 0 and abs(said - seconds) > ROUNDED_SECONDS:  # header or stamps are estimates
+    if said > 0 and abs(said - seconds) > ROUNDED_SECONDS:  # one of the two is an estimate
         return _Sound(sum(map(len, blocks())), rate, blocks)
     if said > 0 and 0 < seconds - said < TRIMMED_SECONDS:
         seconds = said

@@ -1,5 +1,4 @@
-"""Mllama images: every image has the same number of tiles, some of which are padding; one token of the text stands for
-the image."""
+"""Mllama images: each has the same number of tiles, some of them padding, and one token in the text."""
 
 from __future__ import annotations
 

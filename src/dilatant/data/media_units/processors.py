@@ -114,7 +114,7 @@ def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int
 def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
     """Return an equivalent `PixelProcessor` if the settings only resize, crop, rescale and normalise; else None.
 
-    Covers the processors of CLIP, SigLIP, ViT and DINOv2.
+    Covers the processors of CLIP, SigLIP, ViT, DeiT and DINOv2 (Bit).
     """
     kind = str(settings.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
     if kind not in (

@@ -1,5 +1,4 @@
-"""Universal Speech Model audio (Gemma 4): log-mel frames of a sound up to a maximum length; four frames are one
-token."""
+"""Universal Speech Model audio (Gemma 4): log-mel frames of sounds of limited length; four frames are one token."""
 
 from __future__ import annotations
 
