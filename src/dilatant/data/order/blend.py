@@ -1,4 +1,4 @@
-"""Several sources as one list of samples."""
+"""Blend: concatenate several data sources into one indexable data set, with a sampling weight for each source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dilatant.data.sample import Sample
 
 @dataclass(frozen=True)
 class Blend:
-    """The samples of several sources, one source after another. Picklable."""
+    """A map-style data set: the samples of several sources, concatenated. Picklable."""
 
     readers: tuple[Reader, ...]
     weights: tuple[float, ...]
@@ -41,13 +41,13 @@ class Blend:
         return reader[number]
 
     def name(self, index: int) -> str:
-        """How messages call a sample ("charts.parquet:881"), without reading it."""
+        """Return the name of a sample in messages ("charts.parquet:881"), without reading the sample."""
         reader, number = self._locate(index)
         return reader.name_of(number)
 
     @cached_property
     def source_names(self) -> tuple[str, ...]:
-        """What figures of each source go by, all different."""
+        """Return one unique name for each source, under which its statistics are reported."""
         names: list[str] = []
         for reader in self.readers:
             name, number = reader.is_called, 1
@@ -58,11 +58,11 @@ class Blend:
         return tuple(names)
 
     def source_of(self, index: int) -> int:
-        """The number of the source that a sample is of."""
+        """Return the number of the source to which a sample belongs."""
         return int(np.searchsorted(self._ends, index, side="right"))
 
     def split(self, size: float, seed: int) -> tuple[Blend, Blend]:
-        """Samples to train on, and samples held out of every source; see `Split`. Raises UserError."""
+        """Split every source into (training, held-out) samples; see `Split`. Raises UserError."""
         sides = []
         for held_out in (False, True):
             split = Split(size, seed, held_out)
@@ -78,14 +78,14 @@ class Blend:
         return self.readers[source], index - int(self._ends[source]) + self.lengths[source]
 
     def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> Sampler:
-        """The order in which training takes these samples."""
+        """Return the sampler that gives the training order of these samples."""
         blocks = tuple(reader.blocks for reader in self.readers)
         return Sampler(self.lengths, self.weights, seed, global_batch_size, shuffle, blocks)
 
 
 @dataclass(frozen=True)
 class StreamBlend:
-    """Several sources that are read as they come. It can be trained on, but neither counted nor indexed."""
+    """Several sources that are read as streams: usable for training, without length, index or random access."""
 
     streams: tuple[Stream, ...]
     weights: tuple[float, ...]
@@ -99,7 +99,7 @@ class StreamBlend:
         raise UserError("a streamed data set cannot be read by index; do not stream it here")
 
     def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> StreamSampler:
-        """The order in which training takes these samples."""
+        """Return the sampler that gives the training order of these streams."""
         block = StreamSampler.shuffle_block if shuffle else 1
         return StreamSampler(self.streams, self.weights, seed, global_batch_size, block)
 
@@ -111,8 +111,8 @@ def open_blend(
     max_samples: int | None = None,
     held_out: bool = False,
 ) -> Blend | StreamBlend:
-    """All sources of a config section. cache_dir, held_out, and what is raised: as of `open_source`. max_samples: of
-    each."""
+    """Open all sources of a config section. max_samples limits each source. cache_dir, held_out and errors: see
+    `open_source`."""
     if max_samples is not None:
         sources = [
             source.model_copy(update={"limit": min(max_samples, source.limit or max_samples)})

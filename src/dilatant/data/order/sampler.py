@@ -1,4 +1,4 @@
-"""Which samples the next step takes: a seeded order over weighted sources, whose position is a small value."""
+"""Sampler: a seeded, resumable order of samples over weighted sources, whose position is a small value."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dilatant.data.readers.records import Blocks
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """How many samples were taken from each source. It depends on no device, process or batch size.
+    """A position in the data: the number of samples taken from each source, independent of devices and batch size.
 
-    lengths and seed tell which order this is a position in. Without values it is the start of any order.
+    lengths and seed identify the order to which the position belongs. The default is the start of any order.
     """
 
     drawn: tuple[int, ...] = ()
@@ -27,16 +27,16 @@ class SamplerState:
 
     @property
     def samples(self) -> int:
-        """Samples taken in all."""
+        """Total number of samples taken from all sources."""
         return sum(self.drawn)
 
     def after(self, sources: NDArray[np.int64]) -> SamplerState:
-        """The state after one more sample from each of `sources`."""
+        """Return the state after one more sample from each of `sources`."""
         more = np.bincount(sources, minlength=len(self.drawn))
         return replace(self, drawn=tuple(int(count) for count in np.array(self.drawn) + more))
 
     def checked(self, start: SamplerState) -> SamplerState:
-        """This state, if it is a position in the order that begins at `start`. Raises UserError."""
+        """Return this state if its lengths and seed equal those of `start`. Raises UserError otherwise."""
         if not self.drawn:
             return start
         problems = []
@@ -64,13 +64,13 @@ class SamplerState:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The order of samples over the whole run.
+    """The training order of samples from several sources, in global batches.
 
-    lengths: samples of each source. weights: the share of each source. An index counts through all sources, one
-    after another. Every source is shuffled anew for each of its passes and every sample comes once in a pass; a
-    batch that a pass cannot fill goes on with the next one. With `shuffle` off the sources keep their order.
-    blocks: for sources that are read in blocks. Those are shuffled in two steps, the blocks and then the samples of
-    as many blocks as the reader keeps at hand, so that each block is read once in a pass.
+    lengths: samples of each source. weights: the share of each source. Indices count through the concatenated
+    sources. Every source is reshuffled in each of its passes, and a pass contains every sample once; a batch may span
+    two passes. With `shuffle` off, each source keeps its order.
+    blocks: given for sources that are read in blocks. Such a source is shuffled in two steps, first the blocks and
+    then the samples within a window of as many blocks as the reader caches, so that a pass reads each block once.
     """
 
     lengths: tuple[int, ...]
@@ -91,29 +91,29 @@ class Sampler:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all sources: what an epoch has."""
+        """Total number of samples of all sources, which is one epoch."""
         return sum(self.lengths)
 
     def start(self) -> SamplerState:
         return SamplerState((0,) * len(self.lengths), self.lengths, self.seed)
 
     def resume(self, state: SamplerState) -> SamplerState:
-        """`state` as a position in this order. Raises UserError when the data or the seed is another: going on
-        would repeat some samples and leave out others."""
+        """Return `state` as a position in this order. Raises UserError if the data or the seed changed: resuming would
+        repeat some samples and omit others."""
         return state.checked(self.start())
 
     def epoch(self, state: SamplerState) -> float:
-        """Passes over the data so far: samples taken, divided by the samples there are."""
+        """Return the number of passes over the data: samples taken divided by the number of samples."""
         return state.samples / self.num_samples
 
     def batches(self, state: SamplerState) -> Iterator[tuple[list[int], SamplerState]]:
-        """Global batches from `state` on, without end: indices, and the state after them."""
+        """Yield global batches from `state` on, without end: (indices, the state after the batch)."""
         while True:
             indices, state = self.take(state, self.global_batch_size)
             yield indices.tolist(), state
 
     def take(self, state: SamplerState, count: int) -> tuple[NDArray[np.int64], SamplerState]:
-        """Indices of the next `count` samples, int64 [count], and the state after them."""
+        """Return the indices of the next `count` samples, int64 [count], and the state after them."""
         sources = choose_sources(self.weights, state.drawn, count)
         indices = np.empty(count, np.int64)
         offset = 0
@@ -125,7 +125,7 @@ class Sampler:
         return indices, state.after(sources)
 
     def _order(self, source: int, ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where in a source its next samples are: int64, the shape of `ordinals`."""
+        """Map a source's running sample numbers to sample numbers inside the source: int64, the shape of `ordinals`."""
         length = self.lengths[source]
         passes, positions = np.divmod(ordinals, length)
         if not self.shuffle:
@@ -143,7 +143,7 @@ class Sampler:
         return result
 
     def _block_order(self, blocks: Blocks, stream: tuple[int, int]) -> _BlockOrder:
-        """That of a pass, which many batches share."""
+        """Return the block order of one pass (`stream` = source, pass), cached because many batches share it."""
         if stream not in self._block_orders:
             if len(self._block_orders) > 2 * len(self.lengths):
                 self._block_orders.clear()
@@ -152,7 +152,7 @@ class Sampler:
 
 
 def choose_sources(weights: Sequence[float], drawn: Sequence[int], count: int) -> NDArray[np.int64]:
-    """The source of each of the next `count` samples, int64 [count]: always the one furthest behind its share."""
+    """Choose the source of each of the next `count` samples, int64 [count]: the source furthest behind its share."""
     if len(weights) == 1:
         return np.zeros(count, np.int64)
     share = np.array(weights) / sum(weights)
@@ -166,15 +166,15 @@ def choose_sources(weights: Sequence[float], drawn: Sequence[int], count: int) -
 
 @dataclass(frozen=True, slots=True)
 class _BlockOrder:
-    """One pass over a source that is read in blocks. Arrays are int64, over the blocks in their new order, or over the
-    windows of blocks that are read together."""
+    """The shuffled order of one pass over a source that is read in blocks. Arrays are int64, one entry for each block
+    in the shuffled order or, for `window_ends`, for each window of blocks that is shuffled together."""
 
     seed: int
     stream: tuple[int, ...]
     first: NDArray[np.int64]
-    """Where in the source a block starts."""
+    """Where each block starts in the source."""
     ends: NDArray[np.int64]
-    """Where in the new order it ends."""
+    """Where each block ends in the shuffled order."""
     lengths: NDArray[np.int64]
     window_ends: NDArray[np.int64]
 
@@ -182,7 +182,7 @@ class _BlockOrder:
     def of(blocks: Blocks, seed: int, stream: tuple[int, ...]) -> _BlockOrder:
         lengths = np.array(blocks.lengths, np.int64)
         first = np.cumsum(lengths) - lengths
-        # Runs of one group stay together and in order: they can only be reached one after another.
+        # Blocks of one group stay together and in order, because a group can only be read sequentially.
         group = np.array(blocks.groups, np.int64) if blocks.groups else np.arange(len(lengths))
         count = int(group[-1]) + 1
         place = permute(np.arange(count), count, seed, (*stream, 0))
@@ -194,7 +194,7 @@ class _BlockOrder:
         return _BlockOrder(seed, stream, first[order], ends, lengths[order], window_ends)
 
     def permute(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As `permute`, but neighbours in the new order come from few blocks."""
+        """Map positions to samples as `data.permutation.permute` does, but with neighbours from few blocks."""
         window = np.searchsorted(self.window_ends, positions, side="right")
         result = np.empty_like(positions)
         for number in np.unique(window):

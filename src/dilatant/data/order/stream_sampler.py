@@ -1,4 +1,4 @@
-"""The order of samples when a source can only be read from its start: shuffled in blocks, resumed by skipping."""
+"""Sampler for streamed sources: samples are shuffled in blocks, and resuming skips to the position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilatant.data.sample import Sample
 
 
 class Stream(Protocol):
-    """Samples in one order, again from any number on."""
+    """A source of samples in a fixed order that can be read again from any sample number."""
 
     @property
     def name(self) -> str: ...
@@ -27,10 +27,10 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class StreamSampler:
-    """As `Sampler`, for sources of unknown length.
+    """The training order of streamed sources, whose lengths are unknown; has the interface of `Sampler`.
 
-    shuffle_block: samples that are held and shuffled together; 1 keeps the order. A block that has been left is
-    never returned to, so a position in the middle of a stream is reached by skipping whole blocks.
+    shuffle_block: number of samples that are buffered and shuffled together; 1 keeps the order. The sampler never
+    returns to a finished block, so it reaches a position inside a stream by skipping whole blocks.
     """
 
     streams: Sequence[Stream]
@@ -43,15 +43,15 @@ class StreamSampler:
         return SamplerState((0,) * len(self.streams), (0,) * len(self.streams), self.seed)
 
     def resume(self, state: SamplerState) -> SamplerState:
-        """`state` as a position in this order. Raises UserError when it belongs to other sources or another seed."""
+        """Return `state` as a position in this order. Raises UserError if the sources or the seed changed."""
         return state.checked(self.start())
 
     def epoch(self, state: SamplerState) -> float:
-        """Unknown for a stream: 0."""
+        """Return 0, because the length of a stream is unknown."""
         return 0.0
 
     def batches(self, state: SamplerState) -> Iterator[tuple[list[Sample | SampleError], SamplerState]]:
-        """Global batches from `state` on, without end: samples, and the state after them."""
+        """Yield global batches from `state` on, without end: (samples, the state after the batch)."""
         sources = [self._samples(number, drawn) for number, drawn in enumerate(state.drawn)]
         while True:
             chosen = choose_sources(self.weights, state.drawn, self.global_batch_size)
@@ -59,7 +59,7 @@ class StreamSampler:
             yield [next(sources[source]) for source in chosen], state
 
     def _samples(self, source: int, ordinal: int) -> Iterator[Sample | SampleError]:
-        """The samples of a source from `ordinal` on, pass after pass."""
+        """Yield the samples of a source from number `ordinal` on, pass after pass."""
         number = 0
         while True:
             length = 0
@@ -70,7 +70,7 @@ class StreamSampler:
                 length += len(samples)
             length += skip
             if length <= skip:
-                # The position is in a later pass: only reading tells how long one is.
+                # The position is in a later pass; the length of a pass is only known after reading it.
                 length = sum(len(samples) for samples in self._blocks(source, 0))
                 if length == 0:
                     raise UserError(f"data set {self.streams[source].name!r} is empty")
