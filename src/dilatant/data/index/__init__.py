@@ -1,1 +1,1 @@
-"""The sizes index: the tokens of every sample in every unit, and what is computed from them."""
+"""The sizes index: the tokens of every sample in every unit, with the statistics and checks computed from it."""

@@ -1,4 +1,4 @@
-"""What a run's training data are, by content, so that a resumed run can tell whether they are the same."""
+"""Identity of training data: digests of the data's content, with which a resumed run detects changed data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dilatant.data.sample import digest_of
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """The sources of a run by the content of their samples; none for a stream, whose samples are not known ahead.
+    """Content digests of a run's data sources; empty for a stream, whose samples are not known in advance.
 
-    content: int64 [samples], the `content_digest` of every sample, source after source. blocks: how each source is
-    read, on which the order of its samples depends.
+    content: int64 [samples], the `content_digest` of every sample of the concatenated sources. blocks: the blocks in
+    which each source is read; the order of its samples depends on them.
     """
 
     names: Sequence[str] = ()
@@ -40,8 +40,8 @@ class DataIdentity:
 
     @cached_property
     def by_source(self) -> list[dict[str, Any]]:
-        """For each source its name, the number of its samples, a digest of their tokens and labels and one of how they
-        are read together, as JSON."""
+        """Describe each source as JSON: name, number of samples, digest of their tokens and labels, digest of the
+        blocks in which they are read."""
         ends = np.cumsum(self.lengths).tolist()
         return [
             {
@@ -54,8 +54,8 @@ class DataIdentity:
         ]
 
     def require(self, before: Sequence[Mapping[str, Any]]) -> None:
-        """Raise UserError that says what changed, unless the samples are those of which `by_source` was `before`.
-        Names and places of files may be others. Nothing is required where one of both is not known."""
+        """Raise UserError naming the changes if the data differ from `before`, an earlier `by_source`. File names and
+        places may differ. Nothing is compared if either side is unknown."""
         if before and self.names and (found := self._changes(before)):
             raise UserError(
                 f"the training data changed since the checkpoint was written: {'; '.join(found)}. Going on would "

@@ -1,4 +1,4 @@
-"""Find every sample that would fail in training, before any device is taken."""
+"""Data lint: find every sample that would fail in training, before any device is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 16
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A sample that would fail. index: its number in the data; sample: where it was read from."""
+    """A sample that would fail. index: its number in the data; sample: its name, which says where it was read."""
 
     index: int
     sample: str
@@ -41,11 +41,11 @@ def lint(
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[Problem, ...]:
-    """Everything wrong with the samples, in order; empty when all of them can be trained on.
+    """Return all problems of the samples, in order; empty if every sample can be trained on.
 
-    index: the sizes, which say what headers and text tell; default: as of `blend_sizes`. deep: also decode the media,
-    which finds those that are cut off. The longest sample allowed is `encoding.max_length`. cache_dir, workers: as of
-    `blend_sizes`.
+    index: the sizes index, which holds the problems found from headers and text; default: built by `blend_sizes`.
+    deep: also decode the media, which finds truncated files. `encoding.max_length` is the longest sample allowed.
+    cache_dir, workers: see `blend_sizes`.
     """
     total = len(blend)
     if index is None:

@@ -1,4 +1,4 @@
-"""Measure many samples."""
+"""Measure samples: count each unit's tokens from headers and text, without decoding media, in worker processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dilatant.data.text.encode import measure_sample
 from dilatant.data.text.encoding import Encoding
 
 PIECE = 64
-"""Samples that are measured in one go, where every sample is as cheap to read as the next."""
+"""Samples measured per work item if samples can be read one by one."""
 BLOCK_PIECE = 8192
-"""Most samples of one go where they are read in blocks, which is for nothing but the first of a group."""
+"""Most samples per work item if samples are read in blocks; a group is only cut if it is longer."""
 
 
 class Measurable(Protocol):
-    """Samples by number. Picklable."""
+    """A map-style data set of samples. Picklable."""
 
     def __len__(self) -> int: ...
 
@@ -33,7 +33,7 @@ class Measurable(Protocol):
 
 @dataclass(frozen=True)
 class Chosen:
-    """Some samples of many, by their numbers: int64 [chosen]."""
+    """A subset of a data set, by sample numbers: int64 [chosen]."""
 
     samples: Measurable
     numbers: NDArray[np.int64]
@@ -46,16 +46,15 @@ class Chosen:
 
 
 FileState = tuple[str, int, int]
-"""Path, size and time in ns of a file; -1 and -1 where there is none."""
+"""Path, size in bytes and modification time in ns of a file; -1 and -1 for a missing file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of samples from headers and text. tokens: int64 [units, samples]; the others: int64 [samples].
+    """Result of measuring samples from headers and text. tokens: int64 [units, samples]; other arrays: int64 [samples].
 
-    problems: sample → why it cannot be trained on at any length; tokens are 0 where they are not known. media: sample
-    with a problem → the files that its media are in. unused: columns, and keys inside of them, that no sample is made
-    of, as a dict for its order.
+    problems: sample → why it cannot be trained on at any length; unknown tokens are 0. media: sample with a problem →
+    the files that hold its media. unused: columns, and keys inside of columns, that no sample uses, as an ordered set.
     """
 
     tokens: NDArray[np.int64]
@@ -80,11 +79,11 @@ def measure(
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Measured:
-    """Sizes, digests and problems of all samples, by `measure_sample`.
+    """Measure all samples with `measure_sample`: sizes, digests and problems.
 
-    blocks: how samples are read together. name: how messages call the source. workers: processes that measure; 0 works
-    here; None takes all cores that this process may use, where there is work for them. Raises UserError for what is
-    wrong with the source as a whole.
+    blocks: the blocks in which samples are read. name: the source's name in messages. workers: number of measuring
+    processes; 0 measures in this process; None uses all cores available to this process, if the work is large enough.
+    Raises UserError for an error of the source as a whole.
     """
     total = len(samples)
     found = Measured.none(len(encoding.unit_names), total)
@@ -105,7 +104,7 @@ def measure(
 
 
 def _pieces(total: int, blocks: Blocks | None) -> Iterator[Piece]:
-    """Runs of samples, in order: whole groups of blocks, where they are not too long."""
+    """Return the work items, as ranges of samples in order: whole groups of blocks, cut only if too long."""
     if blocks is None:
         return piece_bounds(total, PIECE)
     groups = blocks.groups or range(len(blocks.lengths))
@@ -147,7 +146,7 @@ class _MeasureJob:
 
 
 def unused_keys(sample: Sample, encoding: Encoding) -> list[str]:
-    """Columns of a sample's record that are not trained on, and keys that the chat template does not read."""
+    """Return the columns of a sample's record that training does not use, and keys that the chat template ignores."""
     keys = {key: None for turn in sample.turns for key, _ in turn.extras}
     reads = encoding.chat.template.reads
     unread = [f"messages[].{key}" for key in keys if not reads(key)]
@@ -161,7 +160,7 @@ def unused_keys(sample: Sample, encoding: Encoding) -> list[str]:
 
 
 def media_files(sample: Sample) -> list[Path]:
-    """The files that media of a sample are in, but for slices of larger ones."""
+    """Return the files that hold a sample's media, except for slices of larger files."""
     found: list[Path] = []
     waiting = [part for turn in sample.turns for part in turn.content if isinstance(part, Media)]
     for media in (*sample.unplaced, *waiting):

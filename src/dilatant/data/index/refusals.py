@@ -1,4 +1,4 @@
-"""Texts of some samples among many, in arrays that can be mapped."""
+"""Refusals: the error texts of samples that cannot be trained on, in arrays that can be memory-mapped."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 
 class Refusals(Mapping[int, str]):
-    """Sample → why it cannot be trained on, in the order of the samples.
+    """Mapping from sample to the reason why it cannot be trained on, in the order of the samples.
 
-    samples: int64 [refused], ascending. ends: int64 [refused + 1], where in `text`, UTF-8 bytes, those of each end.
+    samples: int64 [refused], ascending. text: all reasons, concatenated as UTF-8 bytes. ends: int64 [refused + 1],
+    the boundaries of the reasons in `text`.
     """
 
     def __init__(self, samples: NDArray[np.int64], ends: NDArray[np.int64], text: NDArray[np.uint8]) -> None:
@@ -30,7 +31,7 @@ class Refusals(Mapping[int, str]):
 
     @staticmethod
     def joined(parts: Sequence[Refusals], offsets: Sequence[int]) -> Refusals:
-        """Those of several runs of samples, which begin at `offsets`."""
+        """Concatenate the refusals of several parts of a data set, which begin at `offsets`."""
         return Refusals(
             np.concatenate([part._samples + offset for part, offset in zip(parts, offsets)]),
             np.cumsum(np.concatenate([[0], *(np.diff(part._ends) for part in parts)]), dtype=np.int64),
@@ -43,7 +44,7 @@ class Refusals(Mapping[int, str]):
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What the constructor takes."""
+        """Return the constructor's arguments by name."""
         return {"samples": self._samples, "ends": self._ends, "text": self._text}
 
     def __len__(self) -> int:

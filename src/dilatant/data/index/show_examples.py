@@ -1,4 +1,4 @@
-"""A few samples of a data set for a reader: typical ones, and the longest."""
+"""Example samples for a data report: for each source a sample of typical length, and the longest sample."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from dilatant.data.text.encoding import NO_LOSS, TOKENS, Encoding
 from dilatant.data.text.example import Example, ExampleSpan
 
 PIXELS = 176
-"""Longest side of a small picture."""
+"""Longest side of a thumbnail in pixels."""
 PEAKS = 120
 SAMPLING_RATE = 8_000
-"""Enough to see how loud a sound is."""
+"""Hz; enough to draw the loudness of a sound."""
 
 
 def show_examples(blend: Blend, index: SizesIndex, encoding: Encoding) -> tuple[Example, ...]:
-    """Of up to three sources the sample whose length is nearest to the median, and the longest sample that can be
-    trained on. Decodes their media; one that cannot be decoded says why."""
+    """Return, for the first three sources, the usable sample of nearly median length, and the longest usable sample.
+    Media are decoded; an example whose media cannot be decoded carries the error text instead."""
     language = index.tokens[:, 0]
     usable = (index.target_tokens > 0) & (language > 0)
     if encoding.max_length is not None:
@@ -60,7 +60,7 @@ def _example(blend: Blend, at: int, why: str, encoding: Encoding) -> Example:
 
 
 def spans(sample: Sample, encoding: Encoding) -> Iterator[ExampleSpan]:
-    """The runs of a sample's tokens, in order. Raises UserError for a sample that cannot be trained on."""
+    """Yield the runs of a sample's tokens, in order. Raises UserError for a sample that cannot be trained on."""
     encoded = encode_sample(sample, encoding, frozenset({TOKENS}))
     ids, learned = encoded.input_ids, encoded.labels != NO_LOSS
     at = 0

@@ -1,7 +1,7 @@
-"""The sizes index: tokens of every sample in every unit, known before anything is decoded, kept in a cache.
+"""The sizes index: the tokens of every sample in every unit, computed without decoding media and cached on disk.
 
-Planning, training, statistics and lint read the same one. It is mapped, not read: opening it costs the same for any
-number of samples.
+Planning, training, statistics and lint share one index. It is memory-mapped, so opening it takes the same time for
+any number of samples.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from dilatant.data.text.encoding import Encoding
 
 FORMAT = 4
 _HAS_AV = find_spec("av") is not None
-"""By which media are read that are refused without, some sounds with another length."""
+"""Part of the cache key: without PyAV some media are refused, and some sounds get another length."""
 WATCHED_MEDIA = 1000
-"""Most media files of refused samples that are looked at when the index is opened."""
+"""Most media files of refused samples whose state is compared when the index is opened."""
 
 
 @dataclass(frozen=True)
 class SizesIndex:
-    """What is known of every sample without decoding it, in the order of the samples.
+    """The measurements of every sample, in the order of the samples.
 
-    units: "language", then the encoders. tokens: int64 [samples, units]; 0 where they are not known. target_tokens:
-    int64 [samples], those that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems:
-    sample → why it cannot be trained on at any length. name: how messages call a sample. unused: for each source, the
-    columns and keys that no sample is made of.
+    units: "language", then the encoders. tokens: int64 [samples, units]; 0 if unknown. target_tokens: int64 [samples],
+    the tokens that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems: sample → why
+    it cannot be trained on at any length. name: returns a sample's name in messages. unused: for each source, the
+    columns and keys that no sample uses.
     """
 
     units: tuple[str, ...]
@@ -62,8 +62,8 @@ class SizesIndex:
         return self.tokens[:, self.units.index(unit)]
 
     def refused(self, max_length: int | None) -> dict[int, str]:
-        """Sample → why `encode_sample` refuses it with this `max_length`, in order; what only decoding tells is not
-        known."""
+        """Return sample → the reason why `encode_sample` refuses it with this `max_length`, in order. Errors that only
+        decoding finds are not included."""
         found = dict(self.problems.items())
         if max_length is not None:
             tokens = self.of(LANGUAGE)
@@ -80,13 +80,13 @@ def blend_sizes(
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> SizesIndex:
-    """The index of all sources of a blend, in its order: mapped from the cache, or measured and written there.
+    """Return the index of all sources of a blend, concatenated: memory-mapped from the cache, or measured and cached.
 
-    A source is measured again when its files, the tokenizer, the template or a processor are others; its refused
-    samples also when their media files are. Other media files that a data file names are not watched. Of several
-    processes one measures and the others wait.
-    cache_dir: where it is kept; default: the user's cache. workers: processes that measure; 0 works here; None takes
-    the cores that this process may use. Raises UserError for a stream, and where `cache_dir` cannot be written.
+    A source is measured again if its files, the tokenizer, the template or a processor changed. Its refused samples
+    are also measured again if their media files changed; other media files that a data file names are not watched. If
+    several processes call this function, one of them measures and the others wait.
+    cache_dir: where the index is stored; default: the user's cache. workers: number of measuring processes; 0 measures
+    in this process; None uses all available cores. Raises UserError for a stream, or if `cache_dir` is not writable.
     """
     if not isinstance(blend, Blend):
         raise UserError(
@@ -105,7 +105,7 @@ def blend_sizes(
 def known_sizes(
     blend: Blend, encoding: Encoding, *, cache_dir: str | Path | None = None
 ) -> SizesIndex | None:
-    """The index of a blend, if all of it is in the cache."""
+    """Return the index of a blend if all of its parts are cached, else None."""
     cache = open_cache(cache_dir)
     parts: list[Arrays] = []
     for reader in blend.readers:
@@ -124,7 +124,7 @@ def reader_sizes(
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> SizesIndex:
-    """The index of one source. Parameters, and what is raised: as of `blend_sizes`."""
+    """Return the index of one source. Parameters and errors: see `blend_sizes`."""
     found = _source(reader, encoding, open_cache(cache_dir), workers, progress)
     return _index(found, encoding, reader.name_of, [found])
 
@@ -134,8 +134,8 @@ def _forward(progress: Progress, before: int, total: int, done: int, _: int) -> 
 
 
 def _entry(reader: Reader, encoding: Encoding) -> tuple[str, str]:
-    """Name and key in the cache. Another state of the same files has the same name and replaces this one; another use
-    of them has its own."""
+    """Return the name and the key of a source's cache entry. The name identifies the files and their use; a changed
+    key (the same files in another state) replaces the entry of that name."""
     folder = reader.home and reader.home.resolve()
     use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit, reader.split)
     return (
@@ -155,7 +155,7 @@ def _source(
 
     def make() -> Arrays:
         before = cache.known(name, key)
-        if before is not None:  # but the media of refused samples are others
+        if before is not None:  # only the media files of refused samples changed
             return _mended(before, reader, encoding, workers)
         found = measure(
             reader, encoding, blocks=reader.blocks, name=reader.name, workers=workers, progress=progress
@@ -179,12 +179,12 @@ def _arrays(measured: Measured) -> Arrays:
 
 
 def _media_unchanged(found: Arrays) -> bool:
-    """Whether the media files of refused samples are as they were: one that was missing may be there now."""
+    """Return True if the media files of refused samples are unchanged; a missing file may have been added."""
     return all(file_state(Path(path)) == (path, size, time) for path, size, time in found.about["media"])
 
 
 def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | None) -> Arrays:
-    """The same with all refused samples measured again."""
+    """Return the arrays with all refused samples measured again."""
     refused = before.arrays["samples"]
     again = measure(Chosen(reader, refused), encoding, name=reader.name, workers=workers)
     found = Measured(
@@ -206,7 +206,7 @@ def _refusals(found: Arrays) -> Refusals:
 
 
 def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Arrays]) -> Arrays:
-    """The arrays of all sources, one after another."""
+    """Return the arrays of all sources, concatenated, from the cache if possible."""
     if len(parts) == 1:
         return parts[0]
 

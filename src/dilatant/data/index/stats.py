@@ -1,4 +1,4 @@
-"""What a data set is like, in numbers: token distributions per unit and source, and how units compare."""
+"""Data statistics: token distributions of each unit and source, and token ratios between units."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 BINS = 40
-"""At most so many bins of a histogram; of a joint one half as many on each axis."""
+"""Most bins of a histogram; a joint histogram has at most half as many on each axis."""
 REFUSALS_KEPT = 50
 
 
 class TokenTable(Protocol):
-    """What is known of every sample: a `SizesIndex`."""
+    """The measurements of every sample: the part of `SizesIndex` that the statistics use."""
 
     @property
     def units(self) -> tuple[str, ...]: ...
@@ -36,7 +36,7 @@ class TokenTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source of a blend, as many samples as it has, and its weight in the order of training."""
+    """A source of a blend: its name, number of samples and sampling weight."""
 
     name: str
     samples: int
@@ -45,7 +45,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """counts[i] samples have tokens in [edges[i], edges[i + 1]); the last bin includes its upper edge."""
+    """Histogram of token counts: counts[i] samples have tokens in [edges[i], edges[i + 1]); the last bin is closed."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -53,9 +53,9 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class UnitStats:
-    """Tokens of one unit over the samples that have any.
+    """Token statistics of one unit over the samples that have tokens in this unit.
 
-    samples: how many have any. total: tokens in all. percentiles: percent → tokens.
+    samples: their number. total: the sum of their tokens. percentiles: percent → tokens.
     """
 
     unit: str
@@ -71,10 +71,10 @@ class UnitStats:
 
 @dataclass(frozen=True, slots=True)
 class UnitRatio:
-    """Tokens of a unit for each token of another, over all samples, with its 95 % confidence interval: what a
-    training run as long as another sample of this data would show.
+    """Tokens of `unit` per token of `to` over all samples, with the 95 % confidence interval [low, high].
 
-    correlation: between the tokens of both over the samples; None where one does not vary.
+    The interval covers the ratio in training runs on other samples of this data. correlation: between the tokens of
+    both units over the samples; None if one of them is constant.
     """
 
     unit: str
@@ -87,7 +87,7 @@ class UnitRatio:
 
 @dataclass(frozen=True, slots=True)
 class JointHistogram:
-    """counts[i][j] samples have tokens of `to` in [to_edges[i], to_edges[i + 1]), and of `unit` in bin j of its own."""
+    """Joint histogram: counts[i][j] samples are in bin i of `to_edges` (tokens of `to`) and bin j of `edges`."""
 
     unit: str
     to: str
@@ -98,8 +98,8 @@ class JointHistogram:
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """Figures of one source. refused: samples that cannot be trained on. tokens: by unit; these and `target_tokens` are
-    of the samples that could be measured."""
+    """Statistics of one source. refused: samples that cannot be trained on. tokens: by unit. `tokens` and
+    `target_tokens` count only samples that could be measured."""
 
     name: str
     samples: int
@@ -111,9 +111,9 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class DataStats:
-    """samples: all, with `problems` of them not measured. mixes: units with tokens → samples with just those. refused:
-    samples that training would refuse; `refusals` says why, of the first of them. joint: of every ratio whose units
-    both vary."""
+    """Statistics of a data set. samples: all; `problems` of them were not measured. mixes: combination of units with
+    tokens → number of samples. refused: samples that training would refuse; `refusals` has the first reasons. joint:
+    one histogram for each ratio whose two units both vary."""
 
     samples: int
     problems: int
@@ -131,10 +131,10 @@ class DataStats:
 
 
 def describe(index: TokenTable, sources: Sequence[Source] = (), max_length: int | None = None) -> DataStats:
-    """The statistics of an index; samples that could not be measured are counted and otherwise left out.
+    """Compute the statistics of an index. Samples that could not be measured are counted and otherwise ignored.
 
-    sources: of the blend, in its order; without them all samples are of one that has no name. max_length: most tokens
-    of a sample that can be trained on.
+    sources: the sources of the blend, in order; default: one source without a name. max_length: most tokens of a
+    sample that can be trained on.
     """
     sources = sources or (Source("", len(index.tokens)),)
     good = np.ones(len(index.tokens), bool)
@@ -214,8 +214,8 @@ def _ratio(unit: str, tokens: NDArray[np.int64], text_unit: str, language: NDArr
 
 
 def _bins(low: int, high: int, most: int) -> NDArray[np.int64]:
-    """Edges of bins for whole numbers from `low` to `high`: at most `most` of them, of equal round widths, at multiples
-    of the width."""
+    """Return bin edges for integers from `low` to `high`: at most `most` bins of equal round width, at multiples of
+    the width."""
     width = 1
     while high // width - low // width + 1 > most:
         head = int(str(width)[0])
@@ -225,7 +225,7 @@ def _bins(low: int, high: int, most: int) -> NDArray[np.int64]:
 
 
 def _bin_of(values: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The bin of every value, where edges are those of `_bins`."""
+    """Return the bin of every value, for edges from `_bins`."""
     return (values - edges[0]) // (edges[1] - edges[0])
 
 
