@@ -1,4 +1,4 @@
-"""Memory of one process that data workers write samples into: anonymous, so that nothing is left behind by any end."""
+"""Arena: anonymous shared memory of one process into which data workers write samples; no exit leaves files behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from bisect import bisect_right, insort
 
 ALIGNMENT = 64
-"""Of every slot, in bytes: a line of the processor's cache."""
+"""Alignment of every slot in bytes: one cache line."""
 
 
 def aligned(nbytes: int) -> int:
@@ -16,10 +16,9 @@ def aligned(nbytes: int) -> int:
 
 
 class Arena:
-    """`nbytes` of memory, of which only what was written takes room. Others get at it by its descriptor `fd`.
+    """An allocator in `nbytes` of shared memory, of which only written pages use RAM. Others map it by descriptor `fd`.
 
-    The first `reserved` bytes belong to no slot; slots lie as far to the front as there is room. Not safe for several
-    threads.
+    The first `reserved` bytes belong to no slot; a slot is placed in the first gap that fits. Not thread-safe.
     """
 
     def __init__(self, nbytes: int, reserved: int = 0) -> None:
@@ -31,7 +30,7 @@ class Arena:
         self._taken: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new slot, or None where no gap is long enough."""
+        """Return the offset of a new slot, or None if no gap is long enough."""
         wanted = max(aligned(nbytes), ALIGNMENT)
         for number, (start, end) in enumerate(self._free):
             if end - start >= wanted:
@@ -41,7 +40,7 @@ class Arena:
         return None
 
     def release(self, offset: int) -> None:
-        """Give a slot back. Raises KeyError where there is none."""
+        """Free a slot. Raises KeyError if no slot starts at `offset`."""
         start, end = offset, self._taken.pop(offset)
         at = bisect_right(self._free, (start, end))
         if at < len(self._free) and self._free[at][0] == end:
@@ -51,11 +50,11 @@ class Arena:
         insort(self._free, (start, end))
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Some of its bytes; to be let go before `close`."""
+        """Return a view of a byte range; the caller must release the view before `close`."""
         return memoryview(self._memory)[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Unmap the memory and close its descriptor. Idempotent."""
         if self.fd >= 0:
             self._memory.close()
             os.close(self.fd)

@@ -1,4 +1,4 @@
-"""Global batches, decoded ahead of the training path."""
+"""Loader: iterate over global batches of encoded samples, with worker processes and prefetch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from dilatant.data.workers.prefetch import Ahead
 class GlobalBatch:
     """The samples of one step.
 
-    samples: in the sampler's order. position: of the sampler after this batch, which a checkpoint written after this
-    step must hold. epoch: passes over the data by then. problems: what was wrong with the samples left out.
-    wait_seconds: how long the trainer waited for this batch. slowest: samples that took longest to read and decode,
-    with their seconds, the slowest first; of those that this process uses.
+    samples: in the sampler's order. position: the sampler's state after this batch, which a checkpoint written after
+    this step must hold. epoch: passes over the data at that position. problems: the errors of the skipped samples.
+    wait_seconds: how long the trainer waited for this batch. slowest: the samples that took longest to read and decode,
+    slowest first, with their seconds; only samples that this process uses.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -40,7 +40,7 @@ class GlobalBatch:
 
     @property
     def skipped(self) -> int:
-        """Corrupt samples left out."""
+        """Return the number of corrupt samples that were skipped."""
         return len(self.problems)
 
     @property
@@ -49,12 +49,12 @@ class GlobalBatch:
 
     @property
     def target_tokens(self) -> int:
-        """Tokens that carry loss, over the whole batch: what the loss is divided by."""
+        """Return the number of tokens that carry loss in the whole batch: the divisor of the loss."""
         return sum(sample.target_tokens for sample in self.samples)
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Unit → tokens it processes in this step."""
+        """Return the tokens that each unit processes in this step, by unit."""
         total: dict[str, int] = {}
         for sample in self.samples:
             for unit, tokens in sample.sizes.items():
@@ -63,11 +63,11 @@ class GlobalBatch:
 
 
 Task = int | Sample | SampleError
-"""A sample to encode: its index, itself, or why it could not be read."""
+"""A sample to encode: its index, the sample itself, or the error from reading it."""
 
 
 class Order(Protocol):
-    """Which samples come when. A `Sampler` and a `StreamSampler` are such."""
+    """The order of samples: a `Sampler` or a `StreamSampler`."""
 
     @property
     def global_batch_size(self) -> int: ...
@@ -99,16 +99,16 @@ def _named(task: Task) -> str:
 
 
 class Loader:
-    """Iterates over global batches, from `position` on, without end or for `steps` batches.
+    """Iterate over global batches from `position` on, without end or for `steps` batches.
 
-    The batches are the same for any number of workers, and after the position of any batch the same batches follow.
-    workers: processes that decode and tokenize; 0 works in the caller, without prefetch. prefetch: batches kept ahead
-    of the trainer, beside the one being put together.
-    on_error: a corrupt sample raises UserError when its batch is due (`error`), or is left out of its batch and
-    reported (`skip`): the batch is then smaller, and the position moves on as if the sample had been used.
-    sample_seconds: longest that a worker may take for a sample; afterwards it is taken for stopped or blocked, and
-    WorkerError is raised that names both.
-    parts: of every sample, those that are loaded (see `encode_sample`); None for all.
+    The batches do not depend on the number of workers, and resuming from the position of any batch gives the same
+    following batches.
+    workers: processes that decode and tokenize; 0 works in the caller, without prefetch. prefetch: batches kept ready
+    in addition to the one being assembled.
+    on_error: a corrupt sample raises UserError when its batch is due (`error`), or is omitted from its batch and
+    reported (`skip`): the batch is then smaller, and the position advances as if the sample had been used.
+    sample_seconds: time limit of a worker for one sample; WorkerError then names the worker and the sample.
+    parts: the parts of every sample to load (see `encode_sample`); None for all.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Loader:
         self._start = sampler.resume(position)
         self._steps = steps
         self._skip = on_error == "skip"
-        # One more batch lies ready, and one waits to take its place.
+        # One more batch is ready in the prefetch queue, and one waits to enter it.
         self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
         self._positions: deque[SamplerState] = deque()
         self._pool: WorkerPool[Task, EncodedSample] = WorkerPool(
@@ -145,7 +145,7 @@ class Loader:
         start = time.perf_counter()
         try:
             batch = next(self._batches)
-        except BaseException:  # the end, too
+        except BaseException:  # includes StopIteration
             self.close()
             raise
         return replace(batch, wait_seconds=time.perf_counter() - start)

@@ -1,6 +1,6 @@
-"""Processes that do a job for every task of a stream, results in task order.
+"""Ordered parallel map: worker processes run a job on a stream of tasks, and results come in task order.
 
-They come from the fork server, which holds what they import.
+Workers are forked from the fork server, which has already imported their modules.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ PRELOAD = (
     "dilatant.data.readers.reader",
     "dilatant.data.text.template_engine",
 )
-"""Imported once by the server process, so that a worker is there in a moment. None of them starts a thread."""
+"""Modules that the fork server imports once, so that workers start quickly. None of them starts a thread."""
 
 TASKS_IN_HAND = 3
-"""Tasks a worker holds at once: one at work and the next ones waiting, so that it never waits for us."""
+"""Tasks that a worker holds at once: one running and the next ones queued, so that it never waits for its owner."""
 
 
 TASK_SECONDS = 300.0
-"""Longest that a task may take: a worker that takes longer is stopped, or waits for a file that never comes."""
+"""Time limit of one task. A worker that exceeds it is suspended, or waits for a file that never arrives."""
 GRACE_SECONDS = 1.0
-"""What a worker is given beyond that, in case we were the ones that stood still."""
+"""Extra time for an overdue worker's answer, in case this process was the suspended one."""
 MOST_WORKERS_PER_RANK = 8
 
 
 class WorkerError(RuntimeError):
-    """A worker process died, or failed in a way that is no mistake in the data."""
+    """A worker process died, or failed for a reason other than bad data."""
 
 
 class WithheldError(WorkerError, UserError):
-    """A file that a disk or a file server does not give, or what was kept of it: the user's to mend, so no trace of
-    calls is shown; but no fault of the sample, which must not be left out for it."""
+    """A file could not be read from a disk or file server (or its cache). The user can repair this, so no stack trace
+    is shown; the sample is not at fault and must not be skipped."""
 
 
 def warm_up() -> None:
-    """Start the server that workers come from (see `fork_server.warm_up`)."""
+    """Start the fork server that workers are forked from (see `fork_server.warm_up`)."""
     fork_server.warm_up(PRELOAD)
 
 
 def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
-    """Data workers for a machine with so many ranks: as many as asked for, else what cores its ranks leave, at least
-    one and at most eight a rank."""
+    """Return the number of data workers for a machine with `ranks` ranks: `asked` if given, else the cores that the
+    ranks leave free, at least one and at most eight per rank."""
     if asked is not None:
         return asked
     known = hasattr(os, "sched_getaffinity")
@@ -72,10 +72,10 @@ def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
 
 
 class WorkerPool(Generic[T, R]):
-    """`workers` processes, each with its own copy of `job`; with 0 the job runs in the caller.
+    """`workers` processes, each with its own copy of `job`; with 0 workers the job runs in the caller.
 
-    job: picklable; called with one task. A UserError it raises is an ordinary result (see `map`). named: what messages
-    call a task. task_seconds: longest that a worker may take for one.
+    job: picklable; called with one task. A UserError from the job is an ordinary result (see `map`). named: returns a
+    task's name for messages. task_seconds: time limit of a worker for one task.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WorkerPool(Generic[T, R]):
         self._named = named
         self._task_seconds = task_seconds
         self._in_hand: list[deque[T]] = []
-        self._since: list[float] = []  # when each worker began what it is at
+        self._since: list[float] = []  # when each worker began its current task
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         util.Finalize(self, _end, (self._processes, self._connections), exitpriority=0)
@@ -112,10 +112,10 @@ class WorkerPool(Generic[T, R]):
                 self._processes.append(process)
 
     def map(self, tasks: Iterable[T], ahead: int) -> Iterator[R | UserError]:
-        """The result of every task, in order. A task whose job raised a UserError gives that error as its result.
+        """Yield the result of every task, in order. A task whose job raised UserError yields that error as its result.
 
-        ahead: most tasks started and not yet taken from this iterator. Raises WorkerError at once when a worker dies
-        or a job fails otherwise, and when a task takes too long. One map at a time.
+        ahead: most tasks started but not yet yielded. Raises WorkerError as soon as a worker dies, a job fails with
+        another error, or a task exceeds its time limit. One map at a time.
         """
         if not self._processes:
             yield from self._map_here(tasks)
@@ -164,7 +164,7 @@ class WorkerPool(Generic[T, R]):
             raise self._death(worker) from None
 
     def _receive(self) -> Iterator[Any]:
-        """Results that have arrived; waits for the first."""
+        """Yield the results that have arrived; wait for the first one."""
         busy = [worker for worker, tasks in enumerate(self._in_hand) if tasks]
         oldest = min(busy, key=lambda worker: self._since[worker])
         left = self._since[oldest] + self._task_seconds - time.monotonic()
@@ -210,7 +210,7 @@ class WorkerPool(Generic[T, R]):
         raise WorkerError(f"a data worker failed:\n{value}")
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
+        """Kill the worker processes. Idempotent."""
         _end(self._processes, self._connections)
 
 
@@ -218,7 +218,7 @@ def _end(processes: list[Any], connections: list[Connection]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
-        process.join(timeout=5)  # one that waits for a dead file server goes when that answers
+        process.join(timeout=5)  # a process that waits for a dead file server exits when the server answers
     for connection in connections:
         connection.close()
     processes.clear()
@@ -226,21 +226,21 @@ def _end(processes: list[Any], connections: list[Connection]) -> None:
 
 
 def begin_work() -> None:
-    """Let this process be a data worker: its owner decides what signals mean, it computes in one thread, and what
-    libraries say of a file, which names neither the sample nor what to do, is not shown."""
+    """Set this process up as a data worker: ignore SIGINT and SIGTERM (its owner ends it), compute in one thread, and
+    silence libraries' warnings about files, which name neither the sample nor the remedy."""
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
     keep_freed_memory()
     warnings.simplefilter("ignore")
-    # Libraries in C (libmpg123) write to the descriptor; what Python says still goes where it went.
+    # C libraries (libmpg123) write to descriptor 2; Python's own stderr keeps its destination.
     sys.stderr = open(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)
 
 
 def unpickled(payload: bytes) -> Any:
-    """What a worker is to work with. Raises WorkerError, in one line, for what only its owner can import."""
+    """Unpickle a worker's job. Raises WorkerError, in one line, for a module that only the owner can import."""
     try:
         return pickle.loads(payload)
     except (AttributeError, ImportError) as error:
@@ -251,13 +251,13 @@ def unpickled(payload: bytes) -> Any:
 
 
 def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
-    """The life of a worker: do tasks until the other end closes. shared: as for `remove_behind_parent`."""
+    """Main function of a worker: run tasks until the other end closes. shared: see `remove_behind_parent`."""
     begin_work()
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def listen() -> None:
-        # Taken off the pipe at once: a caller must never block on us while we block on it. Once it is gone, so are we,
-        # whatever file the job may be waiting for.
+        # Read the pipe at once: the owner must never block on sending while this worker blocks on sending to the owner.
+        # When the owner is gone this process exits, even if the job is waiting for a file.
         try:
             while True:
                 waiting.put(connection.recv())

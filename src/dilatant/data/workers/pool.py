@@ -1,7 +1,7 @@
-"""Samples in the parts that a rank's own actions use: asked for ahead, taken when they are due.
+"""Sample sources: a rank requests parts of samples in advance and takes them when they are due.
 
-`InlineSource` makes them in the caller; `pool_owner` and `pool_source` in processes that all ranks of a machine share.
-Imports no torch.
+`InlineSource` makes samples in the caller; `pool_owner` and `pool_source` use worker processes that all ranks of a
+machine share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dilatant.data.workers.ordered_map import WithheldError
 T = TypeVar("T")
 
 IO_TRIES = 3
-"""How often a file is read before an I/O error is taken for lasting."""
+"""Number of tries to read a file before an I/O error is considered permanent."""
 IO_PAUSE_SECONDS = 0.1
-"""Before the second try; ten times as long before the third."""
+"""Pause before the second try; ten times as long before the third."""
 
 
 class Dataset(Protocol):
-    """Undecoded samples by index; picklable."""
+    """A map-style data set of undecoded samples. Picklable."""
 
     def __len__(self) -> int: ...
 
@@ -36,11 +36,11 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A sample to make, or parts of it.
+    """A request for a sample, or for parts of it.
 
-    draw: unique among those of its data set that are asked for and not yet taken. index: in its data set. parts:
-    `encode.TOKENS` (ids and labels) and names of media units to decode. dataset: key into the pool's data sets. nbytes:
-    an estimate of what it will take, by which reading ahead is bounded; 0 where nothing is known.
+    draw: unique among the open requests of its data set. index: in its data set. parts: `encode.TOKENS` (ids, labels)
+    and names of media units to decode. dataset: key into the pool's data sets. nbytes: estimated size of the encoded
+    sample, which bounds reading ahead; 0 if unknown.
     """
 
     draw: int
@@ -51,14 +51,14 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What messages call a sample whose record was not read yet."""
+        """Return the name of the sample in messages, for use before its record has been read."""
         return f"sample {self.index} of {self.dataset!r} (counted from 0 through all sources)"
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What somebody waits for in `Source.take`. place: the worker that is at it, "" where it is in nobody's hands.
-    attempt: 1, or more after a worker died at it."""
+    """Status of a sample that a thread waits for in `Source.take`. place: the worker that makes it, "" if none does.
+    attempt: 1, or more after a worker died while making it."""
 
     sample: str
     seconds: float
@@ -72,30 +72,30 @@ class Waiting:
 
 
 class Source(Protocol):
-    """What a rank gets its samples from. Threads may share it."""
+    """Source of a rank's samples. Thread-safe."""
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Queue requests, which are made in their order as memory permits. Never blocks. Raises ValueError for a draw
-        that is asked for already."""
+        """Queue requests; they are processed in order as memory permits. Never blocks. Raises ValueError for a draw
+        that is already requested."""
         ...
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
-        """The sample once it is there; a UserError is the refusal of a bad one. Each draw is taken once.
+        """Wait for a sample and return it, or a UserError if the sample is bad. Each draw can be taken once.
 
-        A sample that is waited for goes ahead of the others and of the bound on memory. Raises WorkerError where it
-        cannot be made for a reason that is no fault of the sample, and ValueError for a draw that was not asked for.
+        A sample that is waited for goes before all others and may exceed the memory budget. Raises WorkerError if it
+        cannot be made for a reason other than the sample, and ValueError for a draw that was not requested.
         """
         ...
 
     def forget(self, dataset: str) -> None:
-        """Drop what was asked for of a data set and not taken."""
+        """Drop all requests and samples of a data set that have not been taken."""
         ...
 
     def close(self) -> None: ...
 
 
 class InlineSource:
-    """Makes each sample in `take`, in the calling process."""
+    """Make each sample in `take`, in the calling process."""
 
     def __init__(self, datasets: Mapping[str, Dataset], encoding: Encoding) -> None:
         self._datasets, self._encoding = datasets, encoding
@@ -125,7 +125,7 @@ class InlineSource:
 
 
 def add_once(known: dict[tuple[str, int], T], request: Request, value: T) -> None:
-    """Keep `value` under the request's draw. Raises ValueError where that is taken."""
+    """Store `value` under the request's draw. Raises ValueError if the draw is already requested."""
     key = (request.dataset, request.draw)
     if key in known:
         raise ValueError(f"draw {request.draw} of {request.dataset!r} is asked for already")
@@ -142,9 +142,9 @@ def make(
     encoding: Encoding,
     read: Callable[[Sample], None] = lambda sample: None,
 ) -> EncodedSample:
-    """The sample in the parts asked for. read: told of the record, before its media are decoded.
+    """Make the requested parts of a sample. read: called with the record before its media are decoded.
 
-    Raises UserError for a bad sample, and WithheldError for a file that cannot be read, after several tries.
+    Raises UserError for a bad sample, and WithheldError for a file that cannot be read after several tries.
     """
     name, began = request.name, time.perf_counter()
     for attempt in range(1, IO_TRIES + 1):

@@ -1,4 +1,4 @@
-"""What a data worker says of a request, and what a rank makes of it: the same wherever the worker is."""
+"""Answers to requests: how a data worker replies and how a rank decodes the reply, for local pools and for Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilatant.data.workers.pool import Dataset, Request, make
 from dilatant.data.workers.pool_wire import Encoded, Failed, Refused, lay_out, opened
 
 Outcome = EncodedSample | UserError | WorkerError
-"""Of a request, for whoever asked."""
+"""Result of a request, as the rank receives it."""
 
 
 def answer(
@@ -26,7 +26,7 @@ def answer(
     encoding: Encoding,
     read: Callable[[Sample], None] = lambda sample: None,
 ) -> tuple[Encoded | Refused | Failed, list[np.ndarray]]:
-    """Make a sample: the message, and the arrays that go with it where it is `Encoded`. read: see `make`. Raises
+    """Make a sample. Return the reply, and the arrays to send with it if it is `Encoded`. read: see `make`. Raises
     nothing."""
     try:
         sample = make(request, datasets, encoding, read)
@@ -44,8 +44,8 @@ def answer(
 
 
 def outcome_of(message: Encoded | Refused | Failed, draw: int, buffer: memoryview) -> Outcome:
-    """What a message says of the request number `draw`. buffer: with the arrays of an `Encoded` sample, which are
-    copied. Raises ProtocolError where they do not fit."""
+    """Decode the reply to request `draw`. buffer: holds the arrays of an `Encoded` sample, which are copied. Raises
+    ProtocolError if they do not fit."""
     if isinstance(message, Encoded):
         return opened(message, draw, buffer)
     if isinstance(message, Failed):

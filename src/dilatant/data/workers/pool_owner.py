@@ -1,4 +1,4 @@
-"""The data workers of a machine: started, watched and replaced by one process, joined by any of the same user."""
+"""Owner of a machine's data workers: starts, watches and replaces them. Processes of the same user may connect."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from dilatant.data.workers.pool_wire import Death
 from dilatant.data.workers.pool_worker import LEAVE, PING, work
 
 DECODE_SECONDS = 60.0
-"""Longest that making a sample may take."""
+"""Default time limit for making one sample."""
 GRACE_SECONDS = 5.0
-"""What a worker is given beyond that before it is taken for stopped."""
+"""Extra time after which a silent worker is considered hung."""
 START_SECONDS = 120.0
-"""Longest that a worker may take to start."""
+"""Time limit for the start of a worker."""
 START_TRIES = 5
-"""How often the server is asked for a worker."""
+"""Number of times the fork server is asked for a worker."""
 START_PAUSE_SECONDS = 0.2
 FAILED_STARTS = 3
-"""After so many in a row the pool is given up."""
+"""Consecutive failed starts after which the pool is given up."""
 DEATHS_KEPT = 16
 TICK_SECONDS = 0.5
 REASON = "reason"
-"""File in the sockets' folder that says why a pool was given up."""
+"""Name of the file in the socket folder that says why a pool was given up."""
 
 _log = logging.getLogger(__name__)
 
 
 class PoolOwner:
-    """`workers` processes that make samples for whoever joins `address`; they end with this object or its process.
+    """`workers` processes that make samples for every rank that joins `address`, until this object or its process ends.
 
-    A worker that dies is replaced. decode_seconds: longest that a sample may take, whatever code it hangs in.
+    A worker that dies is replaced. decode_seconds: time limit for one sample, enforced even while C code hangs.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class PoolOwner:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers, in the order of their places."""
+        """Return the process ids of the workers, in the order of their places."""
         return self._crew.pids()
 
     @property
     def is_open(self) -> bool:
-        """Whether it was neither closed nor given up."""
+        """Return True while the pool is neither closed nor given up."""
         return not self._crew.is_closed
 
     def close(self) -> None:
-        """End the workers, whatever they are doing. Idempotent."""
+        """Kill the worker processes. Idempotent."""
         self._end()
 
 
 @dataclass
 class _Hand:
-    """A worker's place; its socket outlives the processes that serve it.
+    """One worker's place, whose socket outlives the processes that serve it.
 
-    is_ready: the process has answered. is_asked: it owes an answer. silent: ticks since then.
+    is_ready: the process has answered a ping. is_asked: a ping is unanswered. silent: ticks since that ping.
     """
 
     number: int
@@ -105,7 +105,7 @@ class _Hand:
 
 
 class _Crew:
-    """The workers and the thread that watches them. It knows nothing of `PoolOwner`, whose end it must not hold up."""
+    """The workers and their watcher thread. Holds no reference to `PoolOwner`, so that `PoolOwner` can be collected."""
 
     def __init__(self, job: bytes, workers: int, decode_seconds: float) -> None:
         self._job = job
@@ -137,8 +137,8 @@ class _Crew:
             return [hand.process.pid for hand in self.hands]
 
     def _start(self, hand: _Hand) -> None:
-        """Raises OSError or EOFError. A server that has just ended may be found out only by its silence: the next try
-        starts another one."""
+        """Start a worker. Raises OSError or EOFError after several tries: that a fork server has just exited may only
+        show when it does not answer; the next try starts a new one."""
         for attempt in range(1, START_TRIES + 1):
             try:
                 return self._start_once(hand)
@@ -148,7 +148,7 @@ class _Crew:
                 time.sleep(START_PAUSE_SECONDS)
 
     def _start_once(self, hand: _Hand) -> None:
-        warm_up()  # as it was the first time, where the server has ended meanwhile
+        warm_up()  # preloads the modules again if the fork server has exited meanwhile
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=work,
@@ -198,13 +198,13 @@ class _Crew:
         try:
             hand.pipe.recv_bytes()
             hand.is_ready, hand.is_asked, hand.silent, hand.failed_starts = True, False, 0, 0
-        except (EOFError, OSError):  # how it ended is told by its sentinel
+        except (EOFError, OSError):  # the process sentinel reports how the worker ended
             hand.pipe.close()
             hand.pipe = None
 
     def _tick(self, hand: _Hand) -> None:
-        """Ask whether the worker runs. Silence is counted in ticks, so that it is not held against the worker that this
-        process stood still."""
+        """Ping the worker, or kill it after too long a silence. Silence is counted in ticks, so that a pause of this
+        process does not count against the worker."""
         if hand.pipe is None:
             return
         if not hand.is_asked:
@@ -227,7 +227,7 @@ class _Crew:
         _log.warning("%s %s; another one takes its place", hand.shown, death.how)
         hand.deaths = [*hand.deaths, death][-DEATHS_KEPT:]
         if hand.pipe is not None:
-            with suppress(OSError):  # alive all the same, where the fork server ended
+            with suppress(OSError):  # the worker may still live if the fork server has exited
                 hand.pipe.send_bytes(LEAVE)
             hand.pipe.close()
         if hand.failed_starts < FAILED_STARTS:
@@ -248,7 +248,7 @@ class _Crew:
                 hand.process.kill()
         for hand in self.hands:
             if hand.process is not None:
-                hand.process.join(timeout=5)  # one that waits for a dead file server goes when that answers
+                hand.process.join(timeout=5)  # it may wait for a dead file server, and exits later
             if hand.pipe is not None:
                 hand.pipe.close()
                 hand.pipe = None

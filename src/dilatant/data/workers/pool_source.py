@@ -1,7 +1,8 @@
-"""A rank's way to the data workers of its machine: sends requests as memory permits, keeps the answers until taken.
+"""Client of the machine's data workers for one rank: sends requests as memory permits and stores replies until taken.
 
-A thread owns the connections. Answers come through an arena of this process, from which they are copied at once. When a
-worker ends, the sample that was in its hands is tried again elsewhere, and all others that it had are sent again.
+A thread owns the connections. Workers write samples into an arena of this process, from which they are copied at
+once. When a worker dies, the sample that it was making is retried, preferably by another worker, and its other
+requests are sent again.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from dilatant.data.workers.pool_wire import (
 from dilatant.data.workers.request_queue import Asked, Awake, Entry
 
 TASKS_IN_HAND = 3
-"""Requests that a worker holds for a rank: one at work and the next ones waiting, so that it never waits for us."""
+"""Requests that a worker holds for a rank: one being made and the next ones queued, so that it never waits."""
 LATE_SECONDS = 15.0
-"""Beyond the deadline of a sample, after which its worker is given up: its system does not let it end."""
+"""Time beyond a sample's time limit after which its worker is given up, because the system does not let it exit."""
 TRIES = 2
-"""How many workers may end, or samples be late, in the same way."""
+"""Number of dead workers, or of exceeded time limits, after which a sample is given up."""
 SEND_SECONDS = 5.0
 UNGREETED = 20
-"""Connections in a row that end before a greeting, after which no other is tried."""
+"""Consecutive connections that end before a greeting, after which a worker's place is given up."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,20 +69,20 @@ _log = logging.getLogger(__name__)
 def join(
     address: str, budget_bytes: int, on_wait: Callable[[Waiting], None] = lambda waiting: None
 ) -> PoolSource:
-    """A way to the workers of `PoolOwner.address`; call it once for each rank.
+    """Connect a rank to the workers at `PoolOwner.address`; call once per rank.
 
-    budget_bytes: what samples may take that are being made, or lie ready and are not taken. on_wait: called by the
-    thread in `take` each ten seconds that it waits. Raises WorkerError where there are no such workers.
+    budget_bytes: memory for samples that are being made, or are ready and not taken. on_wait: called by the thread in
+    `take` after every ten seconds of waiting. Raises WorkerError if there are no workers at `address`.
     """
     return PoolSource(address, budget_bytes, on_wait)
 
 
 @dataclass(eq=False)
 class _Link:
-    """The connection to one worker's place. pid: of who greeted; 0 before. heard: when it last said something.
+    """Connection to one worker's place. pid: the process that greeted; 0 before. heard: time of its last message.
 
-    fallen: samples that a worker had in hand when it ended, with its pid, until its successor says how. ungreeted: ends
-    of this connection before a greeting, one after another. is_down: nobody listens there any more.
+    fallen: (sample, pid) for each worker that died while making the sample, until its successor reports the cause.
+    ungreeted: consecutive connections that ended before a greeting. is_down: no process listens there any more.
     """
 
     number: int
@@ -103,14 +104,14 @@ class _Link:
 
 @dataclass(eq=False)
 class _Leaving:
-    """A connection that this rank has given up. Its worker may write into `slots` until it has closed it, or ended."""
+    """A connection given up by this rank. Its worker may still write into `slots` until it closes the connection."""
 
     connection: socket.socket
     slots: list[int]
 
 
 class PoolSource:
-    """See `join`; a `Source`."""
+    """The `Source` that `join` returns."""
 
     def __init__(self, address: str, budget_bytes: int, on_wait: Callable[[Waiting], None]) -> None:
         paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
@@ -153,15 +154,15 @@ class PoolSource:
         self._asked.close()
         self._thread.join()
 
-    # What both threads call, with the lock held.
+    # Called by both threads, with the lock held.
 
     def _place_of(self, entry: Entry) -> str:
         link: _Link | None = entry.holder
         return link.shown if link is not None and self._begun(link)[0] is entry else ""
 
     def _begun(self, link: _Link) -> tuple[Entry | None, Note | None]:
-        """The request of this rank that the worker is at, or was when it ended, and what the worker noted, if that is
-        known."""
+        """Return this rank's request that the worker is making, or was making when it died, and the worker's note;
+        None if unknown."""
         with self._arena.view(NOTE_BYTES * link.number, NOTE_BYTES) as buffer:
             note = read_note(buffer)
         entry = link.entries.get(note.ticket) if note is not None else None
@@ -170,7 +171,7 @@ class PoolSource:
         return entry, note
 
     def _poke(self) -> None:
-        with suppress(OSError):  # full, so it will wake anyway; or closed
+        with suppress(OSError):  # the socket is full, so the thread will wake anyway; or it is closed
             self._wakes.send(b".")
 
     def _send(self, link: _Link, data: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -182,11 +183,11 @@ class PoolSource:
             else:
                 link.connection.sendall(data)
         except OSError:
-            # Found by the thread as the end of the connection, behind the answers that came before it.
+            # The thread sees the connection end after it has read the answers that came before.
             with suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
 
-    # The thread.
+    # Called by the thread.
 
     def _run(self) -> None:
         try:
@@ -222,7 +223,7 @@ class PoolSource:
         self._arena.close()
 
     def _dispatch(self) -> None:
-        """Send what may be sent, in order."""
+        """Send requests in order, as long as workers and budget permit."""
         while True:
             free = [link for link in self._links if link.pid and len(link.entries) < TASKS_IN_HAND]
             entry = self._asked.next() if free else None
@@ -278,7 +279,7 @@ class PoolSource:
         self._discharge(entry)
 
     def _discharge(self, entry: Entry) -> None:
-        """The request is in no worker's hands, and nobody writes into its slot."""
+        """Release a request's slot and charge: no worker holds the request, and nobody writes into the slot."""
         if entry.slot is not None:
             self._arena.release(entry.slot)
         self._asked.discharge(entry)
@@ -299,7 +300,7 @@ class PoolSource:
         self._send(link, framed(Hello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
 
     def _lose(self, link: _Link, why: str = "", is_late: bool = False) -> None:
-        """The worker is gone: its place has, or will have, another one. why: it may live, and is given up."""
+        """Handle a lost worker; its place will get another process. why: set if the worker may live and is given up."""
         assert link.connection is not None
         begun, _ = self._begun(link)
         pid, lost = link.pid, list(link.entries.values())
@@ -330,14 +331,14 @@ class PoolSource:
         self._check_links()
 
     def _say_given_up(self, link: _Link, why: str) -> None:
-        """Once for each worker, by the first rank of the machine that gives it up."""
+        """Log that a worker was given up, once per worker: only the first rank of the machine that gives it up logs."""
         with suppress(OSError):
             (self._folder / f"given-up-{link.pid}").touch(exist_ok=False)
             _log.warning("%s was given up: %s; others make what it had", link.shown, why)
 
     def _let_go(self, connection: socket.socket, lost: Sequence[Entry]) -> None:
-        """Tell a worker that lives that nothing more is asked of it, and keep its slots until it has heard that or has
-        ended: it closes the connection, or the system does."""
+        """Tell a live worker that this rank sends no more requests. Keep its slots until the connection is closed, by
+        the worker or by the system when the worker exits."""
         with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         leaving = _Leaving(connection, [entry.slot for entry in lost if entry.slot is not None])
@@ -347,7 +348,7 @@ class PoolSource:
         self._selector.modify(connection, selectors.EVENT_READ, leaving)
 
     def _see_off(self, leaving: _Leaving) -> None:
-        if _read(leaving.connection):  # what it still answers
+        if _read(leaving.connection):  # discard late answers
             return
         self._selector.unregister(leaving.connection)
         leaving.connection.close()
@@ -357,7 +358,7 @@ class PoolSource:
                 self._arena.release(slot)
 
     def _settle(self, link: _Link, greeting: Greeting | None) -> None:
-        """Try again what a worker had in hand when it ended, now that its successor says how it did."""
+        """Retry the samples that dead workers of this place were making, now that the successor reports the causes."""
         deaths = {death.pid: death for death in greeting.deaths} if greeting is not None else {}
         fallen, link.fallen = link.fallen, []
         for entry, pid in fallen:
@@ -384,7 +385,7 @@ class PoolSource:
             self._asked.again(entry)
 
     def _drop_late(self) -> None:
-        """Give up workers that their system does not let end. One that is silent may be at work for other ranks."""
+        """Give up workers that the system does not let exit. One that is silent to this rank may serve other ranks."""
         now = self._awake.now()
         for link in self._links:
             if not link.entries or link.connection is None:
@@ -393,12 +394,12 @@ class PoolSource:
             since = max(self._awake.since, note.since if note is not None else 0.0)
             if begun is not None and now - since > link.decode_seconds + LATE_SECONDS:
                 why = f"it has been at {begun.name} for {now - since:.0f} s and does not end"
-            # It may have to wait for a rank that does not read, as long as for a sample.
+            # The worker may wait for a rank that does not read, for as long as the time limit of a sample.
             elif now - max(since, link.heard) > 2 * link.decode_seconds + LATE_SECONDS:
                 why = f"it has begun nothing for {now - max(since, link.heard):.0f} s"
             else:
                 continue
-            # What it says may lie unread.
+            # Unread messages from the worker would be a sign of life.
             if not select.select([link.connection], [], [], 0)[0]:
                 self._lose(link, why, is_late=True)
 
@@ -415,7 +416,7 @@ class PoolSource:
 
 
 def _read(connection: socket.socket) -> bytes:
-    """What has arrived; nothing where the connection has ended."""
+    """Return the bytes that have arrived; b"" if the connection has ended."""
     try:
         return connection.recv(1 << 20)
     except OSError:
@@ -423,7 +424,7 @@ def _read(connection: socket.socket) -> bytes:
 
 
 def _checked(address: str) -> Path:
-    """The folder of the sockets. Raises WorkerError unless it is this user's alone."""
+    """Return the socket folder. Raises WorkerError unless it belongs to this user alone."""
     try:
         found = os.lstat(address)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What a rank and a data worker tell each other: frames of MessagePack, and where the arrays of a sample lie.
+"""Wire protocol between a rank and a data worker: MessagePack frames, and the layout of a sample's arrays.
 
 A rank sends Hello (with the descriptor of its arena), then Ask and Forget. A worker answers Hello with Greeting, each
-Ask with one of Encoded, Refused and Failed, and Forget with the tickets that it will not answer. What it is at it notes
-in the arena, where it can be read after its death. Nothing is unpickled.
+Ask with Encoded, Refused or Failed, and Forget with the tickets that it will not answer. The worker notes its current
+ticket in the arena, where the rank can read it after the worker's death. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _LENGTH = struct.Struct(">I")
 _COPY_BYTES = NOTE_BYTES // 2
 _CHECKSUM = struct.Struct("<I")
 _NOTE = struct.Struct("<QqdH")
-"""Number of the note, ticket, since, bytes of the name behind it."""
+"""Number of the note, ticket, since, bytes of the name that follows."""
 _READ_TRIES = 8
 
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-"""Fits where it goes next: an address, a note."""
+"""Non-negative integer that fits an address and a note's field."""
 
 
 class ProtocolError(ValueError):
-    """What is no message of ours, or says what cannot be."""
+    """Bytes that are no message of this protocol, or a message with impossible values."""
 
 
 class Hello(Struct, tag="hello"):
-    """note: offset in the arena where the worker notes what it is at."""
+    """First message of a rank. note: offset in the arena of the worker's note."""
 
     arena_bytes: Count
     note: Count
 
 
 class Ask(Struct, tag="ask"):
-    """offset, room: the slot of the arena that is free for the answer; with room 0, or if it does not fit, the answer's
-    bytes come with the message."""
+    """Request for a sample. offset, room: the arena slot for the answer's arrays; if room is 0 or too small, the arrays
+    come inside the message."""
 
     ticket: Count
     dataset: str
@@ -61,11 +61,11 @@ class Ask(Struct, tag="ask"):
 
 
 class Forget(Struct, tag="forget"):
-    """Ends all that was asked for and not begun."""
+    """Cancel all requests of this rank that the worker has not begun."""
 
 
 class Death(Struct, array_like=True):
-    """How a worker ended. is_slow: by the deadline of a sample."""
+    """Cause of a worker's death. is_slow: it exceeded the time limit of a sample."""
 
     pid: int
     how: str
@@ -73,7 +73,7 @@ class Death(Struct, array_like=True):
 
 
 class Greeting(Struct, tag="greeting"):
-    """deaths: of the workers before in the same place, the last one last."""
+    """Answer to Hello. deaths: of the former workers in the same place, most recent last."""
 
     pid: int
     decode_seconds: float
@@ -85,7 +85,7 @@ class Forgotten(Struct, tag="forgotten"):
 
 
 class Place(Struct, array_like=True):
-    """Where an array begins. unit: "" for ids and labels. normalization: of `Pixels`."""
+    """Location of an array in the answer's bytes. unit: "" for ids and labels. normalization: see `Pixels`."""
 
     unit: str
     name: str
@@ -96,8 +96,8 @@ class Place(Struct, array_like=True):
 
 
 class Encoded(Struct, tag="encoded"):
-    """nbytes: of all arrays together. seconds: as `EncodedSample.made_seconds`. inline: those bytes, where they are not
-    in the slot."""
+    """An encoded sample. nbytes: of all arrays. seconds: see `EncodedSample.made_seconds`. inline: the arrays' bytes if
+    they are not in the slot."""
 
     ticket: int
     sample: str
@@ -118,7 +118,7 @@ class Refused(Struct, tag="refused"):
 
 
 class Failed(Struct, tag="failed"):
-    """problem: for people; a stack trace where nobody expected the failure. is_withheld: see `WithheldError`."""
+    """A failure other than a bad sample. problem: message, or stack trace if unexpected. is_withheld: WithheldError."""
 
     ticket: int
     problem: str
@@ -134,7 +134,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def framed(message: Struct) -> bytes:
-    """The message with its length before it. Raises ProtocolError if it were too large."""
+    """Return the message with its length prefix. Raises ProtocolError if it is too large."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME_BYTES}")
@@ -142,8 +142,8 @@ def framed(message: Struct) -> bytes:
 
 
 class Note(NamedTuple):
-    """What a worker is at: ticket (-1 for another rank's), since when by `time.monotonic`, and the sample once it is
-    known."""
+    """The request that a worker is making: ticket (-1 for another rank's), its start by `time.monotonic`, and the
+    sample's name once known."""
 
     ticket: int
     since: float
@@ -151,8 +151,8 @@ class Note(NamedTuple):
 
 
 def write_note(buffer: memoryview, ticket: int, since: float, sample: str = "") -> None:
-    """Replace the older of the two copies that `buffer` of NOTE_BYTES holds: wherever the writer is interrupted or
-    killed, the other copy is whole."""
+    """Write a note into `buffer` of NOTE_BYTES, which holds two copies. The older copy is replaced, so that the other
+    copy stays intact if the writer is interrupted or killed."""
     number = 1 + max((number for number, _ in _copies(buffer)), default=0)
     name = sample.encode("utf-8", "replace")[: _COPY_BYTES - _CHECKSUM.size - _NOTE.size]
     body = _NOTE.pack(number, ticket, since, len(name)) + name
@@ -162,9 +162,9 @@ def write_note(buffer: memoryview, ticket: int, since: float, sample: str = "") 
 
 
 def read_note(buffer: memoryview) -> Note | None:
-    """Return the newest note, or None where there is none: nothing was written yet, or the writer was faster each time.
+    """Return the newest note, or None if none was written yet or the writer overtook every read.
 
-    May run while another process is in `write_note`. Of a writer that was killed there it returns the note before.
+    May run while another process is in `write_note`. If that process is killed there, the previous note is returned.
     """
     for _ in range(_READ_TRIES):
         if copies := _copies(buffer):
@@ -173,7 +173,7 @@ def read_note(buffer: memoryview) -> Note | None:
 
 
 def _copies(buffer: memoryview) -> list[tuple[int, Note]]:
-    """Return the copies of a note that are whole by their checksums, with their numbers."""
+    """Return the copies of a note whose checksums are right, with their numbers."""
     now, whole = bytes(buffer[:NOTE_BYTES]), []
     for copy in (now[:_COPY_BYTES], now[_COPY_BYTES:]):
         body = copy[_CHECKSUM.size :]
@@ -185,14 +185,14 @@ def _copies(buffer: memoryview) -> list[tuple[int, Note]]:
 
 
 class Frames:
-    """Cuts a stream into the bodies of its messages. longest: bytes that one may have."""
+    """Splits a byte stream into message bodies. longest: maximal bytes of a message."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that are complete by now. Raises ProtocolError for one that is too long."""
+        """Yield the messages that are complete. Raises ProtocolError for a message that is too long."""
         self._pending += data
         while len(self._pending) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._pending)
@@ -207,13 +207,13 @@ class Frames:
 
 
 def lay_out(sample: EncodedSample) -> tuple[list[Place], list[np.ndarray], int]:
-    """Where the arrays of a sample go, the arrays, and the bytes of all. Raises TypeError for arrays of objects."""
+    """Return the places of a sample's arrays, the arrays, and their total bytes. Raises TypeError for object arrays."""
     places: list[Place] = []
     arrays: list[np.ndarray] = []
     end = 0
     for unit, name, value in _values(sample):
         given = value.values if isinstance(value, Pixels) else value
-        array = np.ascontiguousarray(given).reshape(np.shape(given))  # contiguous alone makes [1] of a number
+        array = np.ascontiguousarray(given).reshape(np.shape(given))  # a scalar's shape became [1]
         if array.dtype.hasobject:
             raise TypeError(f"{unit} {name} is an array of Python objects")
         normalization = value.normalization if isinstance(value, Pixels) else None
@@ -239,17 +239,17 @@ def write(buffer: memoryview, places: list[Place], arrays: list[np.ndarray]) -> 
 
 
 def packed(answer: Encoded, arrays: list[np.ndarray]) -> bytes:
-    """The arrays of a sample, where its places say."""
+    """Return the bytes of a sample's arrays, laid out by its places."""
     held = bytearray(answer.nbytes)
     write(memoryview(held), answer.places, arrays)
     return bytes(held)
 
 
 def opened(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
-    """The sample whose arrays lie in `buffer`, copied. Raises ProtocolError where they do not."""
+    """Return the sample whose arrays are in `buffer`, copied. Raises ProtocolError if they are not valid."""
     if answer.nbytes > len(buffer):
         raise ProtocolError(f"{answer.sample} takes {answer.nbytes} bytes of {len(buffer)}")
-    held = np.array(buffer[: answer.nbytes], np.uint8)  # one copy for all arrays, which are parts of it
+    held = np.array(buffer[: answer.nbytes], np.uint8)  # one copy, of which all arrays are views
     tokens: dict[str, Any] = {}
     media: dict[str, dict[str, EncoderInput]] = {}
     for place in answer.places:

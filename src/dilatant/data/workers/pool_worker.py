@@ -1,4 +1,4 @@
-"""The life of one worker of a pool: it makes samples for every rank that connects, in turn, until its owner is gone."""
+"""Pool worker: the main loop of a process that makes samples for all connected ranks in turn, until its owner exits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from dilatant.data.workers.pool_wire import (
 
 PING, PONG, LEAVE = b"ping", b"pong", b"leave"
 STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
-"""What a connection may cause that ends, or that sends what no rank sends: nesting without end among it."""
+"""Errors from a connection that ends or sends invalid messages; RecursionError comes from unbounded nesting."""
 
 
 def work(
@@ -57,16 +57,16 @@ def work(
     deaths: list[Death],
     shared: str | None = None,
 ) -> None:
-    """job: pickled (data sets by name, encoding). folder: of the pool's sockets, removed when the owner is gone.
-    deaths: of the workers that had this place before. shared: as for `remove_behind_parent`."""
+    """Run a worker. job: pickled (data sets by name, encoding). folder: the pool's socket folder, removed when the
+    owner is gone. deaths: of this place's former workers. shared: see `remove_behind_parent`."""
     begin_work()
     threading.Thread(target=_answer_owner, args=(owner, folder, shared), daemon=True).start()
     _Worker(listener, job, decode_seconds, deaths).serve()
 
 
 def _answer_owner(owner: Connection, folder: str, shared: str | None) -> None:
-    """Show the owner that this process runs. Once it is gone so are we, whatever file may be waited for; also when it
-    says so, having replaced us."""
+    """Answer the owner's pings. Exit when the owner is gone or says that this worker was replaced, even if the main
+    thread is waiting for a file."""
     try:
         while owner.recv_bytes() == PING:
             owner.send_bytes(PONG)
@@ -77,7 +77,7 @@ def _answer_owner(owner: Connection, folder: str, shared: str | None) -> None:
 
 
 class _Rank:
-    """A rank at the other end of a connection."""
+    """The connection to a rank, with its arena and its queued requests."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -87,7 +87,7 @@ class _Rank:
         self.asked: deque[Ask] = deque()
 
     def notes(self, ticket: int, since: float, sample: str = "") -> None:
-        """Tell the rank what this process is at, also should it end by that. ticket: -1 for another rank's."""
+        """Note for the rank what this process is making, readable after its death. ticket: -1 for another rank's."""
         if self.arena is not None:
             with memoryview(self.arena) as arena, arena[self.note : self.note + NOTE_BYTES] as note:
                 write_note(note, ticket, since, sample)
@@ -110,7 +110,7 @@ class _Worker:
         self._encoding: Encoding | None = None
         self._decode_seconds = decode_seconds
         self._deaths = deaths
-        self._ranks: deque[_Rank] = deque()  # who was served last stands last
+        self._ranks: deque[_Rank] = deque()  # least recently served first
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -132,9 +132,9 @@ class _Worker:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it left again
+        except OSError:  # the rank has disconnected again
             return
-        # Beyond it, a rank that does not read is given up: others wait.
+        # A rank that does not read its answers is dropped after this timeout, because other ranks wait.
         connection.settimeout(max(1.0, self._decode_seconds))
         rank = _Rank(connection)
         self._ranks.append(rank)
@@ -143,7 +143,7 @@ class _Worker:
     def _guarded(self, rank: _Rank, step: Callable[[_Rank], None]) -> None:
         try:
             step(rank)
-        except STRANGE:  # it is gone, or sends what is none of ours
+        except STRANGE:  # the rank is gone or sends invalid messages
             self._selector.unregister(rank.connection)
             self._ranks.remove(rank)
             rank.close()
@@ -193,7 +193,7 @@ class _Worker:
         try:
             if self._encoding is None:
                 self._datasets, self._encoding = unpickled(self._job)
-            # Not by a handler, which would wait for C code to return: the signal ends this process.
+            # Without a handler, which would wait for C code to return: the signal kills this process.
             signal.setitimer(signal.ITIMER_REAL, self._decode_seconds)
             try:
                 message, arrays = answer(ask.ticket, request, self._datasets, self._encoding, read)

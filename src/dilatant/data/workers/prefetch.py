@@ -1,4 +1,4 @@
-"""An iterator that works ahead of who takes from it, in a thread."""
+"""Prefetching iterator: a background thread produces the next items of a generator."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """Iterates over what `source` yields. One item lies ready, and the next one is made meanwhile.
+    """Iterate over `source` in a background thread, with one item ready and the next one in production.
 
-    What `source` raises is raised here when its turn comes; afterwards the iterator is at its end.
+    An exception of `source` is raised in the consumer when its turn comes; the iterator is then exhausted.
     """
 
     def __init__(self, source: Generator[T], name: str) -> None:
@@ -38,15 +38,15 @@ class Ahead(Generic[T]):
         raise value if kind == "error" else StopIteration
 
     def close(self) -> None:
-        """Close `source` in its thread, and wait for that. Idempotent."""
+        """Close `source` in its thread and wait for the thread to end. Idempotent."""
         self._closing.set()
         while self._thread.is_alive():
             try:
-                self._ready.get_nowait()  # the thread may wait for room
+                self._ready.get_nowait()  # the thread may wait for space in the queue
             except queue.Empty:
                 self._thread.join(timeout=0.01)
         with suppress(queue.Full):
-            self._ready.put_nowait(("end", None))  # for a taker in another thread
+            self._ready.put_nowait(("end", None))  # for a consumer in another thread
 
     def _run(self) -> None:
         try:

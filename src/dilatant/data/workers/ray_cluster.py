@@ -1,7 +1,7 @@
-"""A Ray cluster that samples are made on: an existing one, or one of this machine for the time of a run.
+"""Ray cluster for data workers: connect to an existing cluster, or start one on this machine for one run.
 
-Ray sends pickled code between its processes, so a cluster is used only where each of them must show a token.
-Ray is an extra and is imported inside functions.
+Ray sends pickled code between its processes, so only clusters that require a token are used. Ray is an optional
+dependency and is imported inside functions.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ REACH_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where it is, HOST:PORT, and the token of one that a run started itself, "" otherwise; for its other ranks."""
+    """Address of a cluster (HOST:PORT), and the token of a cluster that the run started itself, for its other ranks."""
 
     address: str
     token: str = field(default="", repr=False)
 
 
 def cluster_address(configured: str | None) -> str:
-    """Where the cluster of a run is: HOST:PORT, or `LOCAL`."""
+    """Return the address of the run's cluster: HOST:PORT, or `LOCAL`."""
     return configured or ray_address() or LOCAL
 
 
 def check_cluster(address: str) -> None:
-    """Raise UserError where Ray is not installed, the cluster asks for no token, or nobody listens there. Starts
-    nothing."""
+    """Raise UserError if Ray is not installed, no token is set, or nothing listens at `address`. Starts nothing."""
     if find_spec("ray") is None:
         raise UserError(f"data.preprocess: 'ray' needs Ray; {INSTALL}")
     if address == LOCAL:
@@ -62,10 +61,10 @@ def check_cluster(address: str) -> None:
 
 
 class Connection:
-    """This process as a driver of a cluster, until `close`. One at a time in a process.
+    """Connection of this process to a cluster as a Ray driver, until `close`. One at a time per process.
 
-    address: HOST:PORT, or `LOCAL` for a new cluster of this machine on its loopback with `cpus` processors and
-    `store_bytes` of shared memory, which ends with this object or its process. Raises UserError where that fails.
+    address: HOST:PORT, or `LOCAL` for a new cluster on this machine's loopback with `cpus` processors and `store_bytes`
+    of shared memory, which ends with this object or its process. Raises UserError if the connection fails.
     """
 
     def __init__(self, address: str, token: str = "", cpus: int = 1, store_bytes: int = 1 << 30) -> None:
@@ -98,7 +97,7 @@ class Connection:
         self.cpus = int(ray.cluster_resources().get("CPU", 1))
 
     def close(self) -> None:
-        """Leave the cluster; one that was started here ends. Idempotent."""
+        """Disconnect; a cluster that was started here ends. Idempotent."""
         import ray
 
         with suppress(Exception):
@@ -109,7 +108,7 @@ class Connection:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; a run saves and stops by it."""
+    """Restore signal handlers after Ray replaces SIGTERM's, with which a run saves and stops."""
     kept = {}
     for number in (signal.SIGTERM, signal.SIGINT):
         kept[number] = signal.getsignal(number)
@@ -117,5 +116,5 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in kept.items():
-            with suppress(ValueError):  # not in the main thread, where Ray changes nothing either
+            with suppress(ValueError):  # outside the main thread, where Ray changes no handler either
                 signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""A process of a Ray cluster that makes samples."""
+"""Ray producer: a process of a Ray cluster that makes samples."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dilatant.data.workers.pool_wire import Encoded, framed, packed
 
 
 class Producer:
-    """An actor. job: pickled (data sets by name, encoding)."""
+    """Ray actor that makes samples. job: pickled (data sets by name, encoding)."""
 
     def __init__(self, job: bytes) -> None:
         compute_in_one_thread()
         keep_freed_memory()
-        warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
+        warnings.simplefilter("ignore")  # libraries' warnings name neither the sample nor the remedy
         self._datasets, self._encoding = pickle.loads(job)
 
     def greet(self) -> str:
-        """What messages call it."""
+        """Return the name of this process in messages."""
         return f"process {os.getpid()} on {os.uname().nodename}"
 
     def make(self, draw: int, index: int, parts: list[str], dataset: str) -> tuple[bytes, np.ndarray]:
-        """A message as the pool's workers send it, and the arrays of a sample: uint8 [bytes]."""
+        """Return the reply as a pool worker frames it, and the bytes of a sample's arrays: uint8 [bytes]."""
         request = Request(draw, index, frozenset(parts), dataset)
         message, arrays = answer(0, request, self._datasets, self._encoding)
         held = packed(message, arrays) if isinstance(message, Encoded) else b""

@@ -1,8 +1,8 @@
-"""A rank's way to producers on a Ray cluster: the same requests, samples and order as of the machine's own pool.
+"""Client of producers on a Ray cluster for one rank: requests, samples and order are the same as with the local pool.
 
-Each rank has producers of its own, between limits: another one joins where the rank has waited for samples, and one
-that had nothing to do for long leaves. When a producer or its node is lost, the sample that it was at is tried again
-elsewhere and all others that it had are sent again. What waits or lies ready is bounded by bytes.
+Each rank has its own producers, up to a limit: one is added after the rank has waited for samples, and one that was
+idle for long is removed. When a producer or its node is lost, the sample that it was making is retried and its other
+requests are sent again. A byte budget bounds the samples that are in progress or ready.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from dilatant.data.workers.ray_producer import Producer
 from dilatant.data.workers.request_queue import Asked, Awake, Entry
 
 IN_HAND = 3
-"""Requests that a producer holds: one at work and the next ones waiting."""
+"""Requests that a producer holds: one being made and the next ones queued."""
 TRIES = 3
-"""How many producers may be lost, or samples be late, at one sample: nodes are lost without its fault, too."""
+"""Lost producers, or exceeded time limits, after which a sample is given up; nodes also fail without its fault."""
 FAILED_STARTS = 3
 LATE_SECONDS = 5.0
-"""Beyond the deadline of a sample, after which its producer is ended."""
+"""Time beyond a sample's time limit after which its producer is killed."""
 START_SECONDS = 600.0
 POLL_SECONDS = 0.05
-"""How soon what was asked meanwhile is looked at, while answers are awaited."""
+"""Interval at which new requests are noticed while answers are awaited."""
 JOIN_SECONDS = 1.0
-"""So much waiting brings another producer."""
+"""Seconds of waiting after which another producer is started."""
 IDLE_SECONDS = 60.0
-"""After so long without work a producer leaves."""
+"""Seconds without work after which a producer is removed."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Hand:
-    """A producer. greeting: what tells that it runs. entries: by what stands for their answers, in their order. since:
-    when it began what it is at, by `time.monotonic`; before it runs, when it was asked for."""
+    """A producer. greeting: Ray reference of the pending `greet`, None once it runs. entries: open requests by Ray
+    reference. since: `time.monotonic` when its current sample began; before it runs, when it was requested."""
 
     actor: Any
     greeting: Any
@@ -58,11 +58,10 @@ class _Hand:
 
 
 class RaySource:
-    """A `Source` whose producers take a processor each of the cluster that this process is connected to.
+    """A `Source` whose producers use one processor each of the cluster that this process is connected to.
 
-    budget_bytes: what samples may take that are being made, or lie ready and are not taken. most: producers at once.
-    decode_seconds: longest that a sample may take. on_wait: called by the thread in `take` each ten seconds that it
-    waits.
+    budget_bytes: memory for samples that are being made, or are ready and not taken. most: maximal producers.
+    decode_seconds: time limit for a sample. on_wait: called by the thread in `take` after every ten seconds of waiting.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class RaySource:
         import ray
 
         self._ray = ray
-        # By value what a script of the user's own defines: producers do not run that script.
+        # cloudpickle pickles by value what the user's script defines; producers do not run that script.
         self._job = ray.put(ray.cloudpickle.dumps((dict(datasets), encoding)))
         self._make = ray.remote(Producer).options(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")
         self._most = most
@@ -91,11 +90,11 @@ class RaySource:
 
     @property
     def producers(self) -> tuple[str, ...]:
-        """Those that run now, "process N on HOST" each."""
+        """Return the names of the running producers, each "process N on HOST"."""
         with self._asked.changed:
             return tuple(hand.name for hand in self._hands if not hand.greeting)
 
-    # What the rank calls.
+    # Called by the rank.
 
     def ask(self, requests: Sequence[Request]) -> None:
         self._asked.ask(requests)
@@ -113,7 +112,7 @@ class RaySource:
     def _wake(self) -> None:
         self._asked.changed.notify_all()
 
-    # The thread.
+    # Called by the thread.
 
     def _run(self) -> None:
         try:
@@ -145,7 +144,7 @@ class RaySource:
         self._asked.waited = 0.0
 
     def _scale_producers(self) -> None:
-        """Another producer where this rank waits and all are at work; one less where one has nothing to do."""
+        """Start a producer if this rank waits and all producers are busy; remove one that has been idle for long."""
         now = time.monotonic()
         if self._asked.queue and not self._hands:
             self._start()
@@ -161,7 +160,7 @@ class RaySource:
             self._end(idle[0])
 
     def _dispatch(self) -> None:
-        """Send what may be sent, in order."""
+        """Send requests in order, as long as producers and budget permit."""
         while True:
             free = [hand for hand in self._hands if not hand.greeting and len(hand.entries) < IN_HAND]
             entry = self._asked.next() if free else None
@@ -177,7 +176,7 @@ class RaySource:
 
     def _receive(self, ref: Any) -> None:
         hand = next((hand for hand in self._hands if ref in hand.entries or hand.greeting == ref), None)
-        if hand is None:  # lost, with another answer of it
+        if hand is None:  # its producer was already lost
             return
         lost, how = False, ""
         value: Any = None
@@ -185,7 +184,7 @@ class RaySource:
             value = self._ray.get(ref)
         except self._ray.exceptions.RayActorError as error:
             lost, how = True, f"{hand.name or 'a producer'} was lost: {_cause(error)}"
-        except self._ray.exceptions.RayError as error:  # or the answer was, with the node that it lay on
+        except self._ray.exceptions.RayError as error:  # or the answer was lost with its node
             lost, how = hand.greeting == ref, f"a producer failed: {_cause(error)}"
         with self._asked.changed:
             if lost:
@@ -210,7 +209,7 @@ class RaySource:
     # Ends of producers.
 
     def _lose(self, hand: _Hand, how: str, is_late: bool = False) -> None:
-        """Send again what a producer had, and put another one in its place."""
+        """Send a lost producer's requests again, and start another producer."""
         self._hands.remove(hand)
         self._end(hand)
         lost = list(hand.entries.values())
@@ -250,7 +249,7 @@ class RaySource:
                 _log.warning("%s was given up: it has been at one sample for %.0f s", hand.name, waited)
                 self._lose(hand, f"{hand.name} was late", is_late=True)
             elif hand.greeting and waited > START_SECONDS:
-                self._hands.remove(hand)  # the cluster has no processor left for it
+                self._hands.remove(hand)  # the cluster has no free processor for it
                 self._end(hand)
                 self._most = len(self._hands)
                 if not self._hands:
@@ -269,7 +268,7 @@ def _place_of(entry: Entry) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """What was raised over there, where the text shows it, behind a trace of calls; else how the text begins."""
+    """Return the line of a remote error that names the exception raised there, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
     return raised[-1] if raised else lines[0]

@@ -1,6 +1,6 @@
-"""What a rank has asked for and not taken yet: in which order it is made, what lies ready, and how many bytes it takes.
+"""Request queue of one rank: pending requests in order, finished samples that were not taken, and their byte budget.
 
-Whoever makes the samples, on this machine or elsewhere, takes them from the queue in a thread of its own.
+A thread of the sample source (local pool or Ray) takes requests from the queue.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dilatant.data.workers.pool_answer import Outcome, outcome_of
 from dilatant.data.workers.pool_wire import Encoded, Failed, Refused
 
 UNKNOWN_BYTES = 1 << 20
-"""What a sample is taken to need where nothing is known."""
+"""Assumed size of a sample without an estimate."""
 REPORT_SECONDS = 10.0
-"""After so long, and then as often, who waits says for what."""
+"""Interval at which a waiting `take` reports what it waits for."""
 STOOD_STILL_SECONDS = 5.0
-"""Longer than a turn of a thread that watches others takes, unless its process was stopped."""
+"""Gap between two turns of the watching thread that shows that the process was suspended."""
 
 
 class Awake:
-    """Since when this process has been running: what it is awaited for is not late while it stood still itself."""
+    """Tracks since when this process has run without a pause; a peer's lateness does not count during a pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.since = self._last = clock()
 
     def now(self) -> float:
-        """Return the time of the clock; called in each turn of the thread that watches."""
+        """Return the time of the clock; called in each turn of the watching thread."""
         now = self._clock()
         if now - self._last > STOOD_STILL_SECONDS:
             self.since = now
@@ -45,9 +45,9 @@ class Awake:
 
 @dataclass(eq=False)
 class Entry:
-    """A request on its way. holder: in whose hands it is, by the number `ticket`. slot: where its answer goes. charge:
-    bytes of the budget. losses, late: how often its maker was lost, and was late. shunned: the place of the last of
-    these."""
+    """A pending request. holder, ticket: the worker that has it, and its number there. slot: its answer's arena offset.
+    charge: bytes of the budget. losses, late: how often its worker died, or exceeded the time limit. shunned: the place
+    of the last such worker."""
 
     request: Request
     name: str
@@ -63,12 +63,12 @@ class Entry:
 
 
 class Asked:
-    """budget_bytes: what samples may take that are being made, or lie ready and are not taken. on_wait: called by the
-    thread in `take` each ten seconds that it waits. on_change: called, with the lock held, where there may be something
-    to do. place_of(entry): the name of the maker that is at it, "" where none is. waited: seconds in `take`, which the
-    maker may set back.
+    """The request queue of a rank, with the interface of `Source`.
 
-    What is not said to be called by the rank is called with the lock of `changed` held.
+    budget_bytes: memory for samples that are being made, or are ready and not taken. on_wait: called by the thread in
+    `take` every ten seconds of waiting. on_change: called, with the lock held, when there may be work. place_of(entry):
+    name of the worker that is making it, "" if none. waited: seconds spent in `take`, which the source may reset.
+    Methods other than those of `Source` are called with the lock of `changed` held.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Asked:
     ) -> None:
         self.budget = budget_bytes
         self.changed = threading.Condition(threading.RLock())
-        self.entries: dict[tuple[str, int], Entry] = {}  # without an outcome
+        self.entries: dict[tuple[str, int], Entry] = {}  # requests without an outcome
         self.queue: deque[Entry] = deque()
         self.charged = 0
         self.waited = 0.0
         self.error: WorkerError | None = None
         self.is_closing = False
-        self._outcomes: dict[tuple[str, int], tuple[Outcome, int]] = {}  # with their charges
+        self._outcomes: dict[tuple[str, int], tuple[Outcome, int]] = {}  # outcome and charged bytes
         self._scale: dict[frozenset[str], float] = defaultdict(lambda: 1.0)
         self._on_wait, self._on_change, self._place_of = on_wait, on_change, place_of
 
-    # What the rank calls, see `Source`.
+    # Called by the rank, see `Source`.
 
     def ask(self, requests: Sequence[Request]) -> None:
         with self.changed:
@@ -116,7 +116,7 @@ class Asked:
                     outcome, charge = self._outcomes.pop(key)
                     self.charged -= charge
                     self.waited += waited
-                    if self.queue:  # there is room for more
+                    if self.queue:  # the budget has space for more
                         self._on_change()
                     break
                 waiting = self._waiting(key, waited)
@@ -137,20 +137,20 @@ class Asked:
             self._on_change()
 
     def close(self) -> None:
-        """Nothing is made any more."""
+        """Refuse all open and further requests."""
         with self.changed:
             self.is_closing = True
             self.fail(WorkerError("the source of samples is closed"))
             self._on_change()
 
-    # What whoever makes samples calls.
+    # Called by the sample source.
 
     def need(self, request: Request) -> int:
-        """Bytes to hold free: as estimated, and more where estimates for such parts were too low."""
+        """Return the bytes to reserve: the estimate, scaled up if estimates for the same parts were too low."""
         return int((request.nbytes or UNKNOWN_BYTES) * self._scale[request.parts])
 
     def next(self) -> Entry | None:
-        """The next to be made, of which the budget is charged; None where there is none, or no room for it."""
+        """Return the next request to make and charge the budget; None if there is none or the budget is exhausted."""
         if not self.queue:
             return None
         entry = self.queue[0]
@@ -163,17 +163,17 @@ class Asked:
         return entry
 
     def discharge(self, entry: Entry) -> None:
-        """It is in nobody's hands."""
+        """Return the request's charge: no worker holds the request."""
         self.charged -= entry.charge
         entry.slot, entry.charge, entry.holder = None, 0, None
 
     def again(self, entry: Entry) -> None:
-        """Make it before all others."""
+        """Put the request at the front of the queue."""
         if not entry.is_forgotten:
             self.queue.appendleft(entry)
 
     def answered(self, entry: Entry, message: Encoded | Refused | Failed, held: memoryview) -> None:
-        """Conclude with what a maker says. held: the numbers of the sample."""
+        """Conclude a request with a worker's reply. held: the bytes of the sample's arrays."""
         nbytes = 0
         if isinstance(message, Encoded):
             nbytes = message.nbytes
@@ -183,7 +183,7 @@ class Asked:
             self.conclude(entry, outcome_of(message, entry.request.draw, held), nbytes)
 
     def conclude(self, entry: Entry, outcome: Outcome, nbytes: int = 0) -> None:
-        """The outcome lies ready, and takes so many bytes."""
+        """Store the outcome, which takes `nbytes` bytes, for `take`."""
         if not entry.is_forgotten:
             key = (entry.request.dataset, entry.request.draw)
             del self.entries[key]
@@ -192,7 +192,7 @@ class Asked:
             self.changed.notify_all()
 
     def fail(self, error: WorkerError) -> None:
-        """Nothing more can be made; the first reason counts."""
+        """Fail all open and further requests; the first error is the one reported."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
@@ -214,5 +214,5 @@ class Asked:
         entry = self.entries.get(key)
         if entry is None or self.error is not None:
             return None
-        place = self._place_of(entry)  # which may find out its name
+        place = self._place_of(entry)  # may update entry.name
         return Waiting(entry.name, seconds, 1 + entry.losses + entry.late, place)
