@@ -1,1 +1,1 @@
-"""How ranks talk: launch, groups of one generation, exchange, abort, deadlines; alone knows torch.distributed."""
+"""Communication between ranks: launch, rendezvous, process groups, abort, deadlines; wraps torch.distributed."""

@@ -1,6 +1,6 @@
-"""Torch's communication backends of one group each: opened, used and ended directly, without a default group.
+"""NCCL and Gloo communicators, each of one group: opened, used and closed directly, without a default process group.
 
-All that touches what torch.distributed keeps private is here.
+All uses of torch.distributed's private names are in this file.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dilatant.comm.store.store import Store
 from dilatant.config.environment import gloo_interfaces, prepare_nccl
 
 MAX_TAG = 1 << 20
-"""Tags of transfers are below it."""
+"""Upper bound (exclusive) of the tags of transfers."""
 ABORT_SECONDS = 5.0
 _EDGE_CTAS = 4
-"""What a transfer of an edge may occupy of a GPU: a receive that waits holds its multiprocessors."""
+"""Most CTAs of a transfer on an edge: a receive that waits occupies GPU multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One communicator. store: what it made its rendezvous in, which has to live as long. rank: in the group."""
+    """One communicator. store: used for its rendezvous, must live as long. rank: this rank's index in the group."""
 
     handle: Any
     store: Store
@@ -52,7 +52,7 @@ class Backend:
         return self.handle._allgather_base(output, input, AllgatherOptions())
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
-        """NCCL's only: Gloo's exists in some versions, and then reduces everything everywhere."""
+        """Reduce and scatter; only for NCCL, since Gloo lacks it in some versions and reduces everything in others."""
         return self.handle._reduce_scatter_base(output, input, ReduceScatterOptions())
 
     def all_to_all(
@@ -61,16 +61,16 @@ class Backend:
         return self.handle.alltoall_base(output, input, output_counts, input_counts, AllToAllOptions())
 
     def shut_down(self) -> None:
-        """Give an idle communicator back. Never raises."""
+        """Shut down an idle communicator. Never raises."""
         if self.is_nccl:
             with contextlib.suppress(Exception):
                 self.handle.shutdown()
 
 
 def gloo_device(store: Store) -> Any:
-    """The network that Gloo listens on: loopback on one machine, else that by which this machine reaches the store's.
+    """Return Gloo's network device: loopback on one machine, else the address by which this machine reaches the store.
 
-    None: Gloo's own choice, where the user named interfaces, or where a name resolves to loopback on several machines.
+    None selects Gloo's default: if the user named interfaces, or if that address is loopback on several machines.
     """
     if store.on_one_machine:
         return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
@@ -80,7 +80,7 @@ def gloo_device(store: Store) -> Any:
 
 
 def open_gloo(store: Store, rank: int, size: int, timeout: timedelta, device: Any) -> Backend:
-    """A communicator for tensors on the CPU. device: from `gloo_device`. Blocks until all members open it."""
+    """Open a communicator for CPU tensors. device: from `gloo_device`. Blocks until all members open it."""
     if device is None:
         return Backend(dist.ProcessGroupGloo(store, rank, size, timeout), store, rank, size, is_nccl=False)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -93,12 +93,12 @@ def open_gloo(store: Store, rank: int, size: int, timeout: timedelta, device: An
 def open_nccl(
     store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, for_edge: bool
 ) -> Backend:
-    """A communicator for tensors on a GPU. Blocks until all members open it, in the current process's CUDA context.
+    """Open a communicator for GPU tensors in the current CUDA context. Blocks until all members open it.
 
-    for_edge: its kernels go before others and occupy little of the GPU.
+    for_edge: its kernels run on a high-priority stream and occupy few multiprocessors.
     """
     prepare_nccl(store.on_one_machine)
-    torch.cuda.set_device(device)  # of this thread
+    torch.cuda.set_device(device)  # of the current thread
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     if for_edge:
@@ -110,7 +110,7 @@ def open_nccl(
 
 
 def abort_all(backends: Sequence[Backend]) -> None:
-    """Make everything that is blocked in these raise, or return on a GPU. Never raises, and returns in seconds."""
+    """Abort: operations blocked in these communicators raise (on a GPU, return). Never raises; takes seconds."""
     threads = [
         threading.Thread(target=_abort_nccl, args=([each for each in backends if each.is_nccl],), daemon=True)
     ]
@@ -126,7 +126,7 @@ def abort_all(backends: Sequence[Backend]) -> None:
 
 
 def _abort_nccl(backends: Sequence[Backend]) -> None:
-    """In one NCCL group: the abort of one communicator can wait for that of another (pytorch #119797)."""
+    """Abort within one NCCL group: aborting one communicator can wait for another's abort (pytorch #119797)."""
     if not backends:
         return
     first = backends[0].handle
@@ -140,9 +140,9 @@ def _abort_nccl(backends: Sequence[Backend]) -> None:
 
 
 def _abort_gloo(backend: Backend) -> None:
-    """Gloo's own abort does nothing (pytorch #130345). But an operation that times out closes all connections of its
-    group, so a receive that nobody answers, with a timeout of a millisecond, is an abort. One from a rank that is gone
-    fails at once and closes nothing: then another one must serve."""
+    """Abort a Gloo communicator. Gloo's own abort does nothing (pytorch #130345), but an operation that times out
+    closes all connections of its group: so wait one millisecond for a message that nobody sends. From a dead peer
+    that receive fails at once and closes nothing; then try the next peer."""
     for distance in range(1, backend.size):
         peer = (backend.rank + distance) % backend.size
         try:

@@ -1,4 +1,4 @@
-"""One rank's communication in one generation: its groups, made by their members alone, and their end."""
+"""Comm: one rank's communication in one generation, with groups that only their members create, and its abort."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dilatant.comm.rendezvous import Membership, join, known_inboxes, register_i
 from dilatant.comm.store.store import Store
 
 WORLD = "world"
-"""The group of all ranks."""
+"""Name of the group of all ranks."""
 
 
 class Comm:
     """One rank's communication in one generation, until `close()`.
 
-    store: of all ranks, best held by a process that is none of them; None for a single rank, which opens no socket and
-    starts no thread. A rank that fails calls `abort`, and a watchdog thread in every other rank then ends what that
-    rank is blocked in. `device` decides the backend of groups (NCCL for CUDA, else Gloo); `world` is always Gloo, for
-    values on the CPU. Ranks may build one generation again, also after a failure: they never meet what was before.
+    store: shared by all ranks, best hosted by a process that is no rank; None for a single rank, which opens no socket
+    and starts no thread. A rank that fails calls `abort`; a watchdog thread in every other rank then aborts what that
+    rank is blocked in. `device` selects the backend of groups (NCCL for CUDA, else Gloo); `world` is always Gloo, for
+    CPU tensors. Ranks may join one generation repeatedly, also after a failure; attempts never share messages.
 
     Raises CommAborted or CommTimeout.
     """
@@ -91,26 +91,26 @@ class Comm:
 
     @property
     def aborted(self) -> str | None:
-        """Why communication was ended, or None."""
+        """The reason why communication was aborted, or None."""
         return self._reason
 
     @property
     def attempt(self) -> str:
-        """What only the ranks of this attempt of the generation know it by; empty of a single rank."""
+        """Unique id of this attempt at the generation; empty for a single rank."""
         return self._membership.id
 
     @property
     def machines(self) -> tuple[str, ...]:
-        """By rank, what names its machine."""
+        """The name of each rank's machine, by rank."""
         return self._membership.machines
 
     @property
     def ranks_here(self) -> tuple[int, ...]:
-        """Those on this machine."""
+        """The ranks on this machine."""
         return tuple(rank for rank, other in enumerate(self.machines) if other == self.machines[self.rank])
 
     def tell_machine(self, text: str) -> str:
-        """What the first rank of this machine says, on all ranks there; called by all of them, who wait for it."""
+        """Broadcast `text` from the first rank of this machine to its other ranks; all of them must call this."""
         first, *others = self.ranks_here
         key = f"{self.attempt}/told/{first}/{self._num_told}"
         self._num_told += 1
@@ -124,7 +124,7 @@ class Comm:
             return self._store.get(key).decode()
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        """The group called `name`, made by its members alone at its first mention; every member gives equal ranks.
+        """Return the group called `name`. Its members, which must pass equal ranks, create it at the first call.
 
         A group of one rank is legal and communicates with nobody.
         """
@@ -136,13 +136,13 @@ class Comm:
         return known
 
     def edge(self, name: str, source: int, target: int) -> Group:
-        """The group of a directed edge, ready for `source` to send without waiting for `target`."""
+        """Return the group of a directed edge, ready for `source` to send without waiting for `target`."""
         known = self._groups.get(name)
         if known is not None:
             return known
         group = self._open(name, (source, target), self.device, for_edge=True)
         if group.backend is not None and group.backend.is_nccl:
-            # NCCL connects two ranks at their first transfer, and both must take part: now, not in the first step.
+            # NCCL connects two ranks at their first transfer, with both taking part: do so now, not in the first step.
             flag = torch.zeros(1, device=self.device)
             first = group.send(flag, target) if self.rank == source else group.receive(flag, source)
             first.wait()
@@ -150,9 +150,9 @@ class Comm:
         return group
 
     def abort(self, reason: str, tell_others: bool = True) -> None:
-        """End all communication of this generation: whoever is blocked in it raises CommAborted. Never raises.
+        """End all communication of this generation: operations blocked in it raise CommAborted. Never raises.
 
-        Tells the other ranks through the store unless `tell_others` is False. The first reason stays.
+        Notifies the other ranks through the store unless `tell_others` is False. The first reason is kept.
         """
         with self._lock:
             if self._reason is not None or self._closed:
@@ -162,7 +162,7 @@ class Comm:
             backends = [group.backend for group in self._groups.values()]
         if self._watchdog is None:
             return
-        self._store.close()  # a main thread may be blocked in it
+        self._store.close()  # the main thread may be blocked in it
         if tell_others:
             with contextlib.suppress(Exception), contextlib.closing(self._inbox_store.clone()) as store:
                 for inbox in self._inboxes_of_others(store).values():
@@ -170,7 +170,7 @@ class Comm:
         abort_all([backend for backend in backends if backend is not None])
 
     def close(self) -> None:
-        """Give back every group of this generation. What was not awaited is lost. May be called twice."""
+        """Release every group of this generation. Operations that were not awaited are lost. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -192,7 +192,7 @@ class Comm:
 
     @contextlib.contextmanager
     def translated_errors(self, what: str) -> Iterator[None]:
-        """Turn a backend's error into ours: the abort it follows from, or what was being awaited."""
+        """Translate a backend's error into CommAborted or CommTimeout, naming the abort's reason or `what`."""
         if self._reason is not None:
             raise CommAborted(self._reason)
         if self._closed:
@@ -217,7 +217,7 @@ class Comm:
                 self._waiting = None
 
     def watch_device(self, what: str, is_completed: Callable[[], bool]) -> None:
-        """Abort when work that a device awaits from now on stalls for the timeout: the host keeps the deadline."""
+        """Abort if work that the device waits for stalls longer than the timeout; the host checks this deadline."""
         if self._deadlines is None:
             self._deadlines = DeadlineThread(self._timeout.total_seconds(), self._on_stall)
         self._deadlines.add(what, is_completed)
@@ -231,7 +231,7 @@ class Comm:
             self._fail(CommTimeout, text, None)
 
     def _fail(self, kind: type[RuntimeError], text: str, cause: BaseException | None) -> None:
-        """Abort with what is known of the other ranks, unless it has been done; raises in either case."""
+        """Abort with a description of the other ranks' state, unless already aborted; always raises."""
         culprits: list[int] = []
         if self._reason is None:
             others, culprits = self._describe_others()
@@ -262,8 +262,8 @@ class Comm:
         self, name: str, ranks: tuple[int, ...], device: torch.device, for_edge: bool
     ) -> Backend:
         store = self._store.prefixed(f"{self._membership.id}/{name}")
-        if name != WORLD:  # who opens that has just joined, as all others have
-            # A backend that opens cannot be ended, so members begin only when all are there.
+        if name != WORLD:  # all ranks have just joined, so all are about to open it
+            # Opening a backend cannot be interrupted, so members open it only when all of them are present.
             store.set(f"here/{self.rank}", b"")
             store.wait([f"here/{rank}" for rank in ranks], self._timeout)
         own, size = ranks.index(self.rank), len(ranks)
@@ -272,7 +272,7 @@ class Comm:
         return self._interruptible(lambda: open_gloo(store, own, size, self._timeout, self._gloo_device))
 
     def _interruptible(self, opens: Callable[[], Backend]) -> Backend:
-        """What `opens` returns, from a thread that is left behind at an abort or after the timeout."""
+        """Return `opens()`, run in a thread that is abandoned at an abort or after the timeout."""
         opened: list[Backend] = []
         errors: list[BaseException] = []
         done, left_behind = threading.Event(), threading.Event()
@@ -303,7 +303,7 @@ class Comm:
         return {rank: inbox for rank, inbox in inboxes.items() if rank != self.rank}
 
     def _watch(self) -> None:
-        """Read this rank's inbox, over a connection of its own: the main one may be blocked."""
+        """Read this rank's inbox through a separate connection, because the main one may be blocked."""
         try:
             while True:
                 kind, text = read_inbox(self._inbox_store, self._inbox)
@@ -312,12 +312,12 @@ class Comm:
                 self._last_check = time.monotonic()
                 answer_check(self._inbox_store, text, self.rank, self._activity())
         except Exception as error:
-            # Who holds the store is gone; without it nobody could tell us anything any more.
+            # The process that hosts the store is gone; without the store no rank can notify this one.
             text = f"the store is gone: {' '.join(str(error).split())[:200]}"
         self.abort(text, tell_others=False)
 
     def _activity(self) -> str:
-        """What the main thread is at, in words; beginning with "waits" if with others."""
+        """Describe what the main thread is doing; the text begins with "waits" if it waits for other ranks."""
         waiting = self._waiting
         if waiting is not None:
             return f"waits for {waiting[0]} since {time.monotonic() - waiting[1]:.0f} s"
@@ -331,8 +331,7 @@ class Comm:
         return f"is busy in {code.co_qualname} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
     def _describe_others(self) -> tuple[str, list[int]]:
-        """After a wait in vain: the ranks that do not answer, and those that do not wait themselves; in words, and as
-        numbers."""
+        """After a timeout, find the ranks that do not answer or do not wait themselves. Return (description, ranks)."""
         try:
             with contextlib.closing(self._inbox_store.clone()) as store:
                 inboxes = self._inboxes_of_others(store)
@@ -358,8 +357,8 @@ class Comm:
         return "; ".join((problems or activities)[:8]), culprits
 
     def _await_abort(self, seconds: float) -> None:
-        """A peer's connection often closes a moment before the message of why, or when it has waited too long and
-        checks who is alive: let the message arrive."""
+        """Wait for an abort message: a peer's connection often closes before its message arrives, or while the peer is
+        still checking which ranks are alive after its own timeout."""
         began = time.monotonic()
         while self._reason is None and self._watchdog is not None:
             if time.monotonic() > max(began + seconds, self._last_check + 2 * ANSWER_SECONDS):

@@ -1,8 +1,8 @@
-"""Deadlines that the host keeps for what a device waits for: no stream waits for ever unseen.
+"""Host-side deadlines for device waits: detect transfers that a GPU stream would wait for forever.
 
-On a GPU `Pending.wait` only makes a stream wait, so no call of the host can time out. Instead the host asks now and
-then which of the awaited transfers have completed. A deadline counts from the last one that did, not from the time of
-the call: the host may enqueue a long step within moments.
+On a GPU `Pending.wait` only makes a stream wait, so no host call can time out. Instead the host polls which of the
+awaited transfers have completed. A deadline counts from the last completion, not from the call, because the host may
+enqueue a long step within moments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """What nothing has moved behind. seconds: since anything awaited has completed. error: of the backend, if any."""
+    """A stalled wait. what: the oldest wait. seconds: since the last completion. error: of the backend, if any."""
 
     what: str
     seconds: float
@@ -23,7 +23,7 @@ class Stalled:
 
 
 class ProgressDeadline:
-    """Whether awaited work makes progress. Holds no thread and reads no clock; `now` is in seconds."""
+    """Tracks the progress of awaited work. Has no thread and no clock; `now` is in seconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,14 +31,14 @@ class ProgressDeadline:
         self._last_progress = 0.0
 
     def add(self, what: str, is_completed: Callable[[], bool], now: float) -> None:
-        """Watch work that was just awaited; in the order in which the device awaits it."""
+        """Track work that was just awaited; call in the order in which the device waits."""
         with self._lock:
             if not self._outstanding:
                 self._last_progress = now
             self._outstanding.append((what, is_completed))
 
     def check(self, now: float) -> Stalled | None:
-        """The work awaited longest, and since when nothing has completed; None when nothing is awaited."""
+        """Return the oldest unfinished work and the time since the last completion; None if nothing is awaited."""
         with self._lock:
             left = []
             for what, is_completed in self._outstanding:
@@ -54,13 +54,13 @@ class ProgressDeadline:
             return Stalled(left[0][0], now - self._last_progress) if left else None
 
     def clear(self) -> None:
-        """Watch nothing any more."""
+        """Stop tracking all work."""
         with self._lock:
             self._outstanding = []
 
 
 class DeadlineThread:
-    """Calls `on_stall` once, from a thread of its own, when awaited work has stalled for a timeout or has failed."""
+    """Calls `on_stall` once, from its own thread, when awaited work has stalled for the timeout or has failed."""
 
     def __init__(self, timeout_seconds: float, on_stall: Callable[[Stalled], None]) -> None:
         self._progress = ProgressDeadline()
@@ -71,15 +71,15 @@ class DeadlineThread:
         self._thread.start()
 
     def add(self, what: str, is_completed: Callable[[], bool]) -> None:
-        """As `ProgressDeadline.add`."""
+        """See `ProgressDeadline.add`."""
         self._progress.add(what, is_completed, time.monotonic())
 
     def stalled(self) -> Stalled | None:
-        """As `ProgressDeadline.check`."""
+        """See `ProgressDeadline.check`."""
         return self._progress.check(time.monotonic())
 
     def close(self) -> None:
-        """End the thread. May be called twice, and by the thread itself."""
+        """End the thread. Idempotent; the thread itself may call it."""
         self._closed.set()
         self._progress.clear()
         if threading.current_thread() is not self._thread:

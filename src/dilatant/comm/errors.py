@@ -1,4 +1,4 @@
-"""How communication ends when it does not end well."""
+"""Errors of communication: aborted, or timed out."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class CommAborted(RuntimeError):
-    """Communication of this generation was ended; the message says by whom and why."""
+    """Communication of this generation was aborted; the message says by whom and why."""
 
 
 class CommTimeout(RuntimeError):
     """A peer did not answer in time; the message says what was awaited, and which ranks are silent or busy.
 
-    culprits: these ranks; where all answer that they wait themselves, nobody.
+    culprits: these ranks; empty if all ranks answer that they are waiting.
     """
 
     def __init__(self, message: str, culprits: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that hold different experts, and the exchange of tokens among them as an autograd function."""
+"""Expert parallelism: the group of ranks that hold different experts, and its differentiable token exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilatant.comm.group import Group
 
 
 class ExpertGroup:
-    """The expert-parallel ranks of a stage, in the order of their experts. Every method is called by all of them."""
+    """The expert-parallel ranks of a stage, in the order of their experts. All ranks must call each method."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -20,8 +20,8 @@ class ExpertGroup:
 
     @torch.no_grad()
     def counts(self, sent: Tensor) -> Tensor:
-        """How many rows each rank sends to each expert held here: int64 [ranks, experts of a rank]. sent: how many this
-        rank sends to those of each rank."""
+        """Exchange row counts. sent: int64 [ranks, experts per rank], rows from this rank to each expert. Returns the
+        rows from each rank to each local expert: int64 [ranks, experts per rank]."""
         received = torch.empty_like(sent)
         each = [sent.shape[1]] * self.size
         self._group.all_to_all(
@@ -30,9 +30,9 @@ class ExpertGroup:
         return received
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows from all ranks, in their order, differentiable: [sum of received, hidden].
+        """Exchange rows; differentiable. Returns the received rows in rank order: [sum of received, hidden].
 
-        rows: [sum of sent, hidden], in the order of the ranks they go to. sent, received: rows to and from each rank.
+        rows: [sum of sent, hidden], ordered by target rank. sent, received: number of rows to and from each rank.
         """
         return _Exchange.apply(rows, self, tuple(sent), tuple(received))
 

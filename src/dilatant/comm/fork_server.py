@@ -1,6 +1,6 @@
-"""The server that processes of ours come from, forked in a moment. Imports no torch itself, so it can start first.
+"""Fork server: the process from which worker processes are forked quickly. Imports no torch, so it can start first.
 
-Processes are never forked from the caller: one that runs torch has threads, and a fork of it may hang.
+Workers are never forked from the caller: a process that runs torch has threads, and its fork may hang.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ RANK_PRELOAD = (
     "dilatant.training.run",
     "dilatant.schedule.loaded_kernels",
 )
-"""What a rank needs; its imports are the bulk of its start, and the server does them once."""
+"""Modules that a rank needs; their imports dominate its start-up, and the server does them once."""
 
 
 SOCKET_PATH_BYTES = 107
-"""Longest path that a socket has on Linux."""
+"""Longest path of a Unix socket on Linux in bytes."""
 NO_GUARD_EXIT = 78
 NO_GUARD = (
     'the script that started this has no `if __name__ == "__main__":` line; processes that import it must not run it '
@@ -35,20 +35,20 @@ NO_GUARD = (
 
 
 def warm_up(preload: Sequence[str] = RANK_PRELOAD) -> None:
-    """Start the server; its imports go on beside what the caller does.
+    """Start the fork server; its imports run in parallel to the caller.
 
-    Signals to a whole process group (Ctrl-C in a terminal, SIGTERM from `timeout` or Slurm) are for the caller: the
-    server and its workers hold them back. Nothing is imported from the folder in which the caller runs. Raises
-    UserError where no folder for temporary files has a path short enough for a socket.
+    Signals to the whole process group (Ctrl-C in a terminal, SIGTERM from `timeout` or Slurm) are for the caller: the
+    server and its workers block them. Nothing is imported from the caller's working directory. Raises UserError if no
+    temporary folder has a path short enough for a socket.
     """
     require_main_guard()
     main = sys.modules["__main__"]
-    if getattr(main, "__file__", None) == "<stdin>":  # no file, though it says so: workers would look for it
+    if getattr(main, "__file__", None) == "<stdin>":  # not a file, but workers would try to open it
         del main.__file__
     _choose_folder()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
     with without_working_folder():
-        resource_tracker.ensure_running()  # at its start it lets both signals through again
+        resource_tracker.ensure_running()  # starting it unblocks both signals
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             forkserver.ensure_running()
@@ -60,14 +60,14 @@ def warm_up(preload: Sequence[str] = RANK_PRELOAD) -> None:
 
 
 def require_main_guard() -> None:
-    """End this process where it is one of ours that imports the user's script, which calls us at its top level. Whoever
-    started it finds NO_GUARD_EXIT, and says NO_GUARD."""
+    """Exit with NO_GUARD_EXIT if this process is a worker that is importing the user's script, which calls this package
+    at its top level. The process that started it then reports NO_GUARD."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(NO_GUARD_EXIT)
 
 
 def _choose_folder() -> None:
-    """Let multiprocessing have its folder, of mode 0700, where its socket fits. Raises UserError."""
+    """Make multiprocessing create its folder (mode 0700) where its socket's path fits. Raises UserError."""
     with short_temporary_folder():
         folder = util.get_temp_dir()
     if len(os.fsencode(folder)) + len("/listener-12345678") > SOCKET_PATH_BYTES:
@@ -75,14 +75,14 @@ def _choose_folder() -> None:
 
 
 def own_folder() -> str | None:
-    """The folder that multiprocessing made for this process, for `remove_behind_parent`; None in a process that it
-    started, which shares its parent's."""
+    """Return the folder that multiprocessing made for this process, for `remove_behind_parent`; None in a process
+    started by multiprocessing, which shares its parent's folder."""
     return util.get_temp_dir() if multiprocessing.parent_process() is None else None
 
 
 def remove_behind_parent(folder: str | None, seconds: float = 1.0) -> None:
-    """In a worker, once its parent seems gone: remove the parent's `own_folder`, which it could not if it was killed.
-    Kept while the parent lives on, which may start others from there; it is given some seconds to end."""
+    """In a worker whose parent seems gone: remove the parent's `own_folder`, which a killed parent leaves behind. The
+    folder is kept if the parent still lives after `seconds`, because it may start other workers from there."""
     parent = multiprocessing.parent_process()
     if folder is None or parent is None:
         return
@@ -92,6 +92,6 @@ def remove_behind_parent(folder: str | None, seconds: float = 1.0) -> None:
 
 
 def heed_launcher() -> None:
-    """In a worker: SIGTERM is for it again, which its launcher sends when it is asked to stop; Ctrl-C is not."""
+    """In a worker: unblock SIGTERM, which the launcher sends to stop it, and ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

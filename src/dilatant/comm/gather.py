@@ -1,8 +1,8 @@
-"""Small values from everybody to everybody, over the ranks' CPU group.
+"""All-gather of small values over the ranks' CPU group, with few hops.
 
-Ranks swap with those 1, 2, ..., 7 places further, then pass on all they hold with strides of 8, 64, ...: up to eight
-ranks need one hop, a thousand four (Bruck et al., 1997, with radix 8). Gloo's own collectives go around a ring, with
-hops for every rank; `benchmarks/agreement.py` measures both.
+Ranks exchange with those 1, 2, ..., 7 places further, then pass on all they have with strides of 8, 64, ...: up to
+eight ranks need one hop, a thousand need four (Bruck et al., 1997, with radix 8). Gloo's own collectives use a ring,
+with as many hops as ranks; `benchmarks/agreement.py` measures both.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ RADIX = 8
 
 
 class AsyncAllGather:
-    """Equally shaped tensors of all ranks on their way to all. Begins at once, and goes on in `wait`.
+    """An all-gather of equally shaped CPU tensors that begins at construction and completes in `wait`.
 
-    tensor: on the CPU. what: named in errors. radix: this rank and those that are one hop away. All ranks begin their
+    what: named in errors. radix: number of ranks that have exchanged values after one hop. All ranks must begin their
     all-gathers in the same order.
     """
 
@@ -30,14 +30,14 @@ class AsyncAllGather:
         self._comm = comm
         self._radix = radix
         self._what = what
-        self._held = tensor[None].clone()  # of this rank, the next one, ...
+        self._held = tensor[None].clone()  # the values of this rank, of the next rank, ...
         self._round = 0
         self._pending: list[Pending] = []
         self._arriving: list[Tensor] = []
         self._begin_round()
 
     def wait(self) -> Tensor:
-        """[ranks, *shape of tensor], by rank."""
+        """Return all tensors, [ranks, *shape of tensor], by rank."""
         while self._pending:
             for pending in self._pending:
                 pending.wait()
@@ -63,7 +63,7 @@ class AsyncAllGather:
 
 
 def all_gather_object(comm: Comm, value: Any) -> list[Any]:
-    """Every rank's JSON value, by rank; for what happens once in a while."""
+    """Return every rank's JSON value, by rank; for infrequent use."""
     text = json.dumps(value).encode()
     lengths = AsyncAllGather(comm, torch.tensor([len(text)]), "lengths of values").wait().flatten().tolist()
     own = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -73,7 +73,7 @@ def all_gather_object(comm: Comm, value: Any) -> list[Any]:
 
 
 def any_rank(comm: Comm, flag: bool, what: str) -> bool:
-    """Whether the flag is set on any rank; the same on all of them. what: named in errors."""
+    """Return True on all ranks if the flag is set on any rank. what: named in errors."""
     value = torch.tensor([float(flag)])
     comm.world.max_(value, what).wait()
     return bool(value.item())

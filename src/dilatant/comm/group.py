@@ -1,4 +1,4 @@
-"""Groups of ranks: point-to-point transfers and collectives, each of which returns at once with what to wait for."""
+"""Process groups: point-to-point transfers and collectives, each of which returns a handle to wait for."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from dilatant.comm.backends import MAX_TAG, Backend
 
 
 class Watch(Protocol):
-    """What a group needs of the communication it belongs to."""
+    """The part of `Comm` that a group uses."""
 
     def translated_errors(self, what: str) -> AbstractContextManager[None]:
-        """Raises CommAborted or CommTimeout in place of a backend's errors."""
+        """Raise CommAborted or CommTimeout in place of a backend's errors."""
         ...
 
     def watch_device(self, what: str, is_completed: Callable[[], bool]) -> None:
-        """Keep a deadline for work that only a device waits for."""
+        """Set a deadline for work that only a device waits for."""
         ...
 
 
 class Pending:
-    """A transfer or collective under way. `tensors` stay alive until it is done.
+    """Handle of a transfer or collective in progress. Keeps `tensors` alive until it is done.
 
-    On a GPU `wait` makes the current stream wait, not the host; the host's deadline for it starts there.
+    On a GPU `wait` makes the current stream wait, not the host; the host-side deadline starts there.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Return when the tensors may be used. Raises CommAborted or CommTimeout."""
+        """Wait until the tensors may be used. Raises CommAborted or CommTimeout."""
         if self._work is not None:
             with self._watch.translated_errors(self._what):
                 self._work.wait()
@@ -67,10 +67,10 @@ class Pending:
 
 
 class Group:
-    """Ranks that communicate: one communicator, on a GPU with a stream of its own.
+    """A group of communicating ranks: one communicator, on a GPU with its own stream.
 
-    `ranks` are those of the generation, in group order. Tensors must be contiguous and on the group's device.
-    Every method but `barrier` returns at once; empty tensors are legal and send nothing. what: named in errors.
+    `ranks` are ranks of the generation, in group order. Tensors must be contiguous and on the group's device. Every
+    method but `barrier` returns at once; empty tensors are legal and send nothing. what: named in errors.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class Group:
 
     @property
     def index(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's index in the group."""
         return self.ranks.index(self._rank)
 
     @property
     def backend(self) -> Backend | None:
-        """The communicator; None for a group of one rank and after the end of its generation."""
+        """The communicator; None for a group of one rank and after `close`."""
         return self._backend
 
     @property
     def is_on_device(self) -> bool:
-        """Whether its tensors lie on a GPU, which sends them beside what it computes."""
+        """Return True if the group's tensors are on a GPU, where transfers overlap with compute."""
         return self._on_device
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, what: str = "") -> Pending:
@@ -117,8 +117,8 @@ class Group:
     def all_gather(self, output: Tensor, input: Tensor, what: str = "") -> Pending:
         """Fill `output` with the inputs of all ranks in group order.
 
-        input: equally many elements on every rank, of one dtype. output: that dtype, the ranks times as many elements.
-        Raises ValueError.
+        input: the same number of elements and dtype on every rank. output: same dtype, number of ranks times as many
+        elements. Raises ValueError.
         """
         self._check_sizes(whole=output, part=input)
         with self._watch.translated_errors(what or self.name):
@@ -131,9 +131,9 @@ class Group:
     def reduce_scatter(self, output: Tensor, input: Tensor, what: str = "") -> Pending:
         """Fill `output` with this rank's part of the sum of all inputs over the ranks, in group order.
 
-        input: equally many elements on every rank, of one dtype; it stays as it is, unless `output` is this rank's part
-        of it: then its other parts are worth nothing afterwards. output: that dtype, and the ranks-th part of the
-        elements. Raises ValueError.
+        input: the same number of elements and dtype on every rank; unchanged, unless `output` is this rank's part of
+        it: then its other parts are undefined afterwards. output: same dtype, 1 / ranks of the elements. Raises
+        ValueError.
         """
         self._check_sizes(whole=input, part=output)
         with self._watch.translated_errors(what or self.name):
@@ -146,7 +146,7 @@ class Group:
             if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
                 work = self._backend.all_reduce(input.view(-1), dist.ReduceOp.SUM)
                 return self._pending(work, what, (output, input))
-            # Gloo has none of its own, and would send everything everywhere.
+            # Gloo has no reduce-scatter of its own, and would send everything everywhere.
             parts = torch.empty_like(input.view(len(self.ranks), -1))
             work = self._backend.all_to_all(parts.view(-1), input.view(-1), [], [])
 
@@ -164,10 +164,10 @@ class Group:
         input_counts: Sequence[int],
         what: str = "",
     ) -> Pending:
-        """Send a part of `input` to each rank and fill `output` with what each sends here, in group order.
+        """Send a part of `input` to each rank and fill `output` with the parts from each rank, in group order.
 
-        input, output: [numbers] of one dtype. input_counts: numbers to each rank. output_counts: from each; any may be
-        0, of all ranks of the group even. Raises ValueError.
+        input, output: [elements] of one dtype. input_counts, output_counts: elements to and from each rank; any or all
+        of them may be 0. Raises ValueError.
         """
         for tensor, counts in ((output, output_counts), (input, input_counts)):
             if tensor.shape != (sum(counts),) or len(counts) != len(self.ranks):
@@ -183,13 +183,13 @@ class Group:
         return self._pending(work, what, (output, input))
 
     def barrier(self, what: str = "") -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called this method."""
         flag = torch.ones(1, device="cuda" if self._on_device else "cpu")
         self.sum_(flag, what or f"barrier of {self.name}").wait()
         flag.item()
 
     def close(self) -> None:
-        """Forget the communicator, which its owner shuts down."""
+        """Drop the reference to the communicator, which its owner shuts down."""
         self._backend = None
 
     def _transfer(self, direction: str, tensor: Tensor, peer: int, tag: int, what: str) -> Pending:

@@ -1,7 +1,7 @@
-"""Launching: a function on every rank, in workers of our own or as one worker of torchrun, Slurm or Kubernetes.
+"""Launch: run a function on every rank, in own worker processes or as one task of torchrun, Slurm or Kubernetes.
 
-Who starts workers holds their store and watches them, so it can tell the others when one dies; under an outer launcher
-rank 0 holds it. The error that is reported first is that of the worker that failed first for a reason of its own.
+The process that starts workers hosts their store and watches them, so it can notify the others when one dies; under an
+outer launcher rank 0 hosts the store. The error reported first is that of the worker that first failed by itself.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from dilatant.config.environment import chooses_threads, place_from, prepare_cud
 from dilatant.config.errors import UserError
 
 GRACE_SECONDS = 5.0
-"""What workers have to end by themselves after one has died or hangs; then nothing they could save is of use."""
+"""Time that workers have to exit after one has died or hangs; they have nothing useful left to save."""
 NEWCOMER_SECONDS = 0.2
-"""Between two looks for ranks that are to be started again."""
+"""Interval of looking for ranks to start again."""
 START_SECONDS = 300.0
-"""What rank 0 has to be there, where nobody says otherwise."""
+"""Default time limit for rank 0 to be reachable."""
 SAVE_SECONDS = 60.0
-"""What they have after one has raised an error: all of them may be saving their parts of the last step."""
+"""Time that workers have to exit after one has raised an error: all may be saving their parts of the last step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What the launched function is told. store: of all ranks, for `Comm`; None for a single one."""
+    """This rank's place, passed to the launched function. store: shared by all ranks; None for a single rank."""
 
     rank: int
     size: int
@@ -62,13 +62,13 @@ class Worker:
 
 
 def local_worker() -> Worker:
-    """This process as the only rank: it has no store, and communication opens no socket."""
+    """Return the worker of a single-rank run: it has no store, and communication opens no socket."""
     return worker_here(0, 1, 0, 1, None)
 
 
 class WorkerFailed(RuntimeError):
-    """A worker ended the run; the message begins with its own error and rank, `details` are its traceback.
-    killed_by: the signal that ended it, if one did. exit_code: what a scheduler should see."""
+    """A worker ended the run. The message begins with its rank and error; `details` is its traceback.
+    killed_by: the signal that killed it, if any. exit_code: exit code for a scheduler."""
 
     def __init__(
         self, message: str, details: str = "", killed_by: int | None = None, exit_code: int = 1
@@ -81,7 +81,7 @@ class WorkerFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a worker of ours is started with. folder: of the launcher, to remove when that was killed."""
+    """Start parameters of a worker. folder: of the launcher, which the worker removes if the launcher was killed."""
 
     rank: int
     size: int
@@ -109,12 +109,12 @@ def launch(
     started: Callable[[], None] = lambda: None,
     timeout_seconds: float = START_SECONDS,
 ) -> list[Any]:
-    """`function(worker, *args)` on every rank; what each rank returned, or only this one's under an outer launcher.
+    """Run `function(worker, *args)` on every rank. Return each rank's result; under an outer launcher only this rank's.
 
-    An outer launcher's variables decide how many ranks there are; without them `num_workers` are started here.
-    Function (of module level), arguments and results are pickled between our own processes. Ctrl-C does not reach
-    these: it is for us. started: called when all of them run. timeout_seconds: what rank 0 has to be there
-    under an outer launcher. Raises UserError or WorkerFailed with the first error.
+    An outer launcher's variables give the number of ranks; without them `num_workers` processes are started. The
+    function (of module level), arguments and results are pickled between these processes. Ctrl-C reaches only this
+    process. started: called when all of them run. timeout_seconds: time limit for rank 0 to be reachable under an
+    outer launcher. Raises UserError, or WorkerFailed with the first error.
     """
     place = place_from()
     if place is None:
@@ -128,7 +128,7 @@ def launch(
 
 
 Newcomers = Callable[[], Sequence[tuple[int, tuple[Any, ...]]]]
-"""Ranks whose processes have ended, to be started again, with what the function is given there."""
+"""Callback that returns the ranks whose processes ended and shall start again, with the function's arguments."""
 
 
 def launch_local(
@@ -138,16 +138,16 @@ def launch_local(
     started: Callable[[], None] = lambda: None,
     newcomers: Newcomers | None = None,
 ) -> list[Any]:
-    """As `launch`, always in `num_workers` processes of our own (one: this process).
+    """Like `launch`, but always in `num_workers` new processes (one worker: in this process).
 
-    newcomers: where the workers see for themselves who of them is gone. Then a loss is an error only when nobody is
-    left, the results are those of the ranks that had some, and this is asked now and then for ranks to start again.
+    newcomers: given if the workers handle the loss of a rank themselves. Then only the loss of all ranks is an error,
+    only ranks that finish return results, and this callback is polled for ranks to start again.
     """
     if num_workers < 1:
         raise UserError(f"cannot start {num_workers} workers")
     if num_workers == 1 and newcomers is None:
         return [_run_here(function, local_worker(), args)]
-    payload = _pickled(function, args)  # before anything is started
+    payload = _pickled(function, args)  # before any process is started
     context = multiprocessing.get_context("forkserver")
     warm_up()
     folder = own_folder()
@@ -189,7 +189,7 @@ def launch_local(
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What workers import and run. Raises UserError when they could not."""
+    """Pickle what workers run. Raises UserError if workers could not import or unpickle it."""
     main = sys.modules["__main__"]
     if function.__module__ == "__main__" and not os.path.isfile(getattr(main, "__file__", None) or ""):
         raise UserError(
@@ -207,7 +207,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...]) -> Any:
-    """`function` in this process, with failures as `launch` raises them."""
+    """Run `function` in this process, with failures as `launch` raises them."""
     try:
         return function(worker, *args)
     except UserError:
@@ -215,7 +215,7 @@ def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...
     except Exception as error:
         report = _report(worker.rank, error)
         if not report.follows and worker.store is not None:
-            with contextlib.suppress(Exception):  # the error itself is what counts
+            with contextlib.suppress(Exception):  # report the original error
                 announce_failure(worker.store, report.message)
         raise WorkerFailed(report.message, report.details) from error
 
@@ -223,7 +223,7 @@ def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...
 def worker_here(
     rank: int, size: int, local_rank: int, local_size: int, store: Store | None, started_here: bool = True
 ) -> Worker:
-    """This process as a rank; chooses its device, and how many threads it computes in. Raises UserError."""
+    """Set this process up as a rank: select its device and its number of threads. Raises UserError."""
     prepare_cuda()
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu_index(local_rank, torch.cuda.device_count(), started_here))
@@ -236,7 +236,7 @@ def worker_here(
 
 
 def _gpu_index(local_rank: int, visible: int, started_here: bool) -> int:
-    """Which of the visible GPUs is a rank's: the only one where an outer launcher shows each task its own.
+    """Return the index of a rank's GPU among the visible ones; 0 if an outer launcher shows each task its own GPU.
 
     Raises UserError.
     """
@@ -253,8 +253,8 @@ def _watch(
     store: Store,
     begin_again: Callable[[], dict[Connection, int]] | None = None,
 ) -> list[Any]:
-    """Collect what the workers return; after the first failure tell the others, and wait for them a little, unless
-    they survive it. begin_again: starts workers again, and gives their connections and ranks."""
+    """Collect the workers' results. After the first failure, notify the others and wait for them for a limited time,
+    unless they survive it. begin_again: restarts workers and returns their connections and ranks."""
     survives = begin_again is not None
     pending = {connection: rank for rank, (_, connection) in workers.items()}
     results: dict[int, Any] = {}
@@ -280,7 +280,7 @@ def _watch(
             if not isinstance(outcome, _Report):
                 results[rank] = outcome[0]
                 if survives and outcome[0] is not None:
-                    deadline = time.monotonic() + GRACE_SECONDS  # the run is over, for newcomers as well
+                    deadline = time.monotonic() + GRACE_SECONDS  # the run is over, also for restarted ranks
                 continue
             if not survives and (not reports or outcome.loses_a_rank):
                 began = announce_failure(store, outcome.message)
@@ -292,7 +292,7 @@ def _watch(
     if not reports or (survives and any(result is not None for result in results.values())):
         return [results[rank] for rank in sorted(results)]
     telling = [report for report in reports if not report.follows]
-    if survives:  # who was killed says less than who was told why
+    if survives:  # prefer the report of a rank that knows the cause over that of a killed rank
         telling.sort(key=lambda report: (not report.is_user_error, report.loses_a_rank))
     first = (telling or reports)[0]
     if first.is_user_error:
@@ -329,13 +329,13 @@ def _serve(connection: Connection, start: _Start) -> None:
         answer = _report(start.rank, error)
     try:
         connection.send_bytes(pickle.dumps(answer))
-    except OSError:  # the launcher is gone
+    except OSError:  # the launcher has exited
         remove_behind_parent(start.folder)
     connection.close()
 
 
 def _end_with_launcher(folder: str | None) -> None:
-    """When the launcher is gone, communication ends by itself; this ends a rank that does not notice."""
+    """Exit after the launcher: its end aborts communication, and this ends a rank that does not notice."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
@@ -350,7 +350,7 @@ def _report(rank: int, error: BaseException) -> _Report:
         text = "interrupted"
     prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
     follows = isinstance(error, CommAborted)
-    # What an error of ours says about another one is in the message; the other one's trace tells where it arose.
+    # Errors about another rank are complete in the message; that rank's own traceback shows the origin.
     return _Report(
         rank,
         prefix + text,

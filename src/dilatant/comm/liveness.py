@@ -1,6 +1,6 @@
-"""Who is alive: every rank has an inbox in the store that a thread of its own reads, also while its main thread waits.
+"""Liveness checks: each rank has an inbox in the store, read by its own thread even while the main thread waits.
 
-A message asks for an answer ("what are you doing?") or says that communication is over, and why.
+A message either asks what the rank is doing, or says that communication was aborted and why.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from uuid import uuid4
 from dilatant.comm.store.store import Store
 
 ANSWER_SECONDS = 2.0
-"""What a rank has to answer a liveness check. It needs a millisecond; more on a machine under load."""
+"""Time limit for the answer to a liveness check. An idle machine needs a millisecond, a loaded one more."""
 
 
 def send_abort(store: Store, inbox: str, reason: str) -> None:
-    """Say to the rank that reads `inbox` that communication is over."""
+    """Notify the rank that reads `inbox` that communication was aborted."""
     store.push(inbox, json.dumps({"abort": reason}))
 
 
 def read_inbox(store: Store, inbox: str) -> tuple[str, str]:
-    """The next message, when there is one: ("abort", reason) or ("answer", where). Raises StoreGone."""
+    """Wait for the next message: ("abort", reason) or ("answer", queue for the answer). Raises StoreGone."""
     ((kind, text),) = json.loads(store.pop(inbox)).items()
     return kind, text
 
 
 def answer_check(store: Store, where: str, rank: int, activity: str) -> None:
-    """Answer a liveness check with what this rank is doing."""
+    """Answer a liveness check with this rank's activity."""
     store.push(where, json.dumps([rank, activity]))
 
 
 def check_liveness(store: Store, inboxes: Mapping[int, str]) -> dict[int, str]:
-    """What the ranks that answer in time are doing. inboxes: by rank, of those to ask."""
+    """Ask ranks what they are doing; return the activity of each rank that answers in time. inboxes: by rank."""
     where = f"answers/{uuid4().hex}"
     for inbox in inboxes.values():
         store.push(inbox, json.dumps({"answer": where}))

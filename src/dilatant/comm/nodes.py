@@ -1,4 +1,4 @@
-"""Which ranks share a machine."""
+"""Node numbers: which ranks share a machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from dilatant.comm.comm import Comm
 
 
 def nodes_of(comm: Comm) -> tuple[int, ...]:
-    """The node of every rank, numbered in the order of their first ranks."""
+    """Return the node of every rank, numbered in the order of each node's first rank."""
     numbers = {machine: number for number, machine in enumerate(dict.fromkeys(comm.machines))}
     return tuple(numbers[machine] for machine in comm.machines)

@@ -1,7 +1,7 @@
-"""How the ranks of a generation find each other: under a name that no earlier attempt has used.
+"""Rendezvous: the ranks of a generation find each other under an id that no earlier attempt has used.
 
-A generation may be joined again and again, also after one rank or all have failed: each time under a fresh id, which
-the first rank draws when all are there. Everything that communicates is keyed by it, so nothing stale is ever met.
+Ranks may join a generation repeatedly, also after one or all have failed: each attempt gets a fresh id, which rank 0
+draws when all ranks are present. All communication is keyed by this id, so no attempt sees stale messages.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dilatant.comm.liveness import send_abort
 from dilatant.comm.store.store import Store
 
 WORD_AFTER = timedelta(seconds=30)
-"""After which whoever waits for others says so."""
+"""Time after which rank 0 prints which ranks it still waits for."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One attempt of a generation. inboxes, machines: by rank. A machine is its host name and its boot, since names
-    alone may repeat."""
+    """One attempt at a generation. inboxes, machines: by rank. A machine is identified by host name and boot id, since
+    host names may repeat."""
 
     id: str
     inboxes: tuple[str, ...]
@@ -34,14 +34,14 @@ class Membership:
 
 
 def register_inbox(store: Store, generation: int, rank: int, size: int) -> str:
-    """Name an inbox of this rank that failures are announced to from now on.
+    """Create an inbox for this rank, to which failures are announced from now on.
 
-    Raises CommAborted when one was announced to this generation already.
+    Raises CommAborted if a failure of this generation was announced already.
     """
     inbox = f"inbox/{uuid4().hex}"
     keys = ["generation", f"generation/{generation}/inbox/{rank}"]
     store.multi_set(keys, [f"{generation} {size}", inbox])
-    # After the inbox is known: an announcement that did not find it is found here.
+    # After registering the inbox: this check finds an announcement that did not find the inbox.
     failed = f"generation/{generation}/failed"
     if store.check([failed]):
         raise CommAborted(store.get(failed).decode())
@@ -49,7 +49,7 @@ def register_inbox(store: Store, generation: int, rank: int, size: int) -> str:
 
 
 def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeout: timedelta) -> Membership:
-    """Return when all ranks have joined. Raises TimeoutError or StoreGone."""
+    """Wait until all ranks have joined. Raises TimeoutError or StoreGone."""
     prefix = f"generation/{generation}"
     own = f"{prefix}/join/{rank}"
     store.set(own, json.dumps([inbox, this_machine()]))
@@ -74,7 +74,7 @@ def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeou
 
 
 def _await_all(store: Store, keys: list[str], timeout: timedelta) -> None:
-    """Wait for the keys of all ranks, and say once on stderr who is missing. Raises TimeoutError."""
+    """Wait for the keys of all ranks; print once to stderr which ranks are missing. Raises TimeoutError."""
     try:
         return store.wait(keys, min(timeout, WORD_AFTER))
     except TimeoutError:
@@ -94,13 +94,13 @@ def this_machine() -> str:
 
 
 def known_inboxes(store: Store, generation: int, size: int) -> dict[int, str]:
-    """The newest inbox of each rank that has one."""
+    """Return the newest inbox of each rank that has one."""
     keys = {rank: f"generation/{generation}/inbox/{rank}" for rank in range(size)}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
 def end_generation(store: Store, generation: int, rank: int, reason: str) -> None:
-    """End a rank's own communication of a generation, whether it has begun it, is about to, or is joining."""
+    """Abort one rank's communication of a generation: before, during or after its rendezvous."""
     store.set(f"generation/{generation}/failed", reason)
     key = f"generation/{generation}/inbox/{rank}"
     if store.check([key]):
@@ -108,9 +108,9 @@ def end_generation(store: Store, generation: int, rank: int, reason: str) -> Non
 
 
 def announce_failure(store: Store, reason: str) -> bool:
-    """End communication of the newest generation on all ranks; for a launcher that saw a worker die.
+    """Abort communication of the newest generation on all ranks; called by a launcher that saw a worker die.
 
-    Returns whether they had all begun to communicate: otherwise they have not done anything together yet.
+    Returns True if all ranks had begun to communicate; otherwise they have not done any work together yet.
     """
     if not store.check(["generation"]):
         return False

@@ -1,4 +1,4 @@
-"""Folders for sockets and other temporary files, which the next command removes where their process could not."""
+"""Folders for sockets and other temporary files; those of killed processes are removed by the next command."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 from dilatant.config.errors import UserError
 
 OWNER = "owner"
-"""File in such a folder that its process holds locked, and that names it by process id and start."""
+"""Name of the lock file in such a folder: locked by the owning process, with its process id and start time."""
 _PREFIXES = ("dilatant-", "pymp-", "ray-")
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 LONGEST_FOLDER_BYTES = 70
-"""Of a folder for temporary files in which sockets have room, in folders of their own."""
+"""Longest path of a temporary folder that leaves space for sockets in subfolders, in bytes."""
 
 
 @contextmanager
 def short_temporary_folder(longest: int = LONGEST_FOLDER_BYTES) -> Iterator[str]:
-    """Inside, `tempfile` makes folders where sockets in them have short paths; the folder that it is.
+    """Inside this context, `tempfile` creates folders whose paths are short enough for sockets; yields their parent.
 
-    Raises UserError where there is none.
+    Raises UserError if no such folder exists.
     """
     usual = before = tempfile.gettempdir()
     if len(os.fsencode(usual)) > longest:
@@ -42,10 +42,10 @@ def short_temporary_folder(longest: int = LONGEST_FOLDER_BYTES) -> Iterator[str]
 
 
 class TemporaryFolder:
-    """A folder for this user alone, of this process until `close` or until it ends however that happens.
+    """A private folder of this process until `close`; removed by a later command if the process is killed.
 
-    prefix: of its name. longest: bytes of the folder for temporary files; sockets need short paths, so that another one
-    takes its place where it is longer. path: of a folder that is there already. Raises OSError and UserError.
+    prefix: of its name. longest: most bytes of the parent folder's path; a shorter folder is used if TMPDIR is longer,
+    because socket paths are limited. path: an existing folder to adopt. Raises OSError and UserError.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class TemporaryFolder:
             self.path = path or tempfile.mkdtemp(prefix=prefix, dir=usual)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._owner: int | None = os.open(Path(self.path, OWNER), flags, 0o600)
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system has no locks
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._owner, f"{os.getpid()} {_start_of(os.getpid())}".encode())
 
     def close(self) -> None:
-        """Remove the folder with all that is in it. Idempotent."""
+        """Remove the folder and its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._owner is not None:
             os.close(self._owner)
@@ -68,7 +68,7 @@ class TemporaryFolder:
 
 
 def remove_left_folders() -> None:
-    """Remove the folders of processes of this user that were killed. Never raises, and leaves all others alone."""
+    """Remove the folders of killed processes of this user, and no others. Never raises."""
     for parent in {tempfile.gettempdir(), *_SHORT_FOLDERS}:
         with suppress(OSError):
             for folder in _own_folders(parent):
@@ -85,7 +85,7 @@ def _own_folders(parent: str) -> Iterator[str]:
 
 
 def _remove_if_left(folder: str) -> None:
-    """Raises OSError where the folder is not one of ours, or its process holds it."""
+    """Remove a folder if its process is gone. Raises OSError if the folder is not ours or its process holds it."""
     owner = os.open(Path(folder, OWNER), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(owner)
@@ -99,8 +99,8 @@ def _remove_if_left(folder: str) -> None:
 
 
 def _start_of(process: int) -> str:
-    """Return when a process started, in the system's ticks, with the machine's boot; "gone" for one that does not run.
-    Numbers of processes are used again."""
+    """Return a process's start time in system ticks and the machine's boot id, since process ids are reused; "gone" if
+    it does not run."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         after_name = (

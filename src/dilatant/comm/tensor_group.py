@@ -1,8 +1,8 @@
-"""Ranks that share the layers of a stage, and the collectives of tensor parallelism.
+"""Tensor parallelism: the group of ranks that share the layers of a stage, and its collectives.
 
-Where all ranks have the same rows and each computes with a share of features, `copy` is the way in (nothing forward,
-the sum of the ranks' gradients backward) and `sum` the way out (the sum forward, nothing backward; Megatron-LM, Shoeybi
-et al. 2019, f and g). `all_gather` and `reduce_scatter` move rows of which each rank has some.
+If all ranks have the same rows and each computes a shard of the features, `copy` enters such a region (identity in
+forward, all-reduce of gradients in backward) and `sum` leaves it (all-reduce in forward, identity in backward): f and g
+of Megatron-LM (Shoeybi et al. 2019). `all_gather` and `reduce_scatter` move rows that are sharded over the ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from dilatant.comm.group import Group, Pending
 
 ROWS_OF_PIECE = 512
-"""On GPUs products of fewer rows take longer than what travels meanwhile."""
+"""Rows per overlapped piece; on GPUs the product of fewer rows takes longer than the overlapped transfer."""
 
 
 class TensorGroup:
-    """The tensor-parallel ranks of a stage. index: this rank's place among them. rows_of_piece: so many rows of each
-    rank are worth a collective of their own, behind which products are computed; None where these would wait for
-    processors that send, as on a CPU."""
+    """The tensor-parallel ranks of a stage. index: this rank's place among them. rows_of_piece: rows of each rank in
+    one collective when collectives are overlapped with products; None where overlap does not help, as on a CPU, whose
+    cores do both."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -30,23 +30,23 @@ class TensorGroup:
         self.rows_of_piece = ROWS_OF_PIECE if group.is_on_device else None
 
     def copy(self, hidden: Tensor) -> Tensor:
-        """`hidden`, the same on all ranks, for a region of which each rank computes a share."""
+        """Enter a tensor-parallel region: `hidden`, equal on all ranks; backward sums the gradients over the ranks."""
         return _Copy.apply(hidden, self)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' `part`, on each of them. `part` is overwritten if it is contiguous."""
+        """Return the sum of `part` over the ranks, on each of them. `part` is overwritten if it is contiguous."""
         return _Sum.apply(part.contiguous(), self)
 
     @torch.no_grad()
     def largest(self, values: Tensor) -> Tensor:
-        """The elementwise maximum of all ranks' `values`."""
+        """Return the elementwise maximum of `values` over the ranks."""
         largest = values.detach().clone(memory_format=torch.contiguous_format)
         self._group.max_(largest, "maxima of tensor-parallel ranks").wait()
         return largest
 
     @torch.no_grad()
     def all_gather(self, own: Tensor, what: str) -> tuple[Tensor, Pending]:
-        """[ranks, *own.shape], everybody's `own`, of one shape on all of them; and when it may be read."""
+        """Gather `own` (equal shapes) from all ranks: returns [ranks, *own.shape], and the handle to wait for."""
         everybody = own.new_empty(self.size, *own.shape)
         return everybody, self._group.all_gather(
             everybody, own.contiguous(), f"{what} of tensor-parallel ranks"
@@ -54,7 +54,7 @@ class TensorGroup:
 
     @torch.no_grad()
     def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, Pending]:
-        """Of `parts`, [ranks, ...] on each of them, the sum over ranks of this rank's; and when it may be read."""
+        """Sum `parts` [ranks, ...] over the ranks and return this rank's part, and the handle to wait for."""
         own = parts.new_empty(parts.shape[1:])
         return own, self._group.reduce_scatter(own, parts.contiguous(), f"{what} of tensor-parallel ranks")
 
@@ -71,7 +71,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # A copy: others may still read the tensor that autograd hands over.
+        # Clone, because others may still read the tensor that autograd passes.
         own = gradient.clone(memory_format=torch.contiguous_format)
         return ctx.ranks._sum_(own, "gradients of hidden states"), None
 

@@ -1,1 +1,1 @@
-"""The key-value store of a run: its server, its client, its token, and connections without the token."""
+"""The key-value store of a run: its server, client and token, and the handshake of new connections."""

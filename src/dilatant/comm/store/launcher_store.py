@@ -1,4 +1,4 @@
-"""The run's store where torchrun, Slurm or Kubernetes started the ranks: rank 0 holds it, the others find it."""
+"""The run's store under torchrun, Slurm or Kubernetes: rank 0 hosts it, and the other ranks find its address."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dilatant.config.errors import UserError
 LOOPBACK = "127.0.0.1"
 AGENT_SECONDS = 300.0
 LAST_SECONDS = 60.0
-"""What the others have to end after rank 0, which takes the store along."""
+"""Time that other ranks have to end after rank 0 is done; then the store closes with rank 0."""
 
 
 @contextlib.contextmanager
 def joined(place: Place, timeout_seconds: float) -> Iterator[Store]:
-    """The store of all ranks, for as long as this one needs it.
+    """Provide the store of all ranks for the duration of the context.
 
-    timeout_seconds: for rank 0 to be there. Raises UserError.
+    timeout_seconds: time limit for rank 0 to be reachable. Raises UserError.
     """
     token = shared_token()
     server = _serve(place, token) if place.rank == 0 else None
@@ -49,7 +49,7 @@ def joined(place: Place, timeout_seconds: float) -> Iterator[Store]:
 
 
 def _serve(place: Place, token: bytes) -> StoreServer:
-    """One machine listens to itself only. Torchrun's agent has its own port: then any free one serves."""
+    """Start the server, on loopback for one machine. Under torchrun, whose agent uses the port, use any free port."""
     try:
         return StoreServer(
             LOOPBACK if place.one_machine else "", place.port if place.hosts_store else 0, token
@@ -61,8 +61,8 @@ def _serve(place: Place, token: bytes) -> StoreServer:
 
 
 def _address(place: Place, server: StoreServer | None, timeout_seconds: float) -> tuple[str, int]:
-    """Where the store is; under torchrun its agent's store tells. Anybody may write there: the token protects ours.
-    Raises UserError."""
+    """Return the store's host and port; under torchrun read them from the agent's store, which anybody may write: the
+    token protects ours. Raises UserError."""
     if place.hosts_store:
         return LOOPBACK if place.one_machine else place.host, place.port
     key, timeout = f"dilatant/{place.attempt}", timedelta(seconds=timeout_seconds)
@@ -82,7 +82,7 @@ def _address(place: Place, server: StoreServer | None, timeout_seconds: float) -
 
 
 def _own_address(place: Place) -> str:
-    """The address by which this machine reaches the agent's, or the agent's where that is this machine."""
+    """Return this machine's address towards the agent, or the agent's address if the agent is on this machine."""
     with socket.create_connection((place.host, place.port), AGENT_SECONDS) as probe:
         own: str = probe.getsockname()[0]
     return place.host if own.startswith("127.") or own == "::1" else own.removeprefix("::ffff:")

@@ -1,8 +1,8 @@
-"""Connections that have not proved the run's token yet, as a server holds them: few, each for a bounded time.
+"""Server-side handshake: connections that have not yet proved the run's token, limited in number and time.
 
-Imports no torch. Strangers cost the server memory for `most` answers to a challenge and no thread. Each connection has
-one deadline for the whole handshake, however many bytes arrive before it. When there are too many, the oldest one gives
-way, never one that has proved the token: who holds the token answers at once, and is through before it is the oldest.
+Imports no torch. Unauthenticated connections cost the server memory for at most `most` challenge answers, and no
+thread. One deadline covers the whole handshake, however many bytes arrive before it. When there are too many, the
+oldest is dropped, never an authenticated one: a holder of the token answers at once, before it is the oldest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dilatant.comm.store import protocol as protocol
 
 HANDSHAKE_SECONDS = 10.0
 MAX_NEWCOMERS = 1024
-"""At most, and no more than half of the descriptors that this process may open."""
+"""Upper limit of pending connections; never more than half of this process's file descriptors."""
 ACCEPTED_AT_ONCE = 32
-"""Connections that are accepted before those who have proved the token are served again."""
+"""Connections that are accepted before authenticated clients are served again."""
 NONCE = protocol.NONCE_BYTES
 BACKLOG = 1024
-"""Connections that the system keeps for a listener of ours until they are accepted."""
+"""Length of the system's queue of connections that a listener has not accepted yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +40,7 @@ class Newcomer:
 
 
 class Proved(NamedTuple):
-    """A connection whose other side holds the token. nonce, theirs: the random bytes of server and client."""
+    """A connection whose peer has proved the token. nonce, theirs: the random bytes of server and client."""
 
     connection: socket.socket
     nonce: bytes
@@ -48,8 +48,8 @@ class Proved(NamedTuple):
 
 
 class Newcomers:
-    """The server's half of the handshake (see `store_protocol`), for a loop around `selector`, in whose keys newcomers
-    are the data. The loop calls `accept`, `read` and `expire`; none of them waits."""
+    """The server's half of the handshake (see `protocol`), for an event loop around `selector`, whose keys carry the
+    pending connections as data. The loop calls `accept`, `read` and `expire`; none of them blocks."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Newcomers:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = most or min(MAX_NEWCOMERS, max(1, soft // 2))
         self._clock = clock
-        self._waiting: dict[Newcomer, None] = {}  # the oldest first
+        self._waiting: dict[Newcomer, None] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def accept(self, listener: socket.socket) -> None:
-        """Accept who has connected to a listener that does not block, at most ACCEPTED_AT_ONCE."""
+        """Accept at most ACCEPTED_AT_ONCE connections from a non-blocking listener."""
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection, _ = listener.accept()
@@ -80,12 +80,12 @@ class Newcomers:
                     if self._waiting:
                         self.drop(next(iter(self._waiting)))
                     else:
-                        time.sleep(0.01)  # those who are served hold all descriptors
+                        time.sleep(0.01)  # authenticated clients hold all descriptors
                 return
             self.greet(connection)
 
     def greet(self, connection: socket.socket) -> None:
-        """Send a challenge, and wait for its answer from now on."""
+        """Send a challenge and start its deadline."""
         if len(self._waiting) >= self._most:
             self.drop(next(iter(self._waiting)))
         newcomer = Newcomer(connection, secrets.token_bytes(NONCE), self._clock() + self._seconds)
@@ -98,8 +98,8 @@ class Newcomers:
             self.drop(newcomer)
 
     def read(self, newcomer: Newcomer) -> Proved | None:
-        """Take what has arrived; the connection, once it has proved the token. It is not in the selector then."""
-        if newcomer not in self._waiting:  # dropped since the selector found it
+        """Read what has arrived. Return the connection once it is authenticated; it has then left the selector."""
+        if newcomer not in self._waiting:  # dropped after the selector reported it
             return None
         try:
             data = newcomer.connection.recv(protocol.ANSWER_BYTES - len(newcomer.arrived))
@@ -126,13 +126,13 @@ class Newcomers:
         return Proved(newcomer.connection, newcomer.nonce, theirs)
 
     def expire(self) -> None:
-        """Drop those whose time is over."""
+        """Drop the connections whose deadline has passed."""
         now = self._clock()
         while self._waiting and (oldest := next(iter(self._waiting))).deadline <= now:
             self.drop(oldest)
 
     def seconds_to_deadline(self) -> float | None:
-        """How long the selector may wait before `expire` has something to do; None: for ever."""
+        """Return how long the selector may wait before `expire` has work; None: without limit."""
         return max(0.0, next(iter(self._waiting)).deadline - self._clock()) if self._waiting else None
 
     def drop(self, newcomer: Newcomer) -> None:
@@ -142,6 +142,6 @@ class Newcomers:
             newcomer.connection.close()
 
     def close(self) -> None:
-        """Drop all."""
+        """Drop all pending connections."""
         for newcomer in [*self._waiting]:
             self.drop(newcomer)

@@ -1,8 +1,8 @@
-"""The wire of the rendezvous store: length-prefixed frames after a mutual challenge by a shared token.
+"""Wire protocol of the rendezvous store: length-prefixed frames after mutual authentication by a shared token.
 
-Imports no torch. A frame is its length (4 bytes, big-endian) and that many bytes; these are fields, each with a length
-of its own. Nothing is unpickled or evaluated. The token never travels: each side proves it by an HMAC-SHA256 over both
-sides' nonces and its own role, so that neither an answer of before nor the other side's own answer passes.
+Imports no torch. A frame is its length (4 bytes, big-endian) and that many bytes, which are fields, each with its own
+length prefix. Nothing is unpickled or evaluated. The token is never sent: each side proves it by an HMAC-SHA256 over
+both nonces and its own role, so neither a replayed answer nor the peer's own answer is accepted.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ PROOF_BYTES = 32
 CHALLENGE_BYTES = len(GREETING) + NONCE_BYTES
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 MAX_FRAME_BYTES = 1 << 24
-"""Addresses, names and error messages are kilobytes; nobody may ask a side to hold more than this."""
+"""Upper limit of a frame. Addresses, names and error messages are kilobytes; larger requests are refused."""
 MAX_FIELDS = 1 << 16
 CROWDED_SECONDS = 3.0
 REFUSED = b"refused".ljust(PROOF_BYTES, b"\0")
-"""What the server sends in place of its proof to a client without the token."""
+"""Sent by the server in place of its proof to a client without the token."""
 
 _LENGTH = struct.Struct(">I")
 
 
 class ProtocolError(ValueError):
-    """Bytes that are no frame of ours."""
+    """Bytes that are not a frame of this protocol."""
 
 
 class Refused(ConnectionError):
-    """The two sides do not hold the same token."""
+    """The two sides do not have the same token."""
 
 
 def proof(token: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-    """What shows that `role` ("server" or "client") holds the token, for one pair of nonces."""
+    """Return the proof that `role` ("server" or "client") holds the token, for one pair of nonces."""
     return hmac.new(token, GREETING + role + first + second, hashlib.sha256).digest()
 
 
 def proves(given: bytes, token: bytes, role: bytes, first: bytes, second: bytes) -> bool:
-    """Whether `given` is that proof, in constant time."""
+    """Compare `given` with the expected proof, in constant time."""
     return hmac.compare_digest(given, proof(token, role, first, second))
 
 
 def pack(fields: Sequence[bytes]) -> bytes:
-    """One frame. Raises ProtocolError if it were too large."""
+    """Pack fields into one frame. Raises ProtocolError if it is too large."""
     body = b"".join(_LENGTH.pack(len(field)) + field for field in fields)
     if len(body) > MAX_FRAME_BYTES or len(fields) > MAX_FIELDS:
         raise ProtocolError(
@@ -59,7 +59,7 @@ def pack(fields: Sequence[bytes]) -> bytes:
 
 
 def unpack(body: bytes) -> list[bytes]:
-    """The fields of a frame's body. Raises ProtocolError."""
+    """Split a frame's body into fields. Raises ProtocolError."""
     fields: list[bytes] = []
     at = 0
     while at < len(body):
@@ -75,7 +75,7 @@ def unpack(body: bytes) -> list[bytes]:
 
 
 def frame_bytes(prefix: bytes) -> int:
-    """The length of a body from the four bytes before it. Raises ProtocolError."""
+    """Return the length of a body from its four-byte prefix. Raises ProtocolError."""
     (length,) = _LENGTH.unpack(prefix)
     if length > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {length} bytes is larger than {MAX_FRAME_BYTES}")
@@ -83,17 +83,17 @@ def frame_bytes(prefix: bytes) -> int:
 
 
 def dial(host: str, port: int, token: bytes, seconds: float) -> tuple[socket.socket, bytes, bytes]:
-    """A connection whose two sides have proved the token, and the random bytes of server and client.
+    """Open an authenticated connection; return it with the random bytes of server and client.
 
-    seconds: for all of it. Strangers who crowd a server may push out a connection before its handshake: another one is
-    tried then, for up to CROWDED_SECONDS. Raises Refused, ProtocolError or OSError.
+    seconds: limit for all of it. A crowded server may drop a connection before its handshake; the call then retries for
+    up to CROWDED_SECONDS. Raises Refused, ProtocolError or OSError.
     """
     began = time.monotonic()
     deadline = began + seconds
     while True:
         connection = socket.create_connection((host, port), max(0.001, deadline - time.monotonic()))
         try:
-            # On one machine, TCP connects a port that nobody listens at to itself, now and then: it is taken then.
+            # On one machine, TCP may connect a port without a listener to itself, which then occupies the port.
             if connection.getsockname() == connection.getpeername():
                 at_once = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)  # free it
@@ -110,7 +110,7 @@ def dial(host: str, port: int, token: bytes, seconds: float) -> tuple[socket.soc
 
 
 def _authenticate(connection: socket.socket, token: bytes, deadline: float) -> tuple[bytes, bytes]:
-    """The client's half of the challenge."""
+    """Do the client's half of the handshake. Returns the random bytes of server and client."""
     challenge = receive_exactly(connection, CHALLENGE_BYTES, deadline)
     if not challenge.startswith(GREETING):
         raise ProtocolError("what listens there is none of ours, or of another version of dilatant")
@@ -122,15 +122,15 @@ def _authenticate(connection: socket.socket, token: bytes, deadline: float) -> t
 
 
 def request(connection: socket.socket, fields: Sequence[bytes]) -> list[bytes]:
-    """Send one frame and return the fields of the one that answers. Raises ProtocolError or OSError."""
+    """Send one frame and return the fields of the answer. Raises ProtocolError or OSError."""
     connection.sendall(pack(fields))
     return unpack(receive_exactly(connection, frame_bytes(receive_exactly(connection, _LENGTH.size))))
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    """The next `count` bytes. Raises ConnectionError when the other side closes before, or OSError.
+    """Return the next `count` bytes. Raises ConnectionError if the peer closes before, or OSError.
 
-    deadline: for all of them, by `time.monotonic`; without one, each read has the timeout of the socket.
+    deadline: for all of them, by `time.monotonic`; without it, each read has the socket's timeout.
     """
     parts = bytearray()
     while len(parts) < count:

@@ -1,7 +1,7 @@
-"""The server of the rendezvous store: keys, values and queues of one run, for those who hold its token.
+"""Server of the rendezvous store: keys, values and queues of one run, for clients that hold its token.
 
-One thread and one selector serve all ranks. Imports no torch. `Newcomers` bounds what connections without the token
-cost.
+One thread and one selector serve all ranks. Imports no torch. `Newcomers` bounds the cost of unauthenticated
+connections.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Client:
 
 
 class _Waiting:
-    """A request that is answered when its keys are there, or at its deadline."""
+    """A request that is answered when its keys exist, or at its deadline."""
 
     __slots__ = ("awaited", "keys", "operation")
 
@@ -44,7 +44,7 @@ class _Waiting:
 
 
 class StoreServer:
-    """Serves until `close()`. host: "127.0.0.1" for one machine, "" for all interfaces. port 0: a free one."""
+    """Serves clients until `close()`. host: "127.0.0.1" for one machine, "" for all interfaces. port 0: a free one."""
 
     def __init__(self, host: str, port: int, token: bytes) -> None:
         if not token:
@@ -68,7 +68,7 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections. May be called twice."""
+        """Close all connections. Idempotent."""
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         self._thread.join(5.0)
@@ -106,7 +106,7 @@ class StoreServer:
         return left if seconds is None else min(left, seconds)
 
     def _set_deadline(self, seconds: float, client: _Client, waiting: _Waiting) -> None:
-        self._num_deadlines += 1  # two entries never compare by their clients
+        self._num_deadlines += 1  # unique, so that the heap never compares clients
         heapq.heappush(self._deadlines, (time.monotonic() + seconds, self._num_deadlines, client, waiting))
 
     def _expire(self, now: float) -> None:
@@ -162,7 +162,7 @@ class StoreServer:
             case [b"swap", key, expected, desired]:
                 if self._values.get(key, b"") == expected:
                     self._put(key, desired)
-                # torch's stores say what was expected where there is no value
+                # torch's stores return `expected` if there is no value
                 self._answer(client, [b"ok", self._values.get(key, expected)])
             case [b"check", *keys]:
                 self._answer(client, [b"ok", b"yes" if self._values.keys() >= set(keys) else b"no"])
@@ -188,7 +188,7 @@ class StoreServer:
                 raise protocol.ProtocolError(f"no request: {fields[:1]}")
 
     def _try_answer(self, client: _Client) -> bool:
-        """Answer what a client waits for, if it is there."""
+        """Answer a client's pending request if its keys exist."""
         waiting = client.waiting
         if waiting is None:
             return True
@@ -265,10 +265,10 @@ class StoreServer:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Send small messages at once, and find out within a minute that the other side's machine is gone."""
+    """Disable Nagle's algorithm, and detect within a minute that the peer's machine is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Where something was sent that nobody acknowledged, the system asks no more whether the other side is there.
+    # TCP sends no keep-alive probes while sent data is unacknowledged, so limit that time as well.
     unacknowledged = ("TCP_USER_TIMEOUT", 60_000)
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4), unacknowledged):
         if hasattr(socket, name):

@@ -1,4 +1,4 @@
-"""A rank's view of the rendezvous store: a torch store over one authenticated connection."""
+"""Client of the rendezvous store: a torch.distributed store over one authenticated connection."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dilatant.config.errors import UserError
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 ANSWER_SECONDS = 15.0
-"""What the server has for an answer that waits for nothing, and beyond the timeout of one that does."""
+"""Time limit of the server's answer to a non-blocking request; added to the timeout of a blocking one."""
 
 
 WORD_SECONDS = 10.0
-"""After which whoever waits for a store says so."""
+"""Time after which a client prints that it still waits for the store."""
 
 
 class StoreGone(RuntimeError):
@@ -33,10 +33,10 @@ class StoreGone(RuntimeError):
 
 
 class Store(dist.Store):
-    """Keys and values of all ranks, under a prefix. One call at a time: a blocked one holds up this connection.
+    """Keys and values of all ranks, under a prefix. Serves one call at a time: a blocked call blocks the connection.
 
-    Torch's backends rendezvous in it; whoever hands it to one keeps it alive as long as that. `wait`, `get` and
-    `pop` raise TimeoutError, all methods StoreGone. Use `connect`.
+    Torch's backends use it for their rendezvous and do not keep it alive; the caller must. `wait`, `get` and `pop`
+    raise TimeoutError, all methods StoreGone. Create with `connect`.
     """
 
     def __init__(self, server: _Server, prefix: str, connection: _Connection) -> None:
@@ -48,27 +48,27 @@ class Store(dist.Store):
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all ranks are on the machine of the store, and nothing has to listen to others."""
+        """Return True if all ranks are on the store's machine, so that nothing has to listen to other machines."""
         return self._server.on_one_machine
 
     @property
     def local_address(self) -> str:
-        """The address of this machine by which it reaches the store's."""
+        """Return this machine's address towards the store."""
         return self._connection.local_address
 
     def prefixed(self, prefix: str) -> Store:
-        """The same connection, with keys under `prefix` as well."""
+        """Return a store on the same connection, with `prefix` appended to the key prefix."""
         return Store(self._server, f"{self._prefix}{prefix}/", self._connection)
 
     def clone(self) -> Store:
-        """The same keys over a connection of its own. Raises StoreGone."""
+        """Return a store for the same keys with its own connection. Raises StoreGone."""
         try:
             return Store(self._server, self._prefix, _Connection(self._server))
         except (OSError, ValueError) as error:
             raise StoreGone(f"the store does not answer: {error}") from error
 
     def close(self) -> None:
-        """End the connection, and what is blocked in it with StoreGone. From any thread; may be called twice."""
+        """Close the connection; a call blocked in it raises StoreGone. Thread-safe and idempotent."""
         self._connection.close()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -103,14 +103,14 @@ class Store(dist.Store):
         return self._ask(b"delete", self._key(key))[0] == b"1"
 
     def num_keys(self) -> int:
-        """Of all prefixes."""
+        """Return the number of keys of all prefixes."""
         return int(self._ask(b"count")[0])
 
     def push(self, key: str, value: str | bytes) -> None:
         self._ask(b"push", self._key(key), _bytes(value))
 
     def pop(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Take the oldest value of a queue, when there is one; without a timeout, wait for ever."""
+        """Wait for a queue to have a value and remove the oldest; without a timeout, wait without limit."""
         return self._await(b"pop", [key], timeout)[0]
 
     def has_extended_api(self) -> bool:
@@ -139,7 +139,7 @@ class Store(dist.Store):
             return self._connection.ask(fields, None if seconds is None else seconds + ANSWER_SECONDS)
         except TimeoutError:
             names = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
-            # torch and Comm know a timeout by these words
+            # torch and Comm recognize a timeout by these words
             raise TimeoutError(f"Timed out after {seconds:g} s of waiting for {names} in the store") from None
 
 
@@ -162,7 +162,7 @@ class _Connection:
         self.local_address: str = self._socket.getsockname()[0]
 
     def ask(self, fields: Sequence[bytes], timeout_seconds: float | None) -> list[bytes]:
-        """What the server answers. Raises TimeoutError when it says so, StoreGone when it says nothing."""
+        """Return the server's answer. Raises TimeoutError if the server reports one, StoreGone without an answer."""
         with self._lock:
             if self._closed:
                 raise StoreGone("this connection to the store is closed")
@@ -171,7 +171,7 @@ class _Connection:
                 status, *values = protocol.request(self._socket, fields)
             except (OSError, ValueError) as error:
                 closed = self._closed
-                self.close()  # an answer that came now would be taken for that to the next request
+                self.close()  # a late answer would be taken for the answer to the next request
                 if closed:
                     raise StoreGone("this connection to the store was closed") from None
                 raise StoreGone(f"the store does not answer: {error}") from error
@@ -183,15 +183,15 @@ class _Connection:
         if not self._closed:
             self._closed = True
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes who is blocked in it
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread blocked in it
             self._socket.close()
 
 
 def connect(
     host: str, port: int, token: bytes, on_one_machine: bool, timeout_seconds: float = 300.0
 ) -> Store:
-    """The store at an address, which may not listen yet. Raises UserError when the token is not its own, or nothing
-    answers in time."""
+    """Connect to the store, which may not listen yet. Raises UserError if the tokens differ, or if nothing answers in
+    time."""
     server = _Server(host, port, token, on_one_machine)
     began, is_said = time.monotonic(), False
     deadline = began + timeout_seconds

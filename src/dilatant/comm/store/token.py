@@ -1,4 +1,4 @@
-"""The secret that the ranks of one run share, by which their store knows them."""
+"""Token: the secret shared by the ranks of one run, with which they authenticate to their store."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ REMEDY = (
 
 
 def fresh_token() -> bytes:
-    """For ranks that one process starts, which hands it to them."""
+    """Create a token for ranks that one process starts, which passes it to them."""
     return secrets.token_bytes(32)
 
 
 def shared_token() -> bytes:
-    """For ranks that an outer launcher started: DILATANT_TOKEN, else the file DILATANT_TOKEN_FILE, else the user's own.
+    """Return the token for ranks under an outer launcher: DILATANT_TOKEN, else DILATANT_TOKEN_FILE, else the user's.
 
-    The user's own is made at first use and kept readable by the user alone: one machine needs nothing, nor do several
-    with one home directory, as clusters have. Raises UserError.
+    The user's token file is created at first use, readable by the user only: one machine needs no setup, nor do
+    several with one home directory, as on clusters. Raises UserError.
     """
     token, file = token_variables()
     if token is not None:
@@ -43,7 +43,7 @@ def shared_token() -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write a token, unless there is one. Whoever sees the file sees all of it, also if many ranks write at once."""
+    """Create a token file unless there is one. It appears atomically, even if many ranks create it at once."""
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
