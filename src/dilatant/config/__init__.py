@@ -1,6 +1,6 @@
-"""What a user writes: one YAML file, typed.
+"""Configuration: the typed YAML file that a user writes.
 
-Names below are resolved on first use: errors are imported everywhere, pydantic and YAML only where a config is read.
+Names below are imported on first use: errors are imported everywhere, pydantic and YAML only where a config is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The whole YAML file, and how it is read: overrides applied, unknown keys refused with the nearest name."""
+"""The config: the whole YAML file as a value, read with overrides; unknown keys are refused with the nearest name."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from dilatant.config.train import EvaluationConfig, TrainConfig
 
 
 class Config(Section):
-    """Everything a run needs to know. Paths are relative to the YAML file."""
+    """The complete configuration of a run. Paths are relative to the YAML file."""
 
     output_dir: str = "runs/default"
     """The run folder."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Of random weights, the order of samples and dropout."""
+    """Seed of random weights, of the order of samples and of dropout."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     parallel: ParallelConfig = ParallelConfig()
-    """Which processes hold which layers. Without it: planned where there are several GPUs or a launcher started several
+    """The assignment of layers to processes. Default: planned if there are several GPUs or a launcher started several
     processes, else one process."""
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
@@ -89,16 +89,16 @@ class Config(Section):
 
     @property
     def row_tokens(self) -> int:
-        """The token budget: most tokens of the language model in one microbatch, hence in one sample."""
+        """Most tokens of the language model in one microbatch, hence in one sample."""
         return self.train.row_tokens or self.data.max_length
 
     def to_yaml(self) -> str:
-        """The resolved config, every default written out; `load_config` reads it back to an equal value."""
+        """Return the config as YAML with every default written out; `load_config` reads an equal value from it."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def unit_problems(parallel: ParallelConfig, units: tuple[str, ...]) -> list[str]:
-    """Why the layouts of `parallel` are not those of a model with these units."""
+    """List the mistakes in the layouts of `parallel` for a model with these units."""
     if parallel.units is None:
         return []
     problems = []
@@ -131,12 +131,12 @@ def load_config(
 ) -> Config:
     """Read a YAML file and apply `a.b=c` overrides (values are YAML).
 
-    Relative paths in the file and in overrides become absolute, so the saved config of a run means the same anywhere.
-    trust_remote_code: whether the user allows code that the file names (`trust_remote_code`, metrics of one's own) to
-    run; by default a file is the user's own word unless a run wrote it, which may be somebody else's (see
-    `config/files/trust.py`). A config that a run wrote has the folder that it lies in as `output_dir`, where nothing
-    may be a link. from_shell: paths in overrides are relative to the working folder, not to the file. prepare: called
-    with the tree of plain values, to change it before it is checked.
+    Relative paths in the file and in overrides become absolute, so that a run's saved config means the same anywhere.
+    trust_remote_code: whether the user allows code that the file names (`trust_remote_code`, the user's own metrics) to
+    run. Default: yes, unless a run wrote the file, which then may come from another person (see
+    `config/files/trust.py`). A config written by a run gets the folder that contains it as `output_dir`, in which no
+    entry may be a link. from_shell: paths in overrides are relative to the working folder, not to the file. prepare:
+    called with the tree of plain values, to change it before it is checked.
     Raises UserError that lists every problem with its key.
     """
     path, overrides = Path(path), tuple(overrides)
@@ -165,13 +165,13 @@ def load_config(
 
 
 def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> Config:
-    """Check a tree of plain values; relative paths are taken from `base`. Raises UserError."""
+    """Build a config from a tree of plain values; relative paths start from `base`. Raises UserError."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         problems = error.errors()
         places = [problem["loc"] for problem in problems]
-        # A list whose item is wrong also counts as too short.
+        # pydantic also reports a list as too short if one of its items is wrong.
         telling = [
             problem
             for problem in problems
@@ -184,8 +184,8 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
 
 
 def apply_override(tree: dict[str, Any], override: str, base: Path | None = None) -> None:
-    """Change one key of a config's tree, as `--set` does. base: the YAML file's folder, where paths in the value are
-    relative to the working folder (see `from_working_folder`). Raises UserError."""
+    """Change one key of a config's tree, as `--set` does. base: the YAML file's folder; if given, paths in the value
+    are relative to the working folder (see `from_working_folder`). Raises UserError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"--set {override!r} must look like train.steps=100")
@@ -219,12 +219,12 @@ def _item(node: Any, part: str, parents: list[str]) -> Any:
 
 
 def _is_branch(part: Any) -> bool:
-    """Whether this part of a place is pydantic's name of a form that a value may have, and no key."""
+    """Return True if this part of a location is pydantic's name of a union's branch, and no key."""
     return isinstance(part, str) and part.startswith(("literal[", "dict["))
 
 
 def _is_of_another_form(problem: Any) -> bool:
-    """Whether a value that may be a word or a mapping is told that it is not the one which it does not try to be."""
+    """Return True for the error of the union branch that the user did not choose (text or mapping)."""
     is_mapping = isinstance(problem["input"], dict)
     return any(map(_is_branch, problem["loc"][-1:])) and is_mapping == (problem["type"] != "dict_type")
 
@@ -253,7 +253,7 @@ def _explain(problem: Any) -> str:
 
 
 def _as_list(problem: Any) -> str:
-    """What was written, as the list that it should be."""
+    """Return the given value, written as the list that it should be."""
     value = problem["input"]
     if value is None:
         return "[] for none"
@@ -265,7 +265,7 @@ def _as_list(problem: Any) -> str:
 
 
 def _hint(parents: list[str], key: str) -> str:
-    """Where an unknown key may belong: the nearest name in its section; before that, the same name elsewhere."""
+    """Suggest a place for an unknown key: the nearest name in its section, else the same name elsewhere."""
     if key in CALLED_HERE:
         return CALLED_HERE[key]
     here = _keys_at(parents)
@@ -280,7 +280,7 @@ def _hint(parents: list[str], key: str) -> str:
 
 
 def _places(section: Any, parents: tuple[str, ...] = ()) -> Iterator[str]:
-    """Every section and key that can be written without naming an encoder, a group or an item of a list."""
+    """Yield every section and key that can be written without the name of an encoder or group, or a list position."""
     for name, field in section.model_fields.items():
         yield ".".join((*parents, name))
         if _is_section(field.annotation):
@@ -288,7 +288,7 @@ def _places(section: Any, parents: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _keys_at(parents: Iterable[Any]) -> list[str]:
-    """The valid keys of the section that `parents` leads to; keys of mappings and list positions are stepped over."""
+    """Return the valid keys of the section at `parents`; keys of mappings and list positions are skipped."""
     annotation: Any = Config
     for part in parents:
         if _is_section(annotation):
@@ -305,7 +305,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _section_in(annotation: Any) -> Any:
-    """The section among the type arguments of a mapping, a tuple or an optional; None if there is none."""
+    """Return the section among the type arguments of a mapping, a tuple or an optional; None if there is none."""
     for argument in typing.get_args(annotation):
         found = argument if _is_section(argument) else _section_in(argument)
         if found:
@@ -318,8 +318,8 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         return os.path.normpath(base / expand_path(text, base))
 
     def local(text: str | None) -> str | None:
-        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id. A folder
-        # that is called as a word of ours is written with ./ before it.
+        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id. To name a
+        # folder that is called like a reserved word, write ./ before it.
         if not text or text in ("auto", "bytes"):
             return text
         return absolute(text) if "$" in text or (base / expand_path(text, base)).exists() else text

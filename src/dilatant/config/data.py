@@ -1,4 +1,4 @@
-"""`data:` in the YAML file: where samples come from and how they become tokens."""
+"""The `data:` section of the YAML file: data sets and their conversion to tokens."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ class DataSource(Section):
     id: str | None = None
     """A data set on the Hugging Face hub."""
     subset: str | None = None
-    """The configuration of a data set on the hub, where it has several."""
+    """The configuration of a data set on the hub that has several."""
     split: str | None = None
-    """The split of a data set on the hub, or of a folder whose files or folders are named by splits. Default: `train`;
-    a folder of several splits under `data.eval` needs the name of one."""
+    """The split of a data set on the hub, or of a folder whose files or folders are named after splits. Default:
+    `train`; required for a folder of several splits under `data.eval`."""
     media_dir: str | None = None
-    """The folder that relative paths of media start from, relative to the YAML file. Default: the folder of the file
-    that names them."""
+    """The folder from which relative paths of media start, relative to the YAML file. Default: the folder of the file
+    that names the media."""
     format: Literal["auto", "parquet", "jsonl", "llava", "webdataset", "arrow", "hub"] = "auto"
-    """`auto` looks into the file."""
+    """The file format; `auto` detects it from the file."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in the blend, relative to the other weights."""
     limit: int | None = Field(None, gt=0)
     """Use only the first samples."""
     name: str | None = Field(None, min_length=1)
-    """What figures of this data set go by. Default: the last part of its path or id."""
+    """Name of this data set in statistics. Default: the last part of its path or id."""
     prompt: str | None = None
-    """The question to ask where a sample has media and an answer but no question (captions, labels)."""
+    """The question of a sample that has media and an answer but no question (captions, labels)."""
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Where your columns have other names: `{question: prompt_text, answer: category}`."""
+    """Your names of columns: `{question: prompt_text, answer: category}`."""
     streaming: bool = False
-    """Read a data set on the hub as it comes, without downloading all of it first."""
+    """Read a data set on the hub as a stream, without downloading all of it first."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -69,39 +69,39 @@ class DataConfig(Section):
     eval: tuple[DataSource, ...] = ()
     """Held-out data, in the same form."""
     val_size: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Instead of `eval`: hold out samples of each data set of `train`, so many (from 1 on) or such a share of them
-    (below 1), chosen by the seed. They are not trained on."""
+    """Instead of `eval`: hold out samples of each data set of `train`, either a number (1 or more) or a share (below
+    1), chosen by the seed. Held-out samples are not trained on."""
     max_samples: int | None = Field(None, gt=0)
-    """Use only the first samples of each data set of `train`, as `limit` of all of them."""
+    """Use only the first samples of each data set of `train`, like `limit` for all of them."""
     chat_template: str = "auto"
-    """`auto` (the tokenizer's own, else plain), `plain`, or a file with a Jinja template."""
+    """`auto` (the tokenizer's template, else `plain`), `plain`, or a file with a Jinja template."""
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
-    """The day that a chat template writes (`strftime_now`), as `YYYY-MM-DD`, at midnight. Default: the day on which the
-    run begins, which is kept with the run and its checkpoints."""
+    """The date that a chat template prints (`strftime_now`), as `YYYY-MM-DD`, at midnight. Default: the day on which
+    the run starts, which is stored with the run and its checkpoints."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens carry loss."""
+    """The tokens that carry loss."""
     max_length: int = Field(2048, gt=0)
-    """Most tokens of one sample, media included. A longer sample is an error found by `dilatant data lint`."""
+    """Most tokens of one sample, media included. `dilatant data lint` reports longer samples as errors."""
     truncation: Literal["error", "right"] = "error"
-    """What becomes of longer samples to train on: `error` is as `on_error` says; `right` cuts off what is behind
-    `max_length`, and an image or clip that lies across it whole. Held-out samples are never cut."""
+    """Treatment of longer training samples: `error` applies `on_error`; `right` cuts off all tokens after `max_length`,
+    and the whole of an image or clip that crosses that limit. Held-out samples are never cut."""
     on_error: Literal["error", "skip"] = "error"
-    """A corrupt sample stops the run and is named, or is skipped and counted."""
+    """A corrupt sample stops the run with an error that names it (`error`), or is skipped and counted (`skip`)."""
     workers: int | None = Field(None, ge=0)
-    """Processes of each machine that decode and tokenize, for all its ranks together. Default: the cores that its ranks
-    leave, at least one and at most eight a rank. 0 works in the training processes."""
+    """Worker processes per machine that decode and tokenize, shared by its ranks. Default: the cores that the ranks
+    leave free, at least one and at most eight per rank. 0 works in the training processes."""
     memory: int = Field(512, gt=0)
-    """Most MiB of each rank for samples that are being made or lie ready: how far is read ahead."""
+    """Most MiB per rank for samples that are being prepared or are ready; this bounds the prefetch."""
     decode_seconds: float = Field(60.0, ge=1, allow_inf_nan=False)
-    """Longest that decoding a sample may take; one that takes longer, twice, is a corrupt sample."""
+    """Most seconds for decoding a sample. One that exceeds them twice (with `ray` three times) is treated as corrupt."""
     preprocess: Literal["local", "ray"] = "local"
-    """Who decodes: `local`, processes of each rank's machine; `ray`, those of a Ray cluster, whose machines see the
-    data under the same paths. `workers` are then the most for all ranks together."""
+    """`local` decodes in processes of each rank's machine; `ray` in those of a Ray cluster, whose machines must see the
+    data under the same paths. With `ray`, `workers` is the total for all ranks."""
     ray_address: str | None = None
-    """HOST:PORT of a Ray cluster with token authentication, or `local`, one of the first rank's machine for the run.
-    Default: `RAY_ADDRESS`, else `local`."""
+    """HOST:PORT of a Ray cluster with token authentication, or `local` for one that the first rank starts on its
+    machine for this run. Default: `RAY_ADDRESS`, else `local`."""
     cache_dir: str | None = None
-    """Where the index of records and sizes is kept. Default: the user's cache (`DILATANT_CACHE`, or
+    """The folder for the index of records and sizes. Default: the user's cache (`DILATANT_CACHE`, or
     `~/.cache/dilatant`)."""
 
     @model_validator(mode="after")
@@ -124,5 +124,5 @@ class DataConfig(Section):
 
     @property
     def holds_out(self) -> bool:
-        """Whether anything is there to be judged by."""
+        """Return True if there is held-out data."""
         return bool(self.eval) or self.val_size is not None

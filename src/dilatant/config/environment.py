@@ -1,6 +1,6 @@
-"""The environment of this process: all variables that Dilatant reads or sets, and no other file does. Imports no torch.
+"""Environment variables: all that Dilatant reads or sets are in this file. Imports no torch.
 
-Those of torchrun, Slurm and Kubernetes say where they put this process; the rest are small switches.
+Variables of torchrun, Slurm and Kubernetes give this process's rank and machine; the others are small switches.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dilatant.config.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an outer launcher put this process.
+    """This process's rank and address under an outer launcher.
 
-    hosts_store: rank 0 listens at host and port itself; otherwise torchrun's agent does. attempt: of torchrun.
-    one_machine: all ranks are on it.
+    hosts_store: rank 0 listens at host and port itself; otherwise torchrun's agent does. attempt: torchrun's restart
+    count. one_machine: all ranks are on one machine.
     """
 
     launcher: str
@@ -37,9 +37,9 @@ class Place:
 
 
 def expand_path(text: str, base: Path) -> Path:
-    """Return `text` with `~`, `$NAME` and `${NAME}` replaced; what is there under its own name stays as it is written.
+    """Return `text` with `~`, `$NAME` and `${NAME}` replaced; a `$` in the name of an existing file stays.
 
-    base: the folder that a relative path starts from. Raises UserError for a variable that is not set.
+    base: the folder from which a relative path starts. Raises UserError for a variable that is not set.
     """
     if "\0" in text:
         raise UserError(f"{text!r} is no path: it has a character of code 0")
@@ -62,8 +62,8 @@ def expand_path(text: str, base: Path) -> Path:
 
 @contextmanager
 def without_working_folder() -> Iterator[None]:
-    """Inside, a Python that is started imports nothing from the folder in which it starts: a random.py of the user's
-    there is not the library's."""
+    """Inside this context, newly started Python processes import nothing from their working folder, so that a user's
+    random.py there does not shadow the library's."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -76,16 +76,16 @@ def without_working_folder() -> Iterator[None]:
 
 
 def hide_gpus() -> None:
-    """Let this process, if it has not begun to use them, and those that it starts see no GPU."""
+    """Hide all GPUs from this process (if it has not used them yet) and from its children."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Where the variables of torchrun (or anything that sets the same), mpirun, Slurm or a Kubernetes indexed Job put
-    this process; None when there are none, or when they describe a single process. Raises UserError when they are
-    incomplete or contradict each other.
+    """Read this process's place from the variables of torchrun (or any launcher that sets the same), mpirun, Slurm or
+    a Kubernetes indexed Job. Returns None without such variables, or if they describe a single process. Raises
+    UserError if they are incomplete or contradictory.
 
-    Those of mpirun come before Slurm's: inside a job mpirun starts helpers by srun, whose variables they pass on.
+    mpirun's variables come before Slurm's: inside a job mpirun starts helpers with srun, whose variables they inherit.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _place(
@@ -108,11 +108,11 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
                 local_rank=environment[local_rank],
                 local_size=environment.get(local_size, "1"),
                 host=environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_machine else None),
-                # Two of them on one node must not meet at one port; their ranks share these words.
+                # Two mpirun jobs on one node must not use the same port; the ranks of one job share these words.
                 port=environment.get("MASTER_PORT")
                 or str(20000 + crc32(_shared_word(environment).encode()) % 20000),
             )
-    # SLURM_NTASKS is the job's in a shell of salloc, which is a step of one task.
+    # In a shell of salloc, which is a step of one task, SLURM_NTASKS is the number of the whole job.
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
     if "SLURM_PROCID" in environment and tasks and "SLURM_STEP_ID" in environment:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -127,7 +127,7 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
             local_rank=environment.get("SLURM_LOCALID", "0"),
             local_size=tasks_of_node(per_node, environment.get("SLURM_NODEID", "0")),
             host=environment.get("MASTER_ADDR") or first_host(nodes),
-            # Jobs of one node must not meet at one port.
+            # Two jobs on one node must not use the same port.
             port=environment.get("MASTER_PORT") or str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000),
             one_machine=environment.get("SLURM_STEP_NUM_NODES") == "1",
         )  # fmt: skip
@@ -154,26 +154,26 @@ _OF_MPIRUN = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-"""Open MPI; MPICH, Intel MPI and others that start their processes by Hydra."""
+"""Variables of Open MPI, and of MPICH, Intel MPI and other launchers based on Hydra."""
 
 
 def _shared_word(environment: Mapping[str, str]) -> str:
-    """What all processes of one mpirun have, and no other's."""
+    """Return a text that all processes of one mpirun share, and no others."""
     named = (environment.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT"))
     return next((word for word in named if word), "")
 
 
 def first_host(nodes: str) -> str | None:
-    """The first host of a Slurm node list: "gpu[03-05,9],cpu1" → "gpu03", "rack[1-2]node[1-4].local" →
+    """Return the first host of a Slurm node list: "gpu[03-05,9],cpu1" → "gpu03", "rack[1-2]node[1-4].local" →
     "rack1node1.local"."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[\s*(\d+)[^\]]*\]", r"\1", first[0]).strip() if first else None
 
 
 def tasks_of_node(counts: str, node: str) -> str:
-    """How many tasks a node has, of a list as Slurm writes it: "2(x3),1" are three nodes of two and one of one.
+    """Return a node's number of tasks from Slurm's list: "2(x3),1" means three nodes with two tasks and one with one.
 
-    node: its number among them. Of what is no such list, the text itself.
+    node: its index in the list. A text that is no such list is returned unchanged.
     """
     written = [re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part) for part in counts.split(",")]
     each = [count[1] for count in written if count for _ in range(min(int(count[2] or 1), 1 << 20))]
@@ -200,7 +200,7 @@ def _place(
         raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
     number, count, local, num_local, port_number = numbers
     ranges = [("rank", number, count)] if size else []
-    if num_local != 1:  # some launchers only say which one a process is on its machine
+    if num_local != 1:  # some launchers only give the local rank, not their number
         ranges.append(("local rank", local, num_local))
     for name, index, of in ranges:
         if not 0 <= index < of:
@@ -226,7 +226,7 @@ def _place(
         local_size=num_local,
         host=host,
         port=port_number,
-        # torchrun's agent keeps the store itself.
+        # torchrun's agent hosts the store itself.
         hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         one_machine=one_machine or num_local >= count,
@@ -234,46 +234,46 @@ def _place(
 
 
 def token_variables() -> tuple[str | None, str | None]:
-    """The secret that the ranks of several machines share, and the file that holds it, if they are named."""
+    """Return the secret that ranks of several machines share, and the file that holds it; None if not set."""
     return os.environ.get("DILATANT_TOKEN"), os.environ.get("DILATANT_TOKEN_FILE")
 
 
 def config_home() -> Path:
-    """Where programs keep a user's settings."""
+    """Return the folder for the user's settings of all programs."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
 
 
 def state_folder() -> Path:
-    """Where we note what a user decided, which is no setting and cannot be made again."""
+    """Return the folder for records of the user's decisions, which are no settings and cannot be recomputed."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "dilatant"
 
 
 def cache_home() -> Path:
-    """Where programs keep what can be made again."""
+    """Return the folder for the caches of all programs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def cache_folder() -> Path:
-    """Where we keep what can be made again: `DILATANT_CACHE`, or a folder of ours among those of other programs."""
+    """Return Dilatant's cache folder: `DILATANT_CACHE`, or a subfolder of `cache_home`."""
     named = os.environ.get("DILATANT_CACHE")
     return Path(named) if named else cache_home() / "dilatant"
 
 
 def gloo_interfaces() -> str | None:
-    """The network interfaces that Gloo was told to use."""
+    """Return the network interfaces that the user selected for Gloo."""
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def prepare_cuda() -> None:
-    """Before CUDA starts: every directed edge has a stream of its own, and a receive that waits must not hold up a send
-    in the same hardware queue."""
+    """Set CUDA's variables before CUDA starts: each directed edge has its own stream, and a waiting receive must not
+    block a send in the same hardware queue."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def prepare_nccl(one_machine: bool) -> None:
-    """Before the first communicator: errors and deadlines are ours, and one machine listens on loopback only.
+    """Set NCCL's variables before the first communicator: disable its error handling, use loopback on one machine.
 
-    NCCL's own error handling and heartbeat monitor kill the process; ours aborts, explains and may go on.
+    NCCL's own error handling and heartbeat monitor kill the process; `Comm` aborts, explains and may continue.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -283,32 +283,32 @@ def prepare_nccl(one_machine: bool) -> None:
 
 
 def chooses_threads() -> bool:
-    """Whether the user set how many threads a process computes in."""
+    """Return True if the user set the number of compute threads of a process."""
     return "OMP_NUM_THREADS" in os.environ
 
 
 def compute_in_one_thread() -> None:
-    """Unless the user set another number; before numerical libraries start."""
+    """Compute in one thread unless the user set a number; call before numerical libraries are loaded."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def interprets_triton() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU."""
+    """Return True if Triton kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def hub_is_offline() -> bool:
-    """Whether the user keeps Hugging Face libraries from the network."""
+    """Return True if the user forbids Hugging Face libraries to use the network."""
     return os.environ.get("HF_HUB_OFFLINE") == "1"
 
 
 def ray_address() -> str | None:
-    """HOST:PORT of the Ray cluster that programs on this machine use."""
+    """Return HOST:PORT of the Ray cluster that programs on this machine use by default."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def has_ray_token() -> bool:
-    """Whether Ray is told to let nobody in without a token, and has one to show itself."""
+    """Return True if Ray requires tokens for authentication and has one to present."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         return False
     file = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -318,5 +318,5 @@ def has_ray_token() -> bool:
 
 
 def show_ray_token(token: str) -> None:
-    """Let Ray, in this process and in those that it starts, let nobody in without this token."""
+    """Make Ray, in this process and its children, require and present this token."""
     os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", token

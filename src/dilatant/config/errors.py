@@ -1,7 +1,7 @@
-"""The error a user can fix.
+"""UserError: the error that a user can fix.
 
-Anything wrong with what a user gave us (a key, a file, a sample, a plan) is a `UserError`: its text says what is
-wrong, where, and what to do. The command line prints it without a stack trace and exits with code 2.
+Any mistake in the user's input (a key, a file, a sample, a plan) is a `UserError`, whose text says what is wrong,
+where, and what to do. The command line prints it without a stack trace and exits with code 2.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ class UserError(ValueError):
 
 
 def list_problems(title: str, problems: Sequence[str]) -> UserError:
-    """One error for several problems: `title`, then a line for each."""
+    """Return one error for several problems: `title`, then one line for each problem."""
     return UserError("\n".join([title, *(f"  - {problem}" for problem in problems)]))

@@ -1,4 +1,4 @@
-"""`model:` in the YAML file: encoders, projectors, one language model, and what is frozen."""
+"""The `model:` section of the YAML file: encoders, projectors, language model, generators, LoRA and freezing."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pydantic import Field, field_validator, model_validator
 from dilatant.config.base import Section
 
 LANGUAGE = "language"
-"""What the language model's unit is called."""
+"""Name of the language model's unit."""
 MediaMask = Literal["causal", "bidirectional", "embedded", "modality"]
 PROJECTORS = ("linear", "mlp", "identity")
-"""The kinds of projectors that can begin anew."""
+"""The kinds of projectors that can be newly initialized."""
 
 
 class Source(Section):
-    """Where a Hugging Face model comes from: `id` (pretrained) or `config` (from scratch)."""
+    """Source of a Hugging Face model: `id` (pretrained) or `config` (from scratch)."""
 
     id: str | None = None
     """A model id on the hub or a local folder in the Hugging Face layout."""
     config: dict[str, Any] | None = None
     """A transformers config with its `model_type`; the model starts from random weights."""
     trust_remote_code: bool = False
-    """Run code that comes with the model. Off unless you write it."""
+    """Run code that comes with the model. Off by default."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -38,14 +38,14 @@ class LanguageModelConfig(Source):
     tokenizer: str | None = None
     """A tokenizer id or folder; `bytes` for the built-in byte tokenizer. Default: the model's own `id`."""
     attn_implementation: str | None = None
-    """What computes attention: `dilatant`, where a packed row costs the sum of its samples' squares, or a name that
-    transformers knows, such as `sdpa` or `eager`, under a mask of tokens by tokens. Default: `dilatant` where the
-    family allows it, else transformers' choice."""
+    """The attention implementation: `dilatant`, whose cost for a packed row is the sum of its samples' squared lengths,
+    or a name that transformers knows, such as `sdpa` or `eager`, with a dense mask over the whole row. Default:
+    `dilatant` if the family supports it, else transformers' default."""
     media_attention: MediaMask | dict[str, MediaMask] = "causal"
-    """Whom the tokens of an image or clip see inside the text: what is before them; also the whole of their own item
-    (`bidirectional`, as in Gemma 3); their own item alone (`embedded`); or all items of their encoder in the sample
-    and nothing else (`modality`). One word for all encoders or a word for each, as in `{vision: bidirectional}`; those
-    without one are `causal`. Text sees everything before it. Other masks than `causal` need `dilatant`."""
+    """Attention mask of media tokens in the text. `causal`: all preceding tokens. `bidirectional`: these and the whole
+    of their own item (Gemma 3). `embedded`: their own item only. `modality`: all items of the same encoder in the
+    sample, and nothing else. One word for all encoders or one for each, as in `{vision: bidirectional}`; default
+    `causal`. Text attends to all preceding tokens. Masks other than `causal` need `dilatant`."""
 
     @model_validator(mode="after")
     def _media_need_block_tables(self) -> Self:
@@ -58,32 +58,32 @@ class LanguageModelConfig(Source):
 
     @property
     def needs_plans(self) -> bool:
-        """Whether packed rows must attend over plans; unless a name is set, they do so where the family allows it."""
+        """Return True if packed rows require attention plans; by default plans are used if the family supports them."""
         return self.attn_implementation == "dilatant" or not self.media_see_as_text
 
     @property
     def media_see_as_text(self) -> bool:
-        """Return True where the tokens of all media see what text in their place would."""
+        """Return True if the tokens of all media have the causal mask of text."""
         said = self.media_attention
         return said == "causal" or (isinstance(said, dict) and {*said.values()} <= {"causal"})
 
 
 class EncoderConfig(Source):
     kind: Literal["image", "audio"]
-    """What the encoder reads."""
+    """The modality that the encoder reads."""
     projector: str | None = None
-    """What maps the encoder's width to the language model's: `linear`, `mlp`, `identity`, or the path of an export or a
-    safetensors file whose projector goes on. Default: `mlp`. Where `id` is an encoder in an export, the projector
-    beside it goes on, unless another kind is named; for a new one of its kind, copy the encoder's folder elsewhere."""
+    """The map from the encoder's width to the language model's: `linear`, `mlp`, `identity`, or the path of an export
+    or a safetensors file whose projector is loaded. Default: `mlp`. If `id` is an encoder in an export, its projector
+    in that export is loaded unless another kind is named; for a new one of that kind, copy the encoder elsewhere."""
     placeholder: str = ""
     """The marker in the text that stands for one item. Default: `<image>` or `<audio>` by kind."""
     features: Literal["all", "patch"] = "all"
-    """Which encoder tokens go on: all, or without class and register tokens."""
+    """The encoder tokens to pass on: all, or all but class and register tokens."""
     merge: Literal["placeholder", "prepend"] = "placeholder"
-    """Merge at the placeholders, or put all items before the text."""
+    """Insert items at their placeholders, or put all items before the text."""
     processor: str | dict[str, Any] | None = None
-    """An image processor or feature extractor: id, folder, or its settings. Default: that of `id`, or one
-    fitted to `config`."""
+    """An image processor or feature extractor: id, folder, or its settings. Default: that of `id`, or one derived from
+    `config`."""
 
     @field_validator("projector")
     @classmethod
@@ -96,7 +96,7 @@ class EncoderConfig(Source):
 
     @property
     def goes_on(self) -> bool:
-        """True where `projector` is a path, whose weights are to be taken."""
+        """Return True if `projector` is a path, whose weights are loaded."""
         return self.projector is not None and self.projector not in PROJECTORS
 
     @property
@@ -105,15 +105,15 @@ class EncoderConfig(Source):
 
 
 class TargetConfig(Section):
-    """What a generator learns to draw, if not pictures."""
+    """The target of a generator that learns features instead of pictures."""
 
     encoder: str | dict[str, Any]
-    """A vision model of transformers, as id, folder or config: the net draws its features, patch by patch. Its channels
-    are their width, its `sample_size` the patches of a side."""
+    """A vision model of transformers, as id, folder or config: the net generates its features, patch by patch. The
+    net's channels are the feature width, its `sample_size` the patches per side."""
 
 
 class GeneratorConfig(Section):
-    """A net of diffusers that draws what the language model asks for. Needs the extra `generators`."""
+    """A denoising net of diffusers, conditioned on the language model. Needs the extra `generators`."""
 
     id: str | None = None
     """A net or a whole pipeline in diffusers' layout: a local folder or an id on the hub."""
@@ -121,39 +121,39 @@ class GeneratorConfig(Section):
     """A diffusers config with its `_class_name` (SD3Transformer2DModel, PixArtTransformer2DModel,
     SanaTransformer2DModel, FluxTransformer2DModel, UNet2DConditionModel); the net starts from random weights."""
     sample_size: int | None = Field(None, ge=1)
-    """Height and width of the latents that a Flux draws (or of pixels, without an autoencoder), by default 128. Other
-    nets have it in their own config."""
+    """Height and width of the latents of a Flux net (of the pixels, without an autoencoder). Default: 128. Other nets
+    have this value in their own config."""
     kind: Literal["image"] = "image"
-    """What it draws: images in an assistant's turns are its targets."""
+    """The modality that is generated: images in an assistant's turns are the targets."""
     connector: Literal["linear", "mlp", "identity", "transformer"] = "mlp"
-    """What maps the language model's hidden states to the net's condition. In a transformer, the rows of a picture see
-    each other."""
+    """The map from the language model's hidden states to the net's condition. In `transformer`, the rows of a picture
+    attend to each other."""
     connector_layers: int = Field(2, ge=1)
-    """Blocks of a transformer as connector."""
+    """Blocks of a `transformer` connector."""
     tokens_per_item: int = Field(4, ge=1)
-    """Tokens in the text by which the language model says what a picture is to show."""
+    """Tokens in the text whose hidden states are the condition of a picture."""
     token: str | None = None
-    """The token of the vocabulary that these are. Default: learned queries (`language.queries`)."""
+    """A token of the vocabulary to use at these positions. Default: learned queries (`language.queries`)."""
     start: str = Field("<draw>", min_length=1)
-    """What the assistant writes before a picture; a token of yours where the tokenizer has one."""
+    """The text that the assistant writes before a picture; may be a token of the tokenizer."""
     placeholder: str = ""
-    """The marker in an assistant's text that stands for a picture beside it. Default: `<image>`."""
+    """The marker in an assistant's text that stands for a picture. Default: `<image>`."""
     vae: str | dict[str, Any] | None = None
-    """The frozen autoencoder whose latents the net draws: an id or folder, or a diffusers config. Default: that of the
-    pipeline; without any the net draws pixels."""
+    """The frozen autoencoder whose latents the net generates: an id or folder, or a diffusers config. Default: that of
+    the pipeline; without one the net generates pixels."""
     target: TargetConfig | None = None
-    """What the net draws instead of pictures: features of a frozen vision model. Making pictures of them takes a
+    """Features of a frozen vision model, to be generated instead of pictures. Turning them into pictures needs a
     decoder, which is not part of the model."""
     cache_latents: bool = False
-    """Keep what the autoencoder says of each picture (mean and log-variance) beside the index of the data, and decode
-    no picture again, in this run or another. It needs an autoencoder with weights of its own."""
+    """Cache the autoencoder's output for each picture (mean and log-variance) beside the data index, so that no picture
+    is decoded or encoded again, in this or another run. Needs an autoencoder with pretrained weights."""
     objective: Literal["flow", "epsilon", "velocity"] | None = None
-    """What the net learns to say: the direction from picture to noise (rectified flow), the noise, or the velocity.
-    Default: what the pipeline's scheduler says, else flow."""
+    """The prediction target of the net: the direction from picture to noise (rectified flow), the noise, or the
+    velocity. Default: that of the pipeline's scheduler, else flow."""
     drop: float = Field(0.1, ge=0, le=1)
-    """How often a picture is learned without its condition, which is what guidance needs."""
+    """Probability of training a picture without its condition, as needed for classifier-free guidance."""
     loss_weight: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Of its loss, the mean over all pictures of a step, beside the language model's."""
+    """Weight of the generator's loss, the mean over all pictures of a step, relative to the language model's loss."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -163,7 +163,7 @@ class GeneratorConfig(Section):
             if isinstance(settings, dict) and "_class_name" not in settings:
                 example = "AutoencoderKL" if key == "vae" else "SD3Transformer2DModel"
                 raise ValueError(f"{key!r} needs '_class_name', for example _class_name: {example}")
-        # The config that a run saves has the default written out.
+        # A config saved by a run has the default written out.
         default = type(self).model_fields["connector_layers"].default
         if self.connector_layers != default and self.connector != "transformer":
             raise ValueError(
@@ -185,72 +185,72 @@ class GeneratorConfig(Section):
 
 
 class LoraConfig(Section):
-    """Small matrices beside linear layers, which alone train (LoRA); names as in peft."""
+    """LoRA: low-rank matrices beside linear layers, which alone are trained; names as in peft."""
 
     r: int = Field(16, gt=0, le=1 << 16)
     """Rank of the matrices."""
     lora_alpha: float = Field(32, gt=0, allow_inf_nan=False)
-    """What they add is multiplied with `lora_alpha / r`."""
+    """Scale the LoRA update by `lora_alpha / r`."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """Of what goes into them."""
+    """Dropout on the input of the LoRA matrices."""
     use_rslora: bool = False
-    """Multiply with `lora_alpha / sqrt(r)` instead."""
+    """Scale the LoRA update by `lora_alpha / sqrt(r)` instead."""
     use_dora: bool = False
-    """Let the length of each row of a weight train beside its direction (DoRA)."""
+    """Also train the norm of each row of a weight, separately from its direction (DoRA)."""
     load_in_4bit: bool = False
-    """Hold the frozen linear layers in the blocks of `units` in four bits (NF4, QLoRA). Needs the extra
-    `bnb`. What is exported are adapters and plain weights of the source."""
+    """Store the frozen linear layers in the blocks of `units` in four bits (NF4, QLoRA). Needs the extra `bnb`. Exports
+    contain adapters and the source's unquantized weights."""
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
-    """The linear layers: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a pattern of whole names (a
-    regular expression)."""
+    """The linear layers to adapt: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a regular expression for
+    full names."""
     units: tuple[str, ...] = Field((LANGUAGE,), min_length=1)
-    """Where: units (`language`, `vision`) or parts of them (`vision.encoder`; of a whole model `vision.projector`)."""
+    """Units to adapt (`language`, `vision`), or parts (`vision.encoder`; of a whole model `vision.projector`)."""
     train: tuple[str, ...] = ()
-    """What trains whole besides, as named in `freeze`: `[vision.projector]`. All else is frozen."""
+    """Parts to train fully in addition, named as in `freeze`: `[vision.projector]`. Everything else is frozen."""
     adapter: str | None = None
-    """Begin with an adapter that peft or a run has saved."""
+    """Start from an adapter that peft or a run has saved."""
     merge: bool = True
-    """Whether the export is the merged model, with the adapter in its folder `adapter` (of parts: one for each unit);
-    else the adapter alone, of a whole model."""
+    """Export the merged model, with the adapter in its folder `adapter` (of parts: one for each unit). `false`, only
+    for a whole model: export the adapter alone."""
 
 
 class ModelConfig(Section):
     """A whole vision-language model (`id` or `config`), or its parts (`language_model` and `encoders`)."""
 
     id: str | None = None
-    """A whole vision-language model: an id on the hub or a folder, as of Qwen2.5-VL, InternVL3 or LLaVA. Its encoders
-    become units of their own (`vision`), its text model is `language`. An export of a model of parts stands for these:
-    its encoders, projectors and language model go on."""
+    """A whole vision-language model: an id on the hub or a folder, such as Qwen2.5-VL, InternVL3 or LLaVA. Its encoders
+    become units (`vision`), its text model the unit `language`. The export of a model of parts is also accepted; its
+    encoders, projectors and language model are loaded."""
     config: dict[str, Any] | None = None
-    """A transformers config of a whole model with its `model_type`, which starts from random weights."""
+    """A transformers config of a whole model with its `model_type`; the model starts from random weights."""
     tokenizer: str | None = None
-    """Of a whole model: a tokenizer id or folder, or `bytes`. Default: that of `id`."""
+    """Tokenizer of a whole model: an id or folder, or `bytes`. Default: that of `id`."""
     processor: str | dict[str, Any] | None = None
-    """Of a whole model: its image processor, as id, folder or settings; with `id` also just what differs, such as
-    `{min_pixels: 3136, max_pixels: 602112}`, and of clips `fps`, `min_frames`, `max_frames`, `video_min_pixels`,
-    `video_max_pixels`, `video_total_pixels`, or `num_frames` and `video_max_soft_tokens` where frames are images
-    each. Default: that of `id`, or one fitted to `config`."""
+    """Image processor of a whole model: id, folder or settings. With `id`, also just the settings to change, such as
+    `{min_pixels: 3136, max_pixels: 602112}`; for clips `fps`, `min_frames`, `max_frames`, `video_min_pixels`,
+    `video_max_pixels`, `video_total_pixels`, or `num_frames` and `video_max_soft_tokens` for models that treat frames
+    as images. Default: that of `id`, or one derived from `config`."""
     attn_implementation: str | None = None
-    """Of a whole model: what computes attention in its text model, as `language_model.attn_implementation`."""
+    """Attention implementation of a whole model's text model; see `language_model.attn_implementation`."""
     language_model: LanguageModelConfig | None = None
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
     generators: dict[str, GeneratorConfig] = Field(default_factory=dict)
     freeze: tuple[str, ...] = ()
-    """What does not train: a unit (`vision`), its encoder or projector (`vision.encoder`, `vision.projector`), a
-    generator's connector or net (`image.connector`, `image.generator`), beside learned queries the language model alone
-    (`language.model`), or a pattern over parameter names (`language.layers.0.*`)."""
+    """Parts that do not train: a unit (`vision`), its encoder or projector (`vision.encoder`, `vision.projector`), a
+    generator's connector or net (`image.connector`, `image.generator`), the language model without its learned queries
+    (`language.model`), or a pattern for parameter names (`language.layers.0.*`)."""
 
     lora: LoraConfig | None = None
-    """LoRA. Of a model of parts, projectors train besides."""
+    """LoRA. In a model of parts, projectors are trained in addition."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether one id or config says all."""
+        """Return True for a whole model, given by one id or config."""
         return self.language_model is None
 
     @property
     def text(self) -> LanguageModelConfig:
-        """The language model, or all of a whole one, which has it."""
+        """Return the language model's section; of a whole model, one made from its keys."""
         return self.language_model or LanguageModelConfig(
             id=self.id,
             config=self.config,
@@ -260,7 +260,7 @@ class ModelConfig(Section):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What the units are called, in the order of computation; of a whole model its config must be read first."""
+        """Return the names of the units in order of computation; empty for a whole model, whose own config has them."""
         return () if self.is_whole else (*self.encoders, LANGUAGE, *self.generators)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Keys that users bring from other tools, or that there were: what they are called here."""
+"""Keys of other training tools, and former keys, with their names here; used in error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallel:` in the YAML file: which processes hold which layers, and in which order they work."""
+"""The `parallel:` section of the YAML file: parallel layouts, pipeline schedule and communication timeouts."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from pydantic import Field, model_validator
 from dilatant.config.base import Section
 
 WORDS = {"auto": True, "single": False}
-"""What `parallel:` may be in place of a section, and the value of `auto` it stands for."""
+"""Words that may replace the section, with the value of `auto` that each stands for."""
 
 
 class UnitParallelism(Section):
-    """How one unit is laid out: `replicas` chains of `pp` groups of `tp * cp` ranks, each with `chunks` stages."""
+    """Layout of one unit: `replicas` chains of `pp` groups of `tp * cp` ranks, each group with `chunks` stages."""
 
     replicas: int = Field(1, ge=1)
-    """Copies that share the samples (data parallelism)."""
+    """Data parallelism: copies that divide the samples among them."""
     tp: int = Field(1, ge=1)
     """Tensor parallelism: ranks that share each layer."""
     cp: int = Field(1, ge=1)
     """Context parallelism: ranks that share each sample."""
     ep: int = Field(1, ge=1)
-    """Expert parallelism: ranks, of the `tp * cp` of each stage, that have different experts, to which tokens travel.
-    A multiple of `tp`. With 1 all experts are on every rank, divided by `tp` like other layers."""
+    """Expert parallelism: ranks, of the `tp * cp` of each stage, that hold different experts; tokens are exchanged
+    between them. A multiple of `tp`. With 1, every rank holds all experts, sharded by `tp` like other layers."""
     pp: int = Field(1, ge=1)
-    """Pipeline parallelism: groups of ranks that a sample goes through."""
+    """Pipeline parallelism: groups of ranks that a sample passes through."""
     chunks: int = Field(1, ge=1)
-    """Stages of each group: a sample goes round the groups this often (interleaved, virtual pipeline stages), which
+    """Stages per group: a sample passes through the groups this often (interleaved, or virtual, pipeline stages), which
     shortens warm-up and drain and sends more messages. The default schedule is then `interleaved`."""
     cuts: tuple[int, ...] | None = None
-    """The first layer of each of the `pp * chunks` stages, beginning with 0. Default: where the cost model's seconds
-    are most even, frozen layers, embedding and head at what they cost (as plans are cut); a run that goes on keeps its
+    """First layer of each of the `pp * chunks` stages, beginning with 0. Default: stages of most equal seconds by the
+    cost model, in which frozen layers, embedding and head have their own costs (as in plans); a resumed run keeps its
     cuts."""
 
 
 class ParallelConfig(Section):
-    """Who says which process holds what: `auto`, `units` or `plan`."""
+    """The source of the layout: `auto`, `units` or `plan`."""
 
     auto: bool | None = None
-    """Plan for the devices at hand, say what was planned and why, and train with that (`parallel: auto` for short);
-    `false` trains in one process (`parallel: single`). Default, without `units` and `plan`: planned where this machine
-    has several GPUs or a launcher started several processes, else one process."""
+    """Plan for the available devices, print the plan and its reasons, and train with it (short: `parallel: auto`);
+    `false` trains in one process (`parallel: single`). Default, without `units` and `plan`: planned if this machine has
+    several GPUs or a launcher started several processes, else one process."""
     units: dict[str, UnitParallelism] | None = None
-    """A layout for each unit, `language` included."""
+    """A layout for each unit, including `language`."""
     colocated: dict[str, str] = Field(default_factory=dict)
-    """Units without ranks of their own: they run on those of another unit, stage by stage (`audio: language`);
-    without an entry in `units`, on those of its first stage."""
+    """Units without ranks of their own, which run on those of another unit, stage by stage (`audio: language`), or
+    without an entry in `units` on those of its first stage."""
     plan: str | None = None
-    """A plan file, as `dilatant plan` writes it, instead of `units`."""
+    """A plan file written by `dilatant plan`, instead of `units`."""
     microbatches: int | None = Field(None, ge=1)
-    """Microbatches of each replica of the language model in a step, at least. Default: as planned, else 4."""
+    """Least number of microbatches per step and replica of the language model. Default: as planned, else 4."""
     schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] | None = None
-    """In which order a rank works; see docs/schedules.md. Default: as planned, else `eager`, or
-    `interleaved` with `chunks`."""
+    """The pipeline schedule; see docs/schedules.md. Default: as planned, else `eager`, or `interleaved` with
+    `chunks`."""
     placement: Literal["auto", "lpt", "zigzag", "contiguous", "document_affine"] = "auto"
-    """Which tokens of a row each rank of the language model has with `cp`. `auto`: of each row as its mask asks;
-    `zigzag`: two parts, one from either end; `contiguous`: one part; `document_affine`: neighbouring tokens of samples;
-    `lpt`: blocks, the heaviest first."""
+    """Distribution of a row's tokens over the language model's `cp` ranks. `auto`: chosen for each row by its mask;
+    `zigzag`: two parts per rank, one from each end; `contiguous`: one part; `document_affine`: neighbouring tokens of
+    samples; `lpt`: blocks, longest processing time first."""
     check_transport: bool = False
-    """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
+    """Send a header with every message to verify that both ends agree on it. Slower; for debugging."""
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)
-    """How long a rank waits for another one before the run ends with an error that tells who is silent."""
+    """Seconds that a rank waits for another one before the run ends with an error that names the silent ranks."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,10 +92,10 @@ class ParallelConfig(Section):
 
     @property
     def is_laid_out(self) -> bool:
-        """Whether the user says which rank holds what."""
+        """Return True if the user gives the layout."""
         return self.units is not None or self.plan is not None
 
     @property
     def is_cut_here(self) -> bool:
-        """Whether the user leaves to the run where stages begin."""
+        """Return True if the user leaves the cuts between stages to the run."""
         return any(unit.cuts is None and unit.pp * unit.chunks > 1 for unit in (self.units or {}).values())

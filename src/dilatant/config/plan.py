@@ -1,4 +1,4 @@
-"""`cluster:` and `plan:` in the YAML file: which devices to plan for, and how to look for a plan."""
+"""The `cluster:` and `plan:` sections of the YAML file: the devices to plan for, and the search for a plan."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from pydantic import Field, model_validator
 from dilatant.config.base import Section
 
 MOST_DEVICES = 131_072
-"""What a search over so many takes, minutes and a few GiB, grows with them."""
+"""Most devices of a plan; the minutes and GiB of a search grow with their number."""
 
 
 class ReserveConfig(Section):
-    """Memory of each device that plans leave free. What is not said is nothing on a CPU; on GPUs see each key."""
+    """Memory of each device that plans leave free. Defaults are 0 on a CPU; for GPUs see each key."""
 
     context_gib: float | None = Field(None, ge=0)
-    """The context of driver and libraries. Default on GPUs: 1."""
+    """Memory of the context of driver and libraries. Default on GPUs: 1."""
     communicators_gib: float | None = Field(None, ge=0)
-    """Buffers of all communicators of a device. Default on GPUs: 1, where there are several."""
+    """Buffers of all communicators of a device. Default on GPUs: 1 if there are several."""
     fragmentation: float | None = Field(None, ge=0, lt=1)
-    """Pieces between tensors that the allocator cannot join, as a share of the device's memory. Default on GPUs:
-    0.04."""
+    """Memory lost to allocator fragmentation, as a share of the device's memory. Default on GPUs: 0.04."""
 
 
 class GroupConfig(Section):
-    """A group of equal devices in a cluster of unlike ones."""
+    """A group of equal devices in a heterogeneous cluster."""
 
     name: str = Field(min_length=1)
-    """What plans call it."""
+    """Name of the group in plans."""
     hardware: str
-    """As `cluster.hardware`."""
+    """See `cluster.hardware`."""
     gpus_per_node: int = Field(gt=0)
-    """As `cluster.gpus_per_node`."""
+    """See `cluster.gpus_per_node`."""
     nodes: int = Field(1, gt=0)
-    """Machines."""
+    """Number of machines."""
     memory_gib: float | None = Field(None, gt=0)
-    """As `cluster.memory_gib`."""
+    """See `cluster.memory_gib`."""
 
     @property
     def num_devices(self) -> int:
@@ -47,22 +46,22 @@ class ClusterConfig(Section):
     """The devices to plan for. Default: this machine."""
 
     nodes: int = Field(1, gt=0)
-    """Machines."""
+    """Number of machines."""
     gpus_per_node: int | None = Field(None, gt=0)
-    """GPUs of a node; on a machine without GPUs, training processes. Default: this machine's GPUs, else one process
-    for each core, between 2 and 4."""
+    """GPUs per node; on a machine without GPUs, training processes. Default: this machine's GPUs, else one process per
+    core, between 2 and 4."""
     hardware: str | None = None
-    """An entry of the hardware file: `A40`, `A100`, `H100`, `H200`, `CPU` or your own. Default: what is here."""
+    """An entry of the hardware file: `A40`, `A100`, `H100`, `H200`, `CPU` or your own. Default: this machine's."""
     hardware_file: str | None = None
-    """Your hardware file, in the form of the one that ships with Dilatant."""
+    """Your hardware file, in the format of the one that ships with Dilatant."""
     memory_gib: float | None = Field(None, gt=0)
-    """Memory of one device that training may use; nothing of it is reserved unless `reserve` is written too. Default:
-    all of a GPU that is here, otherwise what the hardware file says, less `reserve`."""
+    """Memory per device that training may use; nothing of it is reserved unless `reserve` is given too. Default: all
+    memory of a GPU of this machine, otherwise that of the hardware file, minus `reserve`."""
     reserve: ReserveConfig | None = None
-    """What of a device's memory plans leave free."""
+    """Memory of each device that plans leave free."""
     groups: tuple[GroupConfig, ...] | None = Field(None, min_length=1)
-    """Groups of unlike devices, instead of `nodes`, `gpus_per_node`, `hardware` and `memory_gib`: the first has the
-    first ranks. Units, and whole pipelines, are planned for the group where they run best."""
+    """Groups of different devices, instead of `nodes`, `gpus_per_node`, `hardware` and `memory_gib`; the first group
+    has the first ranks. Units, and whole pipelines, are planned for the group where they run best."""
 
     @model_validator(mode="after")
     def _entry_named(self) -> Self:
@@ -97,7 +96,7 @@ class ClusterConfig(Section):
 
     @property
     def of_groups(self) -> tuple[ClusterConfig, ...]:
-        """Each group as a cluster of its own."""
+        """Return each group as a cluster of its own."""
         return tuple(
             self.model_copy(update={"groups": None, **group.model_dump(exclude={"name"})})
             for group in self.groups or ()
@@ -105,48 +104,48 @@ class ClusterConfig(Section):
 
     @property
     def num_devices(self) -> int | None:
-        """Of all groups; None where there are none."""
+        """Return the number of devices of all groups; None without groups."""
         return None if self.groups is None else sum(group.num_devices for group in self.groups)
 
 
 class PlanConfig(Section):
-    """How `dilatant plan` looks for a plan."""
+    """Settings of the search for a plan (`dilatant plan`)."""
 
     mode: Literal["best", "cornstarch", "entrain", "disttrain", "megatron"] = "best"
-    """`best` searches all that is known; the others only what the system of that name would consider."""
+    """`best` searches all known layouts; the others only those that the system of that name would consider."""
     samples: int = Field(4096, gt=0)
-    """Samples to look at, in the order in which training takes them."""
+    """Samples to plan with, in training order."""
     steps: int = Field(4, gt=0)
-    """Global batches that every finalist is simulated on."""
+    """Global batches on which every finalist is simulated."""
     costs: str | None = None
     """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
     measure_seconds: float = Field(20.0, ge=0, allow_inf_nan=False)
-    """Seconds in which layers are measured, where the plan is for devices that are here: those first that take most of
-    a step. What was measured is kept, however rough; the rest is modelled, and measured by the next plan. 0: measure
-    nothing. `dilatant profile` measures everything."""
+    """Time limit for measuring layers, if the plan is for devices of this machine; the layers that take most of a step
+    come first. All measurements are kept, even rough ones; the other layers are modelled, and measured by the next
+    plan. 0: measure nothing. `dilatant profile` measures everything."""
     microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
-    """Samples per microbatch to try; those that divide the global batch."""
+    """Samples per microbatch to try; only divisors of the global batch are used."""
     microbatch_tokens: tuple[int, ...] | None = None
-    """Microbatches by tokens to try as well, each of at most so many tokens of the language model: a step then has as
-    many microbatches as its samples take, and any number of pipelines shares the batch. Default: `train.row_tokens`;
-    an empty list: none. Tried in mode `best`, without `parallel.microbatches`."""
+    """Microbatches limited by tokens to try as well: the most language-model tokens of each. The number of microbatches
+    then follows from the samples of a step, and any number of pipelines can share the batch. Default:
+    `train.row_tokens`; an empty list: none. Tried in mode `best`, without `parallel.microbatches`."""
     tensor_parallel: tuple[int, ...] | None = None
     """Tensor-parallel degrees to measure or model, and to plan with. A cost file has its own. Default: on GPUs the
-    powers of two up to a node's devices that all units take; on a CPU 1."""
+    powers of two up to the devices of a node that all units support; on a CPU 1."""
     context_parallel: tuple[int, ...] | None = None
-    """Context-parallel degrees to model, and to plan with. A cost file has its own. Default: as `tensor_parallel`, on
-    as many devices of a node as both together leave."""
+    """Context-parallel degrees to model, and to plan with. A cost file has its own. Default: as `tensor_parallel`, if
+    the product of both fits a node."""
     chunks: tuple[int, ...] = (1, 2, 4)
-    """Stages of each group of ranks to try for the language model (interleaved pipelines), unless `parallel.schedule`
-    names a schedule other than `interleaved`."""
+    """Stages per group of ranks to try for the language model (interleaved pipelines), unless `parallel.schedule` names
+    a schedule other than `interleaved`."""
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
-    """How samples are grouped into microbatches, in plans and in training over several processes. Default: in training
-    as `parallel.plan` says, else `balanced`."""
+    """The policy that groups samples into microbatches, in plans and in training with several processes. Default: in
+    training that of `parallel.plan`, else `balanced`."""
     correct_costs: bool = True
-    """Let what actions take in training correct the costs by which later steps are planned, on all ranks alike. Without
-    it, samples are placed the same in every run of a config."""
+    """Correct the costs with which later steps are planned by the measured seconds of actions, equally on all ranks.
+    `false`: samples are assigned identically in every run of a config."""
     finalists: int = Field(24, gt=0)
-    """Candidates to simulate at most, the most promising first."""
+    """Most candidates to simulate, the most promising first."""
 
     @model_validator(mode="after")
     def _positive(self) -> Self:

@@ -1,4 +1,4 @@
-"""Every key of the YAML file as a page: `python -m dilatant.config.reference > docs/config.md`."""
+"""Reference of all config keys, as a Markdown page: `python -m dilatant.config.reference > docs/config.md`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ key that is written twice is an error, too.
 
 
 def reference() -> str:
-    """The page, in Markdown: a table of key, values, default and meaning for each section."""
+    """Return the page in Markdown: for each section a table of key, values, default and meaning."""
     lines = [_HEAD]
     seen: dict[type[BaseModel], str] = {}
     for name, field in Config.model_fields.items():
@@ -51,7 +51,7 @@ def _rows(path: str, field: Any, seen: dict[type[BaseModel], str]) -> Iterator[t
 
 
 def _section(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The section that a key leads to, and what stands between the two: `.NAME` of a mapping, `.N` of a list."""
+    """Return the section that a key leads to, and the path between: `.NAME` for a mapping, `.N` for a list."""
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return annotation, ""
     origin = typing.get_origin(annotation)

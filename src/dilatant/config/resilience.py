@@ -1,4 +1,4 @@
-"""`resilience:` in the YAML file: going on when processes or machines are lost."""
+"""The `resilience:` section of the YAML file: continuing a run when processes or machines are lost."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from dilatant.config.base import Section
 
 
 class ResilienceConfig(Section):
-    """What a run does when nodes are lost."""
+    """Reaction of a run to lost nodes."""
 
     enabled: bool = False
-    """Go on with those who are left: they take over the lost layers from whoever holds them too, else from the newest
-    checkpoint, and finish the step in hand. Under Slurm or Kubernetes start one process a machine."""
+    """Continue on the remaining nodes: they copy lost layers from other replicas, or else load them from the newest
+    checkpoint, and finish the current step. Under Slurm or Kubernetes start one process per machine."""
     fault_tolerance: int = Field(1, ge=0)
-    """Nodes that may be lost at once: a recovery keeps one more copy of every layer than that, as far as there are
-    ranks for them. The first plan is yours; the run warns where it has fewer."""
+    """Nodes that may be lost at once: after a recovery every layer has one more copy than this number, as far as there
+    are ranks. You choose the first plan; the run warns if it has fewer copies."""
     ranks_per_node: int = Field(1, ge=1)
-    """Processes that are lost together: of several machines those of each, of one machine so many of it."""
+    """Processes that are lost together: with several machines those of each machine, with one this many of them."""
     listen: str | None = None
-    """HOST:PORT at which this process waits for machines instead of training itself: there `dilatant agent
-    --coordinator HOST:PORT` joins. HOST is an address of this machine, or 0.0.0.0 for all of them."""
+    """HOST:PORT at which this process waits for machines instead of training; machines join with `dilatant agent
+    --coordinator HOST:PORT`. HOST is an address of this machine, or 0.0.0.0 for all of them."""
     standby: str | None = None
-    """HOST:PORT of another machine that leads when this one is gone for good: the agent there is started with
-    `--standby`. It does so when most of those who are members come to it."""
+    """HOST:PORT of another machine that takes over as coordinator when this one is lost; start its agent with
+    `--standby`. It takes over when the majority of the members connect to it."""
     restarts: int = Field(0, ge=0)
-    """How often a lost node is started again, on one machine all in all, on several each of them; it joins at the end
-    of a step, and takes over layers."""
+    """Number of times that lost nodes are restarted: in total on one machine, per node on several. A restarted node
+    joins at the end of a step and takes over layers."""
     lease_seconds: float = Field(3.0, gt=0, le=1e5)
-    """A node that is silent for longer is lost, be it stopped or cut off. One whose process ends is noticed at once."""
+    """Seconds of silence after which a node is lost (hung or cut off). The end of its process is noticed at once."""
     fence_seconds: float = Field(10.0, gt=0, le=1e5)
-    """What a process has to stop what it computes when others were lost; who hangs longer is killed."""
+    """Seconds that a process has to stop computing when others were lost; then it is killed."""
     progress_seconds: float = Field(60.0, gt=0)
-    """A process that has computed a step for longer than this, and than five of the longest steps before, hangs; one
-    that builds, or reads weights, has this instead of `fence_seconds`."""
+    """A process is considered hung if it computes a step for more than these seconds and for more than five times the
+    longest step so far. A process that builds stages or reads weights has these seconds instead of `fence_seconds`."""
     drain_seconds: float = Field(600.0, gt=0)
-    """What a node has that was asked to leave: it goes at the end of the step, or with a quarter of the time left hands
-    over what it has finished of it. A cloud gives 30 to 120 s before it takes a machine."""
+    """Seconds that a node has after it was asked to leave: it leaves at the end of the step, or hands over its finished
+    part of the step when a quarter of the time is left. Clouds give 30 to 120 s before they reclaim a machine."""
     evict_slower: float | None = Field(None, gt=1)
-    """A node with a process so many times slower than others that do the like is left out, as one that was asked to
-    leave, one at a time and while `fewest_nodes` remain. Before that, and without this, slow ones get fewer samples."""
+    """Ask a node to leave if one of its processes is this many times slower than its peers, one node at a time and
+    while `fewest_nodes` remain. Before that, and without this key, slow processes get fewer samples."""
     salvage: bool = True
-    """After a loss only what is missing of the step in hand runs again: what the others had finished is kept. For that
-    every process keeps its own gradients beside the sums until the step counts: 4 bytes for each weight that trains."""
+    """Repeat only the missing part of the current step after a loss, and keep what the other processes have finished.
+    For this, each process keeps its local gradients until the step commits: 4 bytes per trained weight."""
     fewest_nodes: int = Field(1, ge=1)
-    """With fewer the run is saved and ends with exit code 75: start it again when there are more."""
+    """With fewer nodes the run is saved and exits with code 75; start it again when there are more."""
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether processes keep their own gradients beside the sums."""
+        """Return True if processes keep their local gradients beside the reduced ones."""
         return self.enabled and self.salvage
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """`listen` as host and port."""
+        """Return `listen` as (host, port), or None."""
         if self.listen is None:
             return None
         host, _, port = self.listen.rpartition(":")

@@ -1,4 +1,4 @@
-"""Functions that a user brings: which of them may be called by name, and with which arguments."""
+"""User functions: the `metric` decorator, and checks of the arguments with which they are called."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _DECLARED = "__dilatant_metric__"
 
 
 def metric(function: _Function) -> _Function:
-    """Decorator that declares a function (or an object with `__call__`) as a metric, which `evaluation.metrics` may
-    name as `module:function`. It is called with two lists of texts, expected and written, and returns a number."""
+    """Declare a function (or an object with `__call__`) as a metric, which `evaluation.metrics` may name as
+    `module:function`. It is called with two lists of texts, expected and generated answers, and returns a number."""
     setattr(function, _DECLARED, True)
     return function
 
 
 def is_metric(function: object) -> bool:
-    """Return True for what `metric` declared. Nothing else is called because a config names it."""
+    """Return True for a function declared by `metric`. A config can cause no other function to be called."""
     return callable(function) and getattr(function, _DECLARED, None) is True
 
 
 def require_call(where: str, function: Callable[..., Any], *arguments: str) -> None:
-    """Raises UserError where `function` does not take that many arguments by place. arguments: what each of them is.
-    What Python cannot tell the arguments of, such as functions in C, passes."""
+    """Raise UserError if `function` cannot be called with these positional arguments. arguments: descriptions of them.
+    Functions whose signature Python does not know, such as those written in C, pass."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

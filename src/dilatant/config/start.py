@@ -1,4 +1,4 @@
-"""The YAML that a one-line start stands for: a model, data, and what the field begins with."""
+"""Starting config: the YAML for a one-line start from a model and data, with common defaults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 FULL_RATE, LORA_RATE, PROJECTOR_RATE = 1e-5, 1e-4, 1e-5
-"""Learning rates of AdamW for fine-tuning: of all weights, of adapters, of projectors beside adapters."""
+"""Learning rates of AdamW for fine-tuning: of all weights, of adapters, of projectors trained with adapters."""
 _SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".tar", ".csv", ".tsv", ".zip", ".gz")
 BATCH, TOKENS = 16, 4096
 
@@ -19,9 +19,8 @@ def starting_config(
     lora: bool,
     output_dir: str | None = None,
 ) -> dict[str, Any]:
-    """The tree of a config. data, held_out: files, folders or ids on the hub. encoders: the units of a whole model
-    before its language model; None for a language model alone. Without LoRA, encoders are frozen and all else trains.
-    """
+    """Return the tree of a config. data, held_out: files, folders or hub ids. encoders: the encoder units of a whole
+    model; None for a language model alone. Without LoRA, encoders are frozen and everything else trains."""
     projectors = [f"{unit}.projector" for unit in encoders or ()]
     optimizer: dict[str, Any] = {"learning_rate": LORA_RATE if lora else FULL_RATE, "weight_decay": 0.0}
     if encoders is None:

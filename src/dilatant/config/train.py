@@ -1,4 +1,4 @@
-"""`train:` and `evaluation:` in the YAML file: how long, how fast, how often to save and to look."""
+"""The `train:` and `evaluation:` sections of the YAML file: steps, optimizer, checkpoints, evaluation."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GroupOverride(Section):
-    """What differs for a group of weights; see `OptimizerConfig.groups`."""
+    """Settings that differ for a group of weights; see `OptimizerConfig.groups`."""
 
     learning_rate: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """NAME is a unit (`vision`), a part (`vision.projector`) or a pattern of parameter names; of several that fit, the
-    last written counts."""
+    """Learning rate of the group. NAME is a unit (`vision`), a part (`vision.projector`) or a pattern of parameter
+    names; if several match, the last one written applies."""
     weight_decay: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
 class OptimizerConfig(Section):
-    """AdamW."""
+    """AdamW and its settings."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit`: moments take a byte each (bitsandbytes, `pip install 'dilatant[8bit]'`; GPUs only)."""
+    """`adamw_8bit`: each moment takes one byte (bitsandbytes, `pip install 'dilatant[8bit]'`; GPUs only)."""
     learning_rate: float = Field(1e-4, gt=0, allow_inf_nan=False)
-    """Of AdamW, at its peak; as `weight_decay`, `betas` and `eps` in torch."""
+    """Peak learning rate of AdamW; `weight_decay`, `betas` and `eps` are as in torch."""
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
     ema: float | None = Field(None, gt=0, lt=1)
-    """Keep an average of the weights besides, of which each step keeps this share (0.999), less in the first steps.
-    Evaluations judge it and exports are of it; training goes on with the weights."""
+    """Also keep an exponential moving average of the weights with this decay (0.999), which is smaller in the first
+    steps. Evaluations and exports use the average; training continues with the weights."""
     offload: bool = False
-    """Keep fp32 masters and moments in the host's memory and update there: a GPU then holds weights and gradients only.
-    Slower; refused without a GPU, where they are in the host's memory anyway."""
+    """Keep fp32 master weights and moments in host memory and update there: a GPU then holds only weights and
+    gradients. Slower; refused without a GPU, since they are in host memory anyway."""
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -54,18 +54,18 @@ class OptimizerConfig(Section):
 
 class RateSchedule(Section):
     kind: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """Shape of the learning rate's decay after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
     final_ratio: float = Field(0.0, ge=0, le=1)
-    """The last learning rate as a share of the peak."""
+    """Final learning rate as a share of the peak."""
 
 
 class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)
-    """Optimizer steps in all, those before a resume included."""
+    """Total optimizer steps, including those before a resume."""
     epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Passes over the training data, when `steps` is not given. Default: 1."""
+    """Passes over the training data if `steps` is not given. Default: 1."""
     global_batch_size: int = Field(32, gt=0, le=1 << 24)
     """Samples of one optimizer step, over all devices."""
     row_tokens: int | None = Field(None, gt=0)
@@ -73,41 +73,41 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
     zero: Literal["none", "node", "all"] | None = None
-    """Who shares the optimizer state of a weight (ZeRO stage 1): nobody, the ranks of a node that hold it, or all that
-    do. With `all` a lost rank takes state along, so that a run can only go on from a checkpoint. Default: what the plan
-    says, which is the fastest (never `all` with `resilience.enabled`); without a plan `node`."""
+    """Sharding of optimizer state (ZeRO stage 1): none, over the ranks of a node that hold a weight, or over all ranks
+    that hold it. With `all`, a lost rank's state is lost too, so that a run continues only from a checkpoint. Default:
+    the fastest, by the plan (never `all` with `resilience.enabled`); without a plan `node`."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """Gradients are clipped to this norm over the whole model; `null`: not."""
+    """Clip gradients to this norm over the whole model; `null`: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What happens at a loss or gradient that is not finite, which is never applied: the run stops and names the
-    samples, or goes on without the update and counts it."""
+    """Reaction to a non-finite loss or gradient, which is never applied: stop with an error that names the samples, or
+    continue without this update and count it."""
     deterministic: bool = False
-    """Losses and weights are the same to the bit under any number of replicas and cuts into stages, also if some are
-    lost: every sample is a microbatch, and gradients are added up as integers. Slower, and takes 8 bytes more for each
-    weight that trains. Not with tied weights whose layers come to lie together or apart, nor across tp, cp or ep."""
+    """Make losses and weights bitwise equal for any number of replicas, any cuts into stages and after losses of ranks:
+    every sample is a microbatch, and gradients are summed as integers. Slower, with 8 more bytes per trained weight.
+    Not across tp, cp or ep, nor for tied weights whose layers are on one stage in one plan but not in another."""
     device: Literal["auto", "cpu"] = "auto"
-    """`auto`: GPUs where there are any; `cpu`: never."""
+    """`auto`: GPUs if there are any; `cpu`: never."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """`auto`: bf16 on a GPU that has it, fp32 on a CPU. In bf16 weights, activations and
-    what travels are bf16; gradients, the optimizer's master weights and its moments are fp32."""
+    """`auto`: bf16 on a GPU that supports it, fp32 on a CPU. With bf16, weights, activations and transferred rows are
+    bf16; gradients, master weights and moments are fp32."""
     recompute: Recompute | dict[str, Recompute] | None = None
-    """What the backward computes again, for all units or by unit (`{vision: block}`; others `none`). `block`: only the
-    input of each block is kept; `block_keep_attention`: that and what attention made, which is not computed twice.
-    Default: what the plan says of each block, which is as little as fits memory; without a plan `none`."""
+    """Activation recomputation in the backward, for all units or by unit (`{vision: block}`; others `none`). `block`:
+    keep only the input of each block; `block_keep_attention`: also keep the output of attention. Default: chosen by the
+    plan for each block, as little as fits memory; without a plan `none`."""
     loss_chunk: int | None = Field(1024, gt=0)
-    """Targets whose logits exist at once: with more in a microbatch the head runs again for each chunk in the backward.
-    `null`: all logits are kept."""
+    """Target tokens whose logits exist at once; a microbatch with more recomputes the head for each chunk in the
+    backward. `null`: keep all logits."""
     logging_steps: int = Field(1, gt=0)
     """Steps between lines of metrics.jsonl."""
     save_steps: int | None = Field(500, gt=0)
-    """Steps between checkpoints. A last one is always written, also when the run is stopped or the data are wrong;
-    `null`: only that one."""
+    """Steps between checkpoints. A last one is always written, also if the run is stopped or fails on bad data; `null`:
+    only that one."""
     keep_checkpoints: int = Field(2, gt=0)
-    """The newest ones stay, older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     resume: str = "never"
     """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """Trackers, besides metrics.jsonl: one name or a list; `none`, `[]` or null for none."""
+    """Experiment trackers besides metrics.jsonl: one name or a list; `none`, `[]` or null for none."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -118,30 +118,30 @@ class TrainConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Loss and metrics of held-out answers (`data.eval`, or `data.val_size`): after training, and every `steps`."""
+    """Loss and metrics on held-out data (`data.eval` or `data.val_size`): after training, and every `steps`."""
 
     steps: int | None = Field(None, gt=0)
     """Steps between evaluations. Default: only after training."""
     limit: int | None = Field(None, gt=0)
     """Use only the first held-out samples of each data set."""
     batch_size: int = Field(64, gt=0)
-    """Samples at once."""
+    """Samples per batch."""
     max_new_tokens: int = Field(16, gt=0)
-    """The longest answer that is written."""
+    """Most tokens of a generated answer."""
     metrics: tuple[str, ...] = ("exact_match",)
-    """Besides the loss: `exact_match`, `anls` (similarity of texts, as of DocVQA), `wer` (errors a word), or one of
-    yours as `module:function`, declared with `@dilatant.metric`, which is given the expected and the written answers as
-    lists of text and returns a number. All but `exact_match` need whole answers, which take a forward pass for every
-    few tokens."""
+    """Metrics besides the loss: `exact_match`, `anls` (text similarity, as in DocVQA), `wer` (word error rate), or your
+    own as `module:function`, declared with `@dilatant.metric`, which gets the expected and the generated answers as
+    lists of texts and returns a number. All but `exact_match` need complete answers, which take a forward pass for
+    every few tokens."""
     keep_best: str | None = None
-    """Keep the checkpoint at which this figure was best (`loss`, or one of `metrics`), and export that one. Needs
+    """Keep the checkpoint with the best value of this metric (`loss`, or one of `metrics`), and export it. Needs
     `steps`."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether `keep_best` is better when it is smaller. `auto` knows the figures that are not yours."""
+    """Direction of improvement of `keep_best`: down (`min`) or up (`max`). `auto` works for the built-in metrics."""
     patience: int | None = Field(None, gt=0)
-    """Stop after so many evaluations without a better `keep_best`."""
+    """Stop after this many evaluations without improvement of `keep_best`."""
     min_delta: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """By how much a figure must be better to count as better."""
+    """Smallest change of the metric that counts as an improvement."""
 
     @field_validator("metrics", mode="before")
     @classmethod
@@ -177,5 +177,5 @@ class EvaluationConfig(Section):
 
     @property
     def smaller_is_better(self) -> bool:
-        """Of the figure `keep_best`."""
+        """Return True if smaller values of `keep_best` are better."""
         return self.mode == "min" or (self.mode == "auto" and self.keep_best in (LOSS, "wer"))

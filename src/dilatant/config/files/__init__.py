@@ -1,1 +1,1 @@
-"""Files that Dilatant reads and writes itself: paths, YAML text, durable writes, and which folders are trusted."""
+"""File handling: paths, YAML text, durable writes, exports as sources, and trust in folders of other origin."""

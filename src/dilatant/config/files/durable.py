@@ -1,4 +1,4 @@
-"""Files and folders that survive a power cut: on disk first, then under their name."""
+"""Durable writes: files and folders that survive a power failure, synced to disk before they get their name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 _TOKEN_BYTES = 6
 LEFTOVERS = f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.writing"
-"""Matches what a `write_durably` that was killed leaves in a folder."""
+"""Pattern of the temporary files that a killed `write_durably` leaves in a folder."""
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Put `text` at `path`, replacing what is there: a reader, also one after a crash, finds the old text or the new.
+    """Replace the content of `path` atomically: a reader, even after a crash, finds either the old or the new text.
 
-    Its temporary name is its own, so several writers do not meet. Raises OSError, and leaves nothing then.
+    Each call uses a unique temporary name, so concurrent writers do not conflict. Raises OSError, leaving no file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.writing")
     try:
@@ -30,7 +30,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def write_named(path: Path, text: str) -> None:
-    """`write_durably` to a path that the user names: what is no plain file (a link, /dev/stdout) is written through."""
+    """Like `write_durably`, but a path that is no plain file (a link, /dev/stdout) is written through."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text, encoding="utf-8")
     else:
@@ -38,7 +38,7 @@ def write_named(path: Path, text: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Return when the content of `path` is on disk. Raises OSError."""
+    """Sync the content of `path` to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,12 +47,12 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in `folder` are on disk: a file's content does not bring its name along. Raises OSError."""
+    """Sync the names in `folder` to disk, which syncing the files does not do. Raises OSError."""
     sync_file(folder)
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync_file` and `sync_folder` for all below `folder`. Raises OSError."""
+    """Sync all files and folders below `folder`. Raises OSError."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync_file(Path(parent, name))

@@ -1,4 +1,4 @@
-"""An export of a model of parts as the source of another run."""
+"""Exports as sources: use the export of a model of parts as the model of another run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROJECTOR_FOLDER = "projectors"
 
 
 def is_export_of_parts(folder: str | Path) -> bool:
-    """Return True for a folder that holds a model of parts, as `dilatant export` and `save_pretrained` write it."""
+    """Return True for a folder with a model of parts, as written by `dilatant export` and `save_pretrained`."""
     return (Path(folder) / MANIFEST).is_file()
 
 
 def encoders_of_export(folder: str | Path) -> dict[str, dict[str, Any]]:
-    """The `encoders` section that an export of parts stands for. Raises UserError."""
+    """Return the `encoders` section for an export of parts. Raises UserError."""
     folder = Path(folder)
     said = read_object(folder / CONVERSATION)["encoders"] if (folder / CONVERSATION).is_file() else {}
     found: dict[str, dict[str, Any]] = {}
@@ -41,8 +41,8 @@ def encoders_of_export(folder: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def with_parts(config: ModelConfig) -> ModelConfig:
-    """The config with the parts of the export that `model.id` names; any other as it is. Raises UserError, also for
-    what an export cannot say."""
+    """Replace a `model.id` that is an export of parts by its parts; return other configs unchanged. Raises UserError,
+    also for settings that an export cannot represent."""
     if config.id is None or not is_export_of_parts(config.id):
         return config
     where = f"model.id: {config.id!r} is an export of parts"
@@ -74,7 +74,7 @@ def with_parts(config: ModelConfig) -> ModelConfig:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError."""
+    """Read a JSON file whose content is an object. Raises UserError."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

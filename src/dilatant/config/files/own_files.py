@@ -1,9 +1,7 @@
-"""Files in folders where somebody else may have put things: no link is followed, no pipe waited for, none read without
-end.
+"""Untrusted folders: open files without following links, waiting for pipes or reading without limit.
 
-A run folder, a checkpoint or an export may come from another person. What is opened to be written, cut or deleted in
-one goes through `require_plain` when the folder is opened, and through `open_in_place` where a file is written without
-being replaced.
+A run folder, a checkpoint or an export may come from another person. `require_plain` checks such a folder when it is
+opened, before anything in it is written, truncated or deleted; `open_in_place` opens a file that is appended to.
 """
 
 from __future__ import annotations
@@ -17,18 +15,18 @@ from dilatant.config.errors import UserError
 
 RUN_FOLDERS = frozenset({"checkpoints", "export", "plan", "resilience", "tensorboard"})
 RUN_SUFFIXES = (".lock", ".damaged", ".html", ".json", ".jsonl", ".yaml")
-"""What a run writes into its folder, beside which users may keep what they like (also links, as wandb does)."""
+"""Suffixes of files that a run writes into its folder. Users may keep other files there (also links, like wandb)."""
 MOST_TEXT = 256 << 20
-"""Bytes of the longest text that is read whole: a plan of ten thousand ranks takes a tenth of it."""
+"""Most bytes of a text file that is read whole; a plan of ten thousand ranks takes a tenth of it."""
 LFS_POINTER = b"version https://git-lfs"
-"""What a file begins with that a clone without Git LFS has in the place of a large one."""
+"""Beginning of the placeholder that a clone without Git LFS has in place of a large file."""
 FETCH_LFS = "is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
 
 
 def require_plain(folder: Path, is_run: bool = False) -> None:
-    """Raise UserError where `folder` holds a link, a pipe, a socket or a device at any depth.
+    """Raise UserError if `folder` contains a link, a pipe, a socket or a device at any depth.
 
-    The folder itself may be a link, or lie behind one, for its user named it. is_run: only what a run writes counts.
+    The folder itself may be a link or be reached by one, since its user named it. is_run: check only what runs write.
     """
     waiting = [folder]
     while waiting:
@@ -37,7 +35,7 @@ def require_plain(folder: Path, is_run: bool = False) -> None:
             with os.scandir(place) as entries:
                 found = list(entries)
         except OSError:
-            continue  # absent, no folder or unreadable: whoever opens it says so
+            continue  # absent, no folder or unreadable: opening it will report that
         if is_run and place == folder:
             found = [one for one in found if one.name in RUN_FOLDERS or one.name.endswith(RUN_SUFFIXES)]
         for entry in found:
@@ -53,10 +51,10 @@ def require_plain(folder: Path, is_run: bool = False) -> None:
 
 
 def open_in_place(path: Path) -> BinaryIO:
-    """Open a file of ours for reading and appending, and create it where it is absent.
+    """Open a file of the run for reading and appending; create it if absent.
 
-    A link, a pipe and a device are refused, and so is a file with several names (a hard link), since whatever is
-    written would reach its other names. Raises OSError.
+    Refuses a link, a pipe, a device and a file with several names (hard links), whose other names would be changed too.
+    Raises OSError.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -74,8 +72,8 @@ def open_in_place(path: Path) -> BinaryIO:
 
 
 def is_kept_safely(path: Path) -> bool:
-    """Return True for a file of a cache that no other user can have put there: it is no link and belongs to this user,
-    or its folder is not one that everybody may write to."""
+    """Return True for a cache file that no other user can have placed: it is no link, and it belongs to this user or
+    its folder is not writable by everybody."""
     try:
         status, folder = path.lstat(), path.parent.stat()
     except OSError:
@@ -86,8 +84,8 @@ def is_kept_safely(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a pipe or a device, which might never answer, is not opened. Raises OSError, and
-    ValueError for a name that no file can have."""
+    """Open a regular file for reading. Raises OSError for a pipe or a device, which might block, and ValueError for an
+    impossible file name."""
     stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         return stream
@@ -96,8 +94,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most_bytes: int = MOST_TEXT) -> str:
-    """Return the text of a file that somebody else may have written. What the shell passes (`/dev/stdin`, `<(...)`) is
-    read, too. Raises OSError, also for more than `most_bytes`, and UnicodeDecodeError."""
+    """Read an untrusted text file. Files passed by the shell (`/dev/stdin`, `<(...)`) are read too. Raises OSError,
+    also if it is longer than `most_bytes`, and UnicodeDecodeError."""
     with path.open("rb") if path.is_relative_to("/dev") else open_regular(path) as stream:
         content = stream.read(most_bytes + 1)
     if len(content) > most_bytes:

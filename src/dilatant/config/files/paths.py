@@ -1,4 +1,4 @@
-"""Paths of a config that are not relative to its YAML file: those of `--set`, and those of a run that was moved."""
+"""Paths that are not relative to the YAML file: those given by `--set`, and those of a run that was moved."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PATHS_OR_IDS = re.compile(
 
 
 def from_working_folder(key: str, value: Any, base: Path) -> Any:
-    """The value of `--set KEY=VALUE`, whose paths are those that a shell completes: relative to the working folder.
+    """Return the value of `--set KEY=VALUE` with its paths resolved in the working folder, as a shell completes them.
 
-    A file that is only beside the YAML file, in the folder `base`, is meant as it would be there.
+    A path that exists only in the YAML file's folder `base` keeps its meaning there.
     """
     if isinstance(value, dict):
         return {name: from_working_folder(f"{key}.{name}", each, base) for name, each in value.items()}
@@ -44,9 +44,9 @@ def from_working_folder(key: str, value: Any, base: Path) -> Any:
 
 
 def follow_run(tree: dict[str, Any], folder: Path) -> list[str]:
-    """Let the paths of a saved config lead to what moved along with its run, which is in `folder` now.
+    """Update the paths of a saved config to files that were moved along with its run, which is now in `folder`.
 
-    Changes the tree; a line for each path that has changed. Raises UserError for data that are nowhere.
+    Changes the tree and returns one line per changed path. Raises UserError for data that cannot be found.
     """
     before, now = str(tree.get("output_dir", "")), os.path.realpath(folder)
     changes: list[str] = []
@@ -67,7 +67,7 @@ def follow_run(tree: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _texts(node: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    """Every text in a tree: its key, what holds it, and its place there."""
+    """Yield every text in a tree: (key, container, index or key in the container)."""
     items = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
     for place, value in items:
         name = f"{key}.{place}" if key else str(place)

@@ -1,8 +1,8 @@
-"""The user's word for code that a config names: models with code of their own, and metrics as `module:function`.
+"""Trust in code that a config names: models with custom code, and metrics as `module:function`.
 
-A config that the user wrote, or named on the command line, is the user's word. One that is found in a run folder may be
-somebody else's: its code runs only after `--trust-remote-code`, or where a run that this user started wrote the same
-config there. Such starts are noted in the user's own folder, never in the run folder.
+A config that the user wrote, or named on the command line, is trusted. A config found in a run folder may come from
+another person: its code runs only with `--trust-remote-code`, or if a run started by this user wrote the same config
+there. Such starts are recorded in the user's state folder, never in the run folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dilatant.config.errors import UserError
 
 
 def run_folder_of(config: Path) -> Path | None:
-    """Return the run folder that a config.yaml was written into by a run or a plan; None for any other file."""
+    """Return the run folder if a run or a plan wrote this config.yaml; None for any other file."""
     folder = config.resolve().parent
     if config.name != "config.yaml":
         return None
@@ -33,9 +33,9 @@ def run_folder_of(config: Path) -> Path | None:
 
 
 def require_word(config: Path, tree: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Raise UserError, naming the key and the remedy, where a config that was found in a folder names code that runs.
+    """Raise UserError, naming key and remedy, if a config found in a run folder names code that would run.
 
-    tree: the whole config as plain values. overrides: `--set` of this command, whose keys are the user's own word.
+    tree: the whole config as plain values. overrides: `--set` options of this command, whose keys are trusted.
     """
     said = [override.partition("=")[0] for override in overrides]
     for key, what in _named_code(tree):
@@ -53,8 +53,8 @@ def names_code(tree: dict[str, Any]) -> bool:
 
 
 def note_word(folder: Path, tree: dict[str, Any]) -> None:
-    """Note that the user started a run which wrote the config `tree` into `folder`, so that commands on it need no
-    second word. Where the note cannot be written, they will ask."""
+    """Record that the user started a run that wrote the config `tree` into `folder`, so that commands on the run need
+    no confirmation. If the record cannot be written, they will ask."""
     for key, what in _named_code(tree):
         note = _note_of(folder, key, what)
         with suppress(OSError):
@@ -65,7 +65,7 @@ def note_word(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def _named_code(tree: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return dotted keys with the code that they name."""
+    """Return (dotted key, named code) pairs."""
     own = [name for name in tree["evaluation"]["metrics"] if ":" in name]
     return [*_remote_code(tree, ""), *(("evaluation.metrics", name) for name in own)]
 
@@ -80,13 +80,13 @@ def _remote_code(node: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _note_of(folder: Path, key: str, what: str) -> Path:
-    """Return the file that notes this code in this folder."""
+    """Return the file that records trust in this code in this folder."""
     name = json.dumps([str(folder.resolve()), key, what])
     return state_folder() / "trusted" / hashlib.sha256(name.encode()).hexdigest()
 
 
 def _is_noted(note: Path) -> bool:
-    """Return True for a note that nobody but this user can have written."""
+    """Return True for a record that only this user can have written."""
     try:
         seen = [note.lstat(), note.parent.lstat()]
     except OSError:

@@ -1,4 +1,4 @@
-"""YAML from outside: bounded, without a key written twice, and whatever is wrong with a text is one kind of error."""
+"""Safe YAML reading: bounded in size, without duplicate keys, and with one kind of error for all mistakes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import yaml
 
 MOST_BYTES = 4 << 20
-"""The longest document: a file of measured costs with hundreds of layer types takes a tenth of it."""
+"""Most bytes of a document; a file of measured costs with hundreds of layer types takes a tenth of it."""
 MOST_COPIES = 100_000
-"""The most values that a document's aliases may add to those that are written out."""
+"""Most values that a document's aliases may add to those written out."""
 
 
 def read_yaml(text: str) -> Any:
-    """Return the plain values of a document.
+    """Parse a document into plain values.
 
-    Raises yaml.YAMLError for a key that a mapping has twice, for a number that YAML 1.1 reads in base 8 or 60 (010,
-    1:30), for aliases that would fill the memory, for more than `MOST_BYTES`, and where the parser fails in ways of its
-    own: nesting without end, numbers of thousands of digits, days that no month has, tags that their text does not fit.
+    Raises yaml.YAMLError for a duplicate key, for a number that YAML 1.1 reads in base 8 or 60 (010, 1:30), for aliases
+    that would exhaust memory, for more than `MOST_BYTES`, and for all failures inside the parser: unbounded nesting,
+    numbers of thousands of digits, impossible dates, tags that do not fit their text.
     """
     if len(text) > MOST_BYTES:
         raise yaml.YAMLError(f"it is longer than {MOST_BYTES >> 20} MiB")
@@ -32,7 +32,7 @@ def read_yaml(text: str) -> Any:
 
 
 def explain(error: yaml.YAMLError) -> str:
-    """Return what `read_yaml` found wrong and where, in one line."""
+    """Return the problem and its place from an error of `read_yaml`, in one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
     return place + (problem or " ".join(str(error).split()))
@@ -53,8 +53,8 @@ def _read(text: str) -> Any:
 
 
 def _count(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return the number of values below `node` with every alias written out. sizes: of the nodes seen, 0 for those that
-    `node` lies in. Raises MarkedYAMLError."""
+    """Return the number of values below `node` with aliases expanded. sizes: of the visited nodes, 0 for those being
+    counted. Raises MarkedYAMLError."""
     if (seen := sizes.get(id(node))) is not None:
         if not seen:
             raise _marked(node, "an alias that contains itself")
@@ -74,7 +74,7 @@ def _count(node: yaml.Node, sizes: dict[int, int]) -> int:
 
 
 def _require_distinct(node: yaml.MappingNode) -> None:
-    """Raise MarkedYAMLError for a key that is written twice, of which PyYAML would keep the last one."""
+    """Raise MarkedYAMLError for a duplicate key, of which PyYAML would silently keep the last."""
     lines: dict[tuple[str, str], int] = {}
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
