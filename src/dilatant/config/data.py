@@ -93,7 +93,7 @@ class DataConfig(Section):
     memory: int = Field(512, gt=0)
     """Most MiB per rank for samples that are being prepared or are ready; this bounds the prefetch."""
     decode_seconds: float = Field(60.0, ge=1, allow_inf_nan=False)
-    """Most seconds for decoding a sample. One that exceeds them twice (with `ray` three times) is treated as corrupt."""
+    """Most seconds for decoding a sample; after two timeouts (with `ray` three) the sample is treated as corrupt."""
     preprocess: Literal["local", "ray"] = "local"
     """`local` decodes in processes of each rank's machine; `ray` in those of a Ray cluster, whose machines must see the
     data under the same paths. With `ray`, `workers` is the total for all ranks."""
