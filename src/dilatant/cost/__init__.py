@@ -1,4 +1,4 @@
-"""What things take: layer costs and their fit, the frozen rule, memory, hardware and links."""
+"""Cost models: layer costs and their fits, the frozen rule, memory, hardware and links, as values."""
 
 from dilatant.cost.analytic import (
     LayerShape,

@@ -1,4 +1,4 @@
-"""Memory that operations take on a device whose allocator does not tell, which is the CPU."""
+"""Peak memory of operations on the CPU, whose allocator keeps no statistics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_iter
 
 
 class Allocations(TorchDispatchMode):
-    """`peak`: the most bytes at once of storages that operations inside made, less what they freed of earlier ones that
-    operations inside were given."""
+    """Dispatch mode that tracks storages. `peak`: the most bytes that existed at once of storages created inside, minus
+    freed bytes of earlier storages that were inputs of operations inside."""
 
     def __init__(self) -> None:
         super().__init__()

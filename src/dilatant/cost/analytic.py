@@ -1,11 +1,11 @@
-"""Layer costs from FLOPs and bytes, for hardware that is not at hand. Modelled, not measured: a `CostModel` made here
-says "analytic", and its seconds rank plans rather than promise a step time.
+"""Analytic layer costs from FLOPs and bytes, for hardware that is not available. A `CostModel` made here has the origin
+"analytic": its seconds are modelled, not measured, and rank plans rather than predict a step time.
 
-A layer's forward takes its multiply-adds at the speed large matrix products reach, its attention likewise, its
-activation traffic and one reading of its weights at memory speed, its launches, and, under tensor or context
-parallelism, its collectives over the links of its group, none of them overlapped. The input-gradient half repeats the
-forward's products (attention's 2.5 times: its backward recomputes the scores), the weight-gradient half once more.
-A backward works with half as many bytes as the layer kept, as a block of Llama does.
+A layer's forward takes its multiply-adds and those of attention at the speed of large matrix products, its activation
+traffic and one read of its weights at memory speed, its kernel launches and, under tensor or context parallelism, its
+collectives over the links of its group, all exposed. The input-gradient half repeats the forward's products (attention
+2.5 times, because its backward recomputes the scores), the weight-gradient half repeats them once more. The working
+memory of a backward is half the bytes that the layer kept, as for a Llama block.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What the analytic model needs to know of a layer, all for tp = cp = 1 and per token unless it says otherwise.
+    """Size of a layer for the analytic model, for tp = cp = 1 and per token unless stated otherwise.
 
-    `matmul` multiply-adds (the parameters of its matrix products), `leading` those of products that read the layer's
-    input directly (not differentiated with respect to it if nothing before trains). `attention_width` is heads times
-    head size, `attended_share` the share of pairs of tokens that attend (1/2 if causal), `key_value_width` that of
-    keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
-    `weight_only` those of the first that nothing but weight gradients needs, `traffic` elements read and written by
-    elementwise kernels. `output_width` elements go to the next layer for each of `output_share` tokens per input token
-    (less than 1 where a projector merges patches). `row_kept` of the kept elements are of whole rows also where the
-    rest runs in chunks. `routed_width` numbers of a token travel to experts elsewhere: its width, once for each of its
-    experts. `parameters` and `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each
-    with an all-gather before it and a reduce-scatter behind it. `trained_share` of its products have weights that
-    train, where the layer does. `forward_only` are multiply-adds of what has no backward, whatever trains (an
-    autoencoder that makes targets). Not `divided` is what every tensor-parallel rank computes whole.
+    `matmul`: multiply-adds (parameters of the matrix products); `leading`: those of products that read the layer's
+    input directly (not differentiated with respect to it if nothing before trains). `attention_width`: heads times head
+    size; `attended_share`: share of token pairs that attend (1/2 if causal); `key_value_width`: width of keys plus
+    values. `kept` and `weight_kept`: activation elements kept for the backward and for its weight half; `weight_only`:
+    the part of `kept` that only weight gradients need; `traffic`: elements read and written by elementwise kernels.
+    `output_width`: elements sent to the next layer for each of `output_share` tokens per input token (less than 1 if a
+    projector merges patches). `row_kept`: the part of `kept` that exists for whole rows even if the rest runs in
+    chunks. `routed_width`: numbers per token that are sent to experts on other ranks: its width, times the experts of a
+    token. `parameters` and `launches` are per layer. `collectives`: tensor-parallel regions, each with an all-gather
+    before and a reduce-scatter after it. `trained_share`: share of the products whose weights train when the layer
+    trains. `forward_only`: multiply-adds that never have a backward (an autoencoder that makes targets). `divided`:
+    False if every tensor-parallel rank computes the whole layer.
     """
 
     matmul: int
@@ -70,7 +70,7 @@ def block_shape(
     gated: bool = True,
     causal: bool = True,
 ) -> LayerShape:
-    """A transformer block with a fused attention kernel; encoders are usually neither gated nor causal."""
+    """Return the shape of a transformer block with a fused attention kernel; encoders are rarely gated or causal."""
     size = head_size or hidden // heads
     query, key_value = heads * size, 2 * (key_value_heads or heads) * size
     attention = hidden * query + hidden * key_value + query * hidden
@@ -88,20 +88,20 @@ def block_shape(
         attention_width=query,
         attended_share=0.5 if causal else 1.0,
         key_value_width=key_value,
-        weight_only=2 * hidden + intermediate,  # what the norms give, and what the last product takes
+        weight_only=2 * hidden + intermediate,  # the norms' outputs, and the last product's input
         launches=16,
         collectives=2,
     )
 
 
 def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
-    """A table of token vectors: a gather forward, a scatter backward."""
+    """Return the shape of an embedding table: a gather in forward, a scatter in backward."""
     return LayerShape(0, 0, hidden * vocabulary, 0, 0, 2 * hidden, hidden, launches=1)
 
 
 def linear_shape(inputs: int, outputs: int, *, share: float = 1.0, count: int = 1) -> LayerShape:
-    """`count` linear layers from `inputs` over `outputs` to `outputs` (a projector); `share` output tokens per input
-    token."""
+    """Return the shape of a projector: `count` linear layers, the first from `inputs` to `outputs`, the others from
+    `outputs` to `outputs`; `share` output tokens per input token."""
     rest = (count - 1) * outputs * outputs
     first = int(inputs * outputs * share)
     return LayerShape(
@@ -119,7 +119,7 @@ def linear_shape(inputs: int, outputs: int, *, share: float = 1.0, count: int = 
 
 
 def head_shape(hidden: int, vocabulary: int) -> LayerShape:
-    """Final norm, output projection and loss over the vocabulary, whose logits are kept in fp32."""
+    """Return the shape of final norm, output projection and loss over the vocabulary, with logits kept in fp32."""
     return LayerShape(
         matmul=hidden * vocabulary,
         leading=0,
@@ -142,8 +142,8 @@ def analytic_cost(
     cp: int = 1,
     gpus_per_node: int | None = None,
 ) -> LayerCost:
-    """The modelled cost of one layer on a group of tp * cp devices, in a sample's tokens (before cp splits them).
-    gpus_per_node: None where all are on one."""
+    """Model the cost of one layer on a group of tp * cp devices, by a sample's tokens (before cp splits them).
+    gpus_per_node: None if all devices are on one node."""
     if not shape.divided:
         tp = 1
     links = hardware.group_links(tp, cp, gpus_per_node)
@@ -193,8 +193,8 @@ def analytic_costs(
     dtype: str = "bfloat16",
     gpus_per_node: int | None = None,
 ) -> CostModel:
-    """A cost model of these layer types at these (tp, cp), or each at its own, said to be analytic. gpus_per_node: as
-    in `analytic_cost`. UserError for an unknown dtype."""
+    """Return the analytic cost model of these layer types at these (tp, cp), or at each type's own. gpus_per_node: see
+    `analytic_cost`. Raises UserError for an unknown dtype."""
     by_kind = degrees if isinstance(degrees, Mapping) else dict.fromkeys(shapes, tuple(degrees))
     return CostModel(
         hardware=hardware.name,
@@ -214,9 +214,9 @@ def analytic_costs(
 def collective_seconds(
     shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int, backward: bool = False
 ) -> Quadratic:
-    """What a pass of one layer waits for its group, by a sample's tokens, over `links`: all-gathers and
-    reduce-scatters of hidden states (tensor parallel), and the all-gather of keys and values (context parallel), behind
-    which the backward sends their gradients to their ranks in fp32."""
+    """Return the seconds that one pass of a layer waits for collectives, by a sample's tokens: all-gathers and
+    reduce-scatters of hidden states (tensor parallelism), and the all-gather of keys and values (context parallelism),
+    whose gradients the backward sends to their ranks in fp32."""
     result = _exchanged(shape, links.tensor, dtype, tp, cp).scaled(2.0)
     if cp > 1 and shape.key_value_width:
         moved = (cp - 1) / cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / tp
@@ -225,8 +225,8 @@ def collective_seconds(
 
 
 def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
-    """What one pass takes to send all of a rank's share of tokens to experts on other ranks of its group and back:
-    counts first, then rows there, then rows back."""
+    """Return the seconds of one pass to send all tokens of a rank to experts on other ranks of its group and back:
+    first counts, then rows there, then rows back."""
     if tp * cp == 1 or not shape.routed_width:
         return ZERO
     moved = 2 * shape.routed_width * BYTES[dtype] / (tp * cp)
@@ -234,18 +234,18 @@ def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, 
 
 
 def kept_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
-    """What of that need not be waited for again where attention is kept: all but the all-gathers of hidden states."""
+    """Return the collective seconds that keeping attention saves in recomputation: all but hidden states' gathers."""
     exchanged = _exchanged(shape, links.tensor, dtype, tp, cp)
     return collective_seconds(shape, links, dtype, tp, cp) + exchanged.scaled(-1.0)
 
 
 def kept_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
-    """A rank's rows of what its reduce-scatters made, kept with attention."""
+    """Return a rank's bytes of the reduce-scatters' outputs, which are kept together with attention."""
     return Quadratic(b=BYTES[dtype] * shape.collectives * shape.output_width / (tp * cp)) if tp > 1 else ZERO
 
 
 def _exchanged(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
-    """Seconds of the all-gathers of hidden states, or of the reduce-scatters."""
+    """Return the seconds of the all-gathers of hidden states; the reduce-scatters take as long."""
     if tp == 1:
         return ZERO
     moved = (tp - 1) / tp * shape.output_width * BYTES[dtype] / cp
@@ -253,8 +253,8 @@ def _exchanged(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Q
 
 
 def gathered_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
-    """What attention holds of the keys and values of a row's other ranks, and of their gradients in fp32, while it
-    runs: two of four groups of heads (see `attention.context_parallel`)."""
+    """Return the bytes that running attention holds of other ranks' keys and values of a row, and of their gradients in
+    fp32: two of four groups of heads (see `attention.context_parallel`)."""
     if cp == 1:
         return ZERO
     return Quadratic(b=shape.key_value_width / tp * (BYTES[dtype] + 4) / 2)

@@ -1,4 +1,4 @@
-"""Seconds of work on a device. Importing this module imports no torch."""
+"""Timing of work on a device. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Wall-clock seconds of work on a device: waits for the device at both ends."""
+    """Wall clock for work on a device; synchronizes with the device before each reading."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def into(self, record: list[float]) -> Span:
-        """A context that appends its seconds to `record`."""
+        """Return a context manager that appends its duration in seconds to `record`."""
         return Span(self, record)
 
     def now(self) -> float:
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Span:
-    """See `Clock.into`."""
+    """The context manager of `Clock.into`."""
 
     def __init__(self, clock: Clock, record: list[float]) -> None:
         self._clock, self._record = clock, record
@@ -42,13 +42,13 @@ class Span:
 
 
 def divided(until: float, weights: Sequence[float]) -> Iterator[float]:
-    """Yield for each task, when it begins, the time by which it should end: the tasks that are left divide what is left
-    until `until`, a time of `now()`, in proportion to their positive `weights`."""
+    """Yield, when each task begins, the time at which it should end: the remaining tasks divide the time left until
+    `until` (a time of `now()`) in proportion to their positive `weights`."""
     for number, weight in enumerate(weights):
         began = now()
         yield began + max(0.0, until - began) * weight / sum(weights[number:])
 
 
 def now() -> float:
-    """Seconds on a clock that never goes back."""
+    """Return seconds of a monotonic clock."""
     return time.perf_counter()

@@ -1,8 +1,8 @@
-"""What attention costs that does not skip what the samples of a packed row hide from each other, by the row's length.
+"""Extra cost of dense attention over a packed row, which also computes token pairs of different samples.
 
-Kernels that take no mask compute of a causal row little more than the pairs that see each other, but in blocks: the
-shorter the row, the more they compute beside. Under a mask they compute all pairs. So a dense row costs the more times
-what one sample of its length costs the longer it is.
+Kernels without a mask compute little more than the visible pairs of a causal row, but in blocks: the shorter the row,
+the more extra pairs. With a mask they compute all pairs. So the cost of a dense row, relative to that of one sample of
+the same length, grows with the length.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True, slots=True)
 class DenseRows:
-    """`times[i]` is how many times the square of its tokens a row of several samples counts that has `tokens[i]`.
+    """A row of several samples with `tokens[i]` tokens in total costs `times[i]` times the square of its tokens.
 
-    Between two lengths it is interpolated, outside it is that of the nearest. Raises ValueError unless tokens ascend
-    and times, which are positive, do not descend.
+    Values between two lengths are interpolated; outside the range the nearest applies. Raises ValueError unless tokens
+    are ascending and times are positive and not descending.
     """
 
     tokens: tuple[float, ...]
@@ -35,16 +35,15 @@ class DenseRows:
 
     @classmethod
     def always(cls, times: float) -> DenseRows:
-        """The same at every length."""
+        """Return the same factor for every length."""
         return cls((0.0,), (times,))
 
     @classmethod
     def nearest(cls, tokens: Sequence[float], times: Sequence[float]) -> DenseRows:
-        """Those nearest to what was measured that do not descend (least squares, by pooling neighbours), and are
-        nowhere below 1: nothing that is computed for one sample is left out for several. Longer rows weigh more, by
-        the square of their tokens: what a clock is off by grows no faster than a row, what is looked for with its
-        square."""
-        pools: list[tuple[float, float, int]] = []  # times, weight, lengths
+        """Fit measured factors by least squares, constrained to be non-descending (by pooling neighbours) and at least
+        1: work needed for one sample is needed for several. Weights are the squared tokens, because timing errors grow
+        at most linearly with a row, while the measured effect grows with its square."""
+        pools: list[tuple[float, float, int]] = []  # times, weight, number of lengths
         for length, own in zip(tokens, times, strict=True):
             pool = own, float(length) ** 2, 1
             while pools and pools[-1][0] >= pool[0]:
@@ -56,27 +55,27 @@ class DenseRows:
         return cls(tuple(map(float, tokens)), tuple(float(f"{level:.6g}") for level in found))
 
     def at(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """The times at these lengths, of the shape of `tokens`."""
+        """Return the factors at these lengths, in the shape of `tokens`."""
         return np.asarray(np.interp(np.asarray(tokens, dtype=np.float64), self.tokens, self.times))
 
     @property
     def least(self) -> float:
-        """The times of the shortest rows: no row has less."""
+        """Return the factor of the shortest rows, which is the smallest."""
         return self.times[0]
 
     def or_dearer(self, other: DenseRows) -> DenseRows:
-        """At every length measured of either, the dearer of both."""
+        """Return the larger factor of both at every length measured for either."""
         tokens = sorted({*self.tokens, *other.tokens})
         return DenseRows(tuple(tokens), tuple(np.maximum(self.at(tokens), other.at(tokens)).tolist()))
 
     def to_document(self) -> dict[str, list[float]]:
-        """Plain values for JSON, which `from_document` reads back to the very same numbers."""
+        """Return plain values for JSON, which `from_document` reads back exactly."""
         return {"tokens": [*self.tokens], "times": [*self.times]}
 
     @classmethod
     def from_document(cls, document: Any) -> DenseRows:
-        """Read what `to_document` wrote, or the one number of older files. Raises ValueError, TypeError or KeyError for
-        what is neither."""
+        """Read a document of `to_document`, or the single number of older files. Raises ValueError, TypeError or
+        KeyError for anything else."""
         if not isinstance(document, Mapping):
             return cls.always(float(document))
         return cls(tuple(map(float, document["tokens"])), tuple(map(float, document["times"])))

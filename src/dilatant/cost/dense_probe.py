@@ -1,4 +1,4 @@
-"""Measuring what a dense row takes more than a row of one sample. Importing this module imports no torch."""
+"""Measurement of the extra cost of a dense row over a row of one sample. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Given = tuple[Sequence[Any], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class DenseProbe:
-    """The lengths of rows to measure at, and the arguments of a layer for a row of two samples of so many tokens."""
+    """Row lengths to measure at, and `together(n)`: a layer's arguments for a row of two samples of `n` tokens."""
 
     tokens: tuple[int, ...]
     together: Callable[[int], Given]
@@ -29,12 +29,12 @@ class DenseProbe:
 def dense_seconds(
     layer: nn.Module, block: nn.Module, alone: Given, together: Given, repeats: int, end: float = math.inf
 ) -> float:
-    """Seconds of forward and backward that `block`, which runs in `layer`, takes more of the samples `together` than of
-    as many tokens `alone`: the arguments of `layer` for a row of several samples, and for one of a single one.
+    """Measure the extra seconds of forward and backward of `block` in `layer` for a row of several samples.
 
-    The block runs as the layer calls it, without what a stage does once for all its blocks (a mask is made, positions
-    are turned into tables), and towards its input alone: weight gradients are the same in both. The two take turns, and
-    their ratios count, so that what slows a machine down for a while slows both. end: as in `cost.profile.measure`.
+    alone, together: arguments of `layer` for a row of one sample, and for one of several samples with as many tokens.
+    The block runs as the layer calls it, without work that a stage does once for all blocks (the mask, position
+    tables), and its backward goes to the input only, since weight gradients are equal in both. The two cases alternate
+    and the median of their ratios counts, so that a temporary slowdown affects both. end: see `cost.profile.measure`.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     calls = [_call_of(layer, block, given) for given in (alone, together)]
@@ -59,7 +59,7 @@ def dense_seconds(
 def _call_of(
     layer: nn.Module, block: nn.Module, given: Given
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """The hidden states that the layer hands the block, and the block as a function of them."""
+    """Return the hidden states that the layer passes to the block, and the block as a function of them."""
     import torch
 
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -67,7 +67,7 @@ def _call_of(
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append((args, kwargs))
 
-    # Before other hooks: what they do to arguments, they do when the block is called again.
+    # Prepended: other hooks change the arguments again when the block is called.
     hook = block.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
     try:
         with torch.no_grad():

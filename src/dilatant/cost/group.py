@@ -1,7 +1,7 @@
-"""A layer on a group of devices, from what one tensor-parallel rank takes for its share of it, measured or not.
+"""Cost of a layer on a tensor- and context-parallel group, from the cost of one tensor-parallel rank's shard.
 
-Context parallelism is modelled: with balanced placement a rank has 1/cp of what grows with tokens and of what grows
-with their square, and all of what a call costs. So are the collectives of both, from the links of the hardware.
+Context parallelism is modelled: with balanced placement a rank has 1/cp of the linear and quadratic terms, and the
+whole constant term. The collectives of both are modelled from the links of the hardware.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from dilatant.cost.model import Degree
 from dilatant.cost.quadratic import Quadratic
 
 _FORTH, _BACK = ("forward", "recompute"), ("input_gradient", "first_trainable")
-"""The passes that wait for the group; weight gradients need nothing of other ranks."""
+"""Passes that wait for collectives; weight gradients need nothing from other ranks."""
 _WITHOUT = (
     "weight_gradient", "attention_bytes", "activation_bytes", "frozen_bytes", "weight_bytes", "checkpoint_bytes",
     "output_bytes", "row_bytes", "row_working_bytes", "common_bytes",
 )  # fmt: skip
 _WORKING = ("working_bytes", "frozen_working_bytes", "forward_bytes")
-"""What holds the tokens of all ranks, too, where it was measured."""
+"""Measured bytes that also include the gathered tokens of all ranks."""
 
 
 def group_cost(
     share: LayerCost, shape: LayerShape, links: GroupLinks, dtype: str, degree: Degree
 ) -> LayerCost:
-    """The cost at `degree`, (tp, cp), of a layer whose share at (tp, 1), without collectives, costs `share`.
+    """Return a layer's cost at `degree`, (tp, cp); `share` is the cost of its shard at (tp, 1) without collectives.
 
-    `shape` is that of the whole layer, `links` what the group's collectives travel on, none of them overlapped.
+    `shape`: of the whole layer. `links`: carry the group's collectives, none of which is overlapped.
     """
     tp, cp = degree
     gathered = gathered_bytes(shape, dtype, tp, cp)

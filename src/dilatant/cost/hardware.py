@@ -1,4 +1,4 @@
-"""Devices and links: peak figures from a file that ships with the package and that a user may replace."""
+"""Hardware: specifications of devices and links, from a file shipped with the package or one of the user."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dilatant.cost.quadratic import fit
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Seconds a message takes: `latency + bytes / bandwidth`, bandwidth in bytes per second and direction."""
+    """A network link: a message takes `latency + bytes / bandwidth` seconds; bandwidth in bytes/s per direction."""
 
     bandwidth: float
     latency: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """Seconds for `size` bytes; nothing travels for none."""
+        """Return the seconds for `size` bytes; 0 for an empty message, which is not sent."""
         return self.latency + size / self.bandwidth if size else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
-    """What the ranks of one stage talk over: its tensor-parallel groups, and its context-parallel ones."""
+    """The links of a stage's tensor-parallel and context-parallel groups."""
 
     tensor: Link
     context: Link
@@ -40,11 +40,11 @@ class GroupLinks:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device type. `peak_flops` per second by dtype, `memory` in bytes, `bandwidth` in bytes per second.
+    """A device type. `peak_flops` per second by dtype, `memory` in bytes, `bandwidth` in bytes per second.
 
-    `inside` links devices of one node, `between` a node to the others, through `ports` network
-    ports. `launch` is the seconds it takes to start a
-    kernel. The two efficiencies are the shares of peak that large kernels reach; `source` says where figures are from.
+    `inside` links devices of one node, `between` links a node to the others through `ports` network ports. `launch`:
+    seconds to start a kernel. The two efficiencies are the shares of peak that large kernels reach. `source`: origin
+    of the numbers.
     """
 
     name: str
@@ -60,24 +60,23 @@ class Hardware:
     source: str = ""
 
     def group_links(self, tp: int, cp: int, gpus_per_node: int | None = None) -> GroupLinks:
-        """The links of a stage of tp * cp such devices, with so many on a node (None: any number). Where its
-        context-parallel rings leave nodes, of which each is full of it, tp of them share a node's ports."""
+        """Return the links of a stage of tp * cp devices with so many on a node (None: any number). If its
+        context-parallel rings span nodes, each of which it fills, tp rings share a node's ports."""
         if gpus_per_node is None or tp * cp <= gpus_per_node:
             return GroupLinks(self.inside, self.inside)
         share = min(self.inside.bandwidth, self.between.bandwidth / tp)
         return GroupLinks(self.inside, Link(share, self.between.latency))
 
     def flops(self, dtype: str) -> float:
-        """Multiply-adds count twice; per second, as large kernels reach it. UserError names the dtypes there are."""
+        """Return the FLOP/s of large kernels (a multiply-add is two). Raises UserError for an unknown dtype."""
         if dtype not in self.peak_flops:
             raise UserError(f"hardware {self.name} has no peak for {dtype}; it has {sorted(self.peak_flops)}")
         return self.peak_flops[dtype] * self.matmul_efficiency
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Link, float]:
-    """The link whose `latency + bytes / bandwidth` is nearest to the measured seconds of messages of `sizes` bytes, by
-    least squares of relative errors, and its largest relative error. Raises ValueError when larger messages take no
-    longer.
+    """Fit a link's `latency + bytes / bandwidth` to the measured seconds of messages of `sizes` bytes, by least squares
+    of relative errors. Returns it and its largest relative error. Raises ValueError if larger messages take no longer.
     """
     line, error = fit(sizes, seconds, square=False)
     if line.b <= 0.0:
@@ -86,9 +85,9 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Link, floa
 
 
 def save_hardware(hardware: Hardware, name: str, path: Path) -> None:
-    """Write `hardware` as entry `name` of a hardware file; other entries of a file that is there already stay.
+    """Write `hardware` as entry `name` of a hardware file; keep the other entries of an existing file.
 
-    Raises UserError when `path` holds something else, or cannot be written.
+    Raises UserError if `path` holds something else, or cannot be written.
     """
     try:
         document = read_hardware_file(read_text(path, MOST_BYTES), str(path)) if path.is_file() else {}
@@ -106,7 +105,7 @@ def save_hardware(hardware: Hardware, name: str, path: Path) -> None:
 
 
 def read_hardware_file(text: str, where: str) -> dict[str, Any]:
-    """All entries of a hardware file as plain values. Raises UserError when it holds anything else."""
+    """Return all entries of a hardware file as plain values. Raises UserError for anything else."""
     try:
         document = read_yaml(text) or {}
     except yaml.YAMLError:
@@ -120,9 +119,9 @@ def read_hardware_file(text: str, where: str) -> dict[str, Any]:
 
 
 def load_hardware(name: str, path: Path | None = None) -> Hardware:
-    """The device called `name` in `path`, by default in the file that ships with the package.
+    """Load the device called `name` from `path`, by default from the file shipped with the package.
 
-    Raises UserError naming the devices there are, or every key of this one that is missing, unknown or no number.
+    Raises UserError with the available devices, or with every key of this one that is missing, unknown or no number.
     """
     where = str(path) if path is not None else "the built-in hardware file"
     try:
@@ -141,7 +140,7 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
 
 @cache
 def _built_in() -> Any:
-    """Parsed once: a run that plans anew after a loss should not wait for it."""
+    """Parse the built-in file once: planning after a failure should not wait for it."""
     return read_yaml(files("dilatant.cost").joinpath("hardware.yaml").read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""What one layer takes, and what of it a frozen model saves."""
+"""Layer costs, and the frozen rule: the work that remains of a layer that does not train."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ ZERO = Quadratic()
 class LayerCost:
     """Seconds and bytes of one layer on one (tp, cp) group, as functions of a sample's tokens; bytes are per rank.
 
-    `first_trainable` is the backward of a trainable layer with nothing trainable before it: the weight gradients
-    with the input gradients inside the layer but not the one it would send on. `recompute` is what running the
-    forward again costs, and `checkpoint_bytes` what is kept when activations are recomputed. `weight_bytes` is the
-    part of `activation_bytes` that stays from the input-gradient half to the weight-gradient half of a split
-    backward. `output_bytes` is what goes to the next stage, `parameters` are those that one rank holds.
-    `attention` is the part of `recompute` that is saved where attention, and what ranks exchange for it, is kept, at
+    `first_trainable`: backward of a trainable layer with nothing trainable before it: weight gradients and the input
+    gradients inside the layer, but not the one it would send on. `recompute`: seconds of running the forward again;
+    `checkpoint_bytes`: bytes kept when activations are recomputed. `weight_bytes`: the part of `activation_bytes` that
+    stays from the input-gradient half to the weight-gradient half of a split backward. `output_bytes`: sent to the
+    next stage. `parameters`: held by one rank.
+    `attention`: the part of `recompute` that is saved if attention and its exchanged tensors are kept, which takes
     `attention_bytes` more.
-    `frozen_bytes` are the activations that are kept where the layer does not train: without what only weight gradients
-    need (zero: not known, so all of them).
-    `working_bytes` are what a backward holds for a while besides activations: gradients of some of them.
-    `expert_exchange` is what tokens take in one pass on their way to experts on other ranks and back, if every one
-    left its rank.
-    `common_bytes` are what all blocks of a stage are handed and keep together (rotary tables): of the stage once.
-    `forward_bytes` are what a forward without a backward takes, input included; `frozen_working_bytes` are
-    `working_bytes` where the layer is frozen. Zero: as where it trains.
-    `dense_seconds` are (tokens, seconds): what forward and backward of a row of several samples take more than those of
-    one sample of as many tokens, where attention computes all pairs of such a row; empty: not measured.
-    `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
-    `activation_bytes` of no more than a chunk at once. `row_bytes` and `row_working_bytes` are the parts of
-    `activation_bytes` and `working_bytes` that are of whole rows even then (a head's norm).
-    `fit_error` is the largest relative error of the fits, None where nothing was measured.
+    `frozen_bytes`: activations kept if the layer does not train, without those that only weight gradients need (zero:
+    unknown, so all of them).
+    `working_bytes`: temporary bytes of a backward besides activations, such as gradients of some of them.
+    `expert_exchange`: seconds of one pass to send tokens to experts on other ranks and back, if every token left its
+    rank.
+    `common_bytes`: inputs that all blocks of a stage share and keep (rotary tables); they count once per stage.
+    `forward_bytes`: bytes of a forward without a backward, including the input; `frozen_working_bytes`:
+    `working_bytes` of a frozen layer. Zero: as if the layer trains.
+    `dense_seconds`: (tokens, seconds): extra seconds of forward and backward of a row of several samples over one
+    sample of as many tokens, if attention computes all pairs of such a row; empty: not measured.
+    `splits`: the weight gradient can be computed later. A layer `in_chunks` is always recomputed, and holds
+    `activation_bytes` of at most one chunk at once; `row_bytes` and `row_working_bytes` are the parts of
+    `activation_bytes` and `working_bytes` that exist for whole rows even then (a head's norm).
+    `fit_error`: largest relative error of the fits, None if nothing was measured.
     """
 
     forward: Quadratic
@@ -64,17 +64,17 @@ class LayerCost:
     in_chunks: bool = False
 
     def pass_seconds(self, tokens: float) -> float:
-        """Seconds of a forward and a backward of one sample of `tokens` tokens."""
+        """Return the seconds of a forward and a backward of one sample of `tokens` tokens."""
         return self.forward(tokens) + self.input_gradient(tokens) + self.weight_gradient(tokens)
 
     def slower(self, factor: float) -> LayerCost:
-        """The same layer where computing takes `factor` times as long."""
+        """Return the cost with its compute seconds multiplied by `factor`."""
         times = ("forward", "input_gradient", "weight_gradient", "first_trainable", "recompute", "attention")
         return replace(self, **{name: getattr(self, name).scaled(factor).rounded() for name in times})
 
 
 def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
-    """The cost where `ep` ranks have different experts, and tokens choose all of these equally often."""
+    """Return the cost with expert parallelism over `ep` ranks, if tokens choose all experts equally often."""
     if ep == 1:
         return cost
     exchange = cost.expert_exchange
@@ -90,9 +90,9 @@ def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What the frozen rule leaves of one layer. `transient_bytes` are held only while the layer runs: what
-    its backward works with, and all its activations where they are not kept (no backward, or recomputed in it).
-    `common_bytes` are the part of `kept_bytes` that the blocks of a stage keep together."""
+    """The work of one layer after the frozen rule. `transient_bytes` exist only while the layer runs: working memory of
+    its backward, and all its activations if they are not kept (no backward, or recomputed in it).
+    `common_bytes`: the part of `kept_bytes` that the blocks of a stage share."""
 
     forward: Quadratic
     input_gradient: Quadratic
@@ -108,16 +108,16 @@ class LayerWork:
 
     @property
     def total(self) -> Quadratic:
-        """Forward and backward together: what a partitioner balances."""
+        """Return forward plus backward, which is what a partitioner balances."""
         return self.forward + self.backward
 
 
 def trainable_before(trainable: Sequence[bool], upstream: bool = False) -> tuple[bool, ...]:
-    """For every layer of a unit: does anything before it train?
+    """Return for every layer of a unit whether anything before it trains.
 
-    `upstream` says whether any parameter of the units that feed this one trains (encoders and projectors for a
-    language model). The layer itself does not count: the thesis' eq. 3.3 would charge the first trainable layer for
-    an input gradient that nobody needs (planning notes C5, C7).
+    `upstream`: whether any parameter of the units that feed this one trains (encoders and projectors for a language
+    model). The layer itself does not count; eq. 3.3 of Cornstarch (the thesis) would charge the first trainable layer
+    for an input gradient that nobody needs.
     """
     result, seen = [], upstream
     for flag in trainable:
@@ -127,10 +127,10 @@ def trainable_before(trainable: Sequence[bool], upstream: bool = False) -> tuple
 
 
 def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recompute = "none") -> LayerWork:
-    """The work of a layer that trains or not, with something trainable before it or not.
+    """Return the work of a layer that trains or not, with something trainable before it or not.
 
-    Weight gradient only if it trains, input gradient only if something before it does, and recomputation only where
-    there is a backward at all (planning notes C6: a frozen encoder is never recomputed). A layer without a backward
+    The weight gradient is needed only if the layer trains, the input gradient only if something before it trains, and
+    recomputation only if there is a backward: a frozen encoder is never recomputed, and a layer without a backward
     keeps nothing. Recomputation is charged to the input-gradient half, which runs first.
     """
     if not trainable and not before:
@@ -140,14 +140,14 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         input_gradient = cost.input_gradient
         weight_gradient = cost.weight_gradient if trainable else ZERO
     else:
-        # Only gradients inside the layer: the input-gradient half is what the leading variant takes beyond weights.
+        # Only gradients inside the layer: the input-gradient half is `first_trainable` minus the weight gradient.
         input_gradient = _positive(cost.first_trainable, cost.weight_gradient)
         weight_gradient = _positive(cost.first_trainable, input_gradient)
     kept = whole = cost.activation_bytes if trainable or cost.frozen_bytes == ZERO else cost.frozen_bytes
     working = cost.working_bytes
     if not trainable and cost.frozen_working_bytes != ZERO:
         working = cost.frozen_working_bytes
-    # What keeps no less where it is recomputed (a head, an embedding) is not.
+    # A layer that keeps as much when recomputed (a head, an embedding) is not, unless it runs in chunks.
     recomputed = cost.in_chunks or (recompute != "none" and cost.checkpoint_bytes != cost.activation_bytes)
     if recomputed:
         input_gradient = input_gradient + cost.recompute

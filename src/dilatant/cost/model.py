@@ -1,4 +1,4 @@
-"""The cost model: what every layer type takes on some hardware, as a file a user can read, share and edit."""
+"""The cost model: costs of every layer type on some hardware, in a file that a user can read, share and edit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dilatant.cost.quadratic import Quadratic
 
 Degree = tuple[int, int]
 ROUGH = 0.3
-"""A fit that is off by more was measured while the machine was busy, or of layers too small to tell."""
+"""Relative error above which a fit is rough: the machine was busy, or the layers are too small to time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """`layers[layer type][(tp, cp)]` on `hardware`.
+    """The costs `layers[layer type][(tp, cp)]` on `hardware`.
 
-    `origin` is "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic"; `note`
-    says how, and what of measured costs is modelled (see `cost.group`). `longest`: tokens of the longest row of the
-    language model that was measured; 0 where that is not known.
-    `groups`: by name, the costs of each group of a cluster of unlike devices; all the rest is then of the first.
+    `origin`: "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic". `note`:
+    the method, and which parts of measured costs are modelled (see `cost.group`). `longest`: tokens of the longest
+    measured row of the language model; 0 if unknown. `groups`: costs of each device group of a heterogeneous cluster,
+    by name; the other fields are then those of the first group.
     """
 
     hardware: str
@@ -42,35 +42,35 @@ class CostModel:
 
     @property
     def rough(self) -> list[tuple[float, str]]:
-        """The errors of fits that are rough, the worst first, and their layer types."""
+        """Return the (error, layer type) of rough fits, the worst first."""
         fits = [(cost.fit_error or 0.0, kind) for kind, own in self.layers.items() for cost in own.values()]
         return sorted((fit for fit in fits if fit[0] > ROUGH), reverse=True)
 
     @property
     def unmeasured(self) -> list[str]:
-        """Of costs that were measured, the layer types that were modelled, for measuring ended before."""
+        """Return the layer types of a measured model that are modelled, because measuring ended before them."""
         errors = {kind: [cost.fit_error for cost in own.values()] for kind, own in self.layers.items()}
         if self.origin != "measured" or all(error is None for own in errors.values() for error in own):
-            return []  # modelled ones, or a file that does not say how well it fits
+            return []  # an analytic model, or a file without fit errors
         return [kind for kind, own in errors.items() if None in own]
 
     @property
     def unmeasured_text(self) -> str:
-        """How many of the layer types are `unmeasured`, to follow where the costs are from; empty where none is."""
+        """Return how many layer types are `unmeasured`, as a text to append to the costs' origin; empty if none."""
         count = len(self.unmeasured)
         return f", {count} of {len(self.layers)} layer types modelled" if count else ""
 
     def on(self, group: str) -> CostModel:
-        """The costs of the devices of this group; where all are equal, these."""
+        """Return the costs of a device group; this model itself if all devices are equal."""
         return self.groups.get(group, self)
 
     def mapped(self, change: Callable[[CostModel], CostModel]) -> CostModel:
-        """These costs changed, and those of all groups."""
+        """Apply `change` to these costs, or to those of every group."""
         changed = {name: change(own) for name, own in self.groups.items()}
         return replace(next(iter(changed.values())), groups=changed) if changed else change(self)
 
     def layer(self, kind: str, tp: int = 1, cp: int = 1) -> LayerCost:
-        """The cost of a layer type; UserError names what the file has instead."""
+        """Return the cost of a layer type. Raises UserError that names the available ones."""
         if kind not in self.layers:
             raise UserError(
                 f"the cost model of {self.hardware} has no layer type {kind!r}; it has {sorted(self.layers)}. "
@@ -85,7 +85,7 @@ class CostModel:
         return degrees[tp, cp]
 
     def to_yaml(self) -> str:
-        """A YAML document that `from_yaml` reads back to an equal value; quadratics are `[a, b, c]`."""
+        """Return a YAML document that `from_yaml` reads back to an equal value; quadratics are `[a, b, c]`."""
         groups = {name: own._to_document() for name, own in self.groups.items()}
         return "# Seconds and bytes are a * tokens^2 + b * tokens + c, written [a, b, c].\n" + yaml.safe_dump(
             {"groups": groups} if groups else self._to_document(),
@@ -110,7 +110,7 @@ class CostModel:
 
     @classmethod
     def from_yaml(cls, text: str, source: str = "cost model") -> CostModel:
-        """Read `to_yaml`'s document. Raises UserError, naming `source` and the place, when it is not one."""
+        """Read a document of `to_yaml`. Raises UserError, naming `source` and the place, for anything else."""
         try:
             document = read_yaml(text)
             groups = dict(document or {}).get("groups")
@@ -160,13 +160,13 @@ class CostModel:
 
 
 def save_costs(costs: CostModel, path: Path) -> None:
-    """Write the cost model as YAML, whole or not at all: others may be reading it. Raises OSError."""
+    """Write the cost model as YAML, atomically because others may be reading the file. Raises OSError."""
     write_named(path, costs.to_yaml())
 
 
 def save_group_costs(costs: CostModel, group: str, path: Path) -> CostModel:
-    """Write the cost model of one group of a cluster of unlike devices, beside those of others that the file has;
-    returns all. Raises UserError for a file of equal devices, or in another precision."""
+    """Write the cost model of one device group of a heterogeneous cluster, keeping the file's other groups. Returns
+    all. Raises UserError for a file without groups, or in another precision."""
     others = load_costs(path) if path.exists() else costs
     if path.exists() and not others.groups:
         raise UserError(
@@ -181,7 +181,7 @@ def save_group_costs(costs: CostModel, group: str, path: Path) -> CostModel:
 
 
 def load_costs(path: Path, hardware: str | None = None) -> CostModel:
-    """Read a cost model. Raises UserError when it is not one, or was made for other hardware than `hardware`."""
+    """Read a cost model. Raises UserError if it is not one, or if it is for other hardware than `hardware`."""
     try:
         text = read_text(path, MOST_BYTES)
     except UnicodeDecodeError:
@@ -247,7 +247,7 @@ def _dense_seconds(values: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _amount(value: Any) -> float:
-    """Of seconds or bytes. Raises ValueError for what is no finite number of them."""
+    """Read an amount of seconds or bytes. Raises ValueError unless it is finite and not negative."""
     if isinstance(value, bool) or not 0 <= float(value) < math.inf:
         raise ValueError(f"{value!r} is no finite number from 0")
     return float(value)

@@ -1,4 +1,4 @@
-"""Measuring layers: forward, input gradient and weight gradient apart, at several token counts, and the fit.
+"""Layer profiling: measure forward, input gradient and weight gradient at several token counts, and fit the costs.
 
 This room knows no model: it takes functions that build a layer and its inputs. Importing this module imports no torch;
 measuring does.
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerProbe:
-    """How to measure one layer type at one (tp, cp).
+    """Description of one layer type at one (tp, cp) for measuring.
 
-    `build()` makes the layer, on its device and in its dtype, with every parameter trainable; under tensor parallelism
-    one rank's share of it. `inputs(tokens)` makes its positional and keyword arguments for one sample of `tokens`
-    tokens (before cp splits them); the first floating-point tensor among the positional ones is its input.
-    `keep` is a `context_fn` of torch's `checkpoint` that keeps attention, whose first context knows its `nbytes`.
-    `tokens` are counts of its own to measure at. Without `square` nothing grows with the square of the tokens: more
-    tokens are more images that do not attend to each other. `checkpoint_share` of its input is kept where it is
-    recomputed: the rank's tokens under tensor parallelism. `before_chunks(layer)` is the part of it that runs on whole
-    rows where the rest runs in chunks. `blocks(layer)` are those in it that are handed tensors which all blocks of a
-    stage have in common. `dense`: of a block whose attention computes more of a row of several samples. `modelled` is
-    its modelled cost, which divides a budget of seconds among probes, and takes the place of what it leaves unmeasured.
+    `build()`: makes the layer, on its device and in its dtype, with every parameter trainable; under tensor parallelism
+    one rank's shard. `inputs(tokens)`: makes its positional and keyword arguments for one sample of `tokens` tokens
+    (before cp splits them); the first floating-point tensor among the positional ones is its input.
+    `keep`: a `context_fn` of torch's `checkpoint` that keeps attention, whose first context has `nbytes`.
+    `tokens`: its own token counts to measure at. `square`: False if nothing grows with the square of the tokens,
+    because more tokens are more images that do not attend to each other. `checkpoint_share`: share of the input that
+    is kept for recomputation, under tensor parallelism the rank's tokens. `before_chunks(layer)`: the part that runs on
+    whole rows while the rest runs in chunks. `blocks(layer)`: the blocks in it that get tensors shared by all blocks of
+    a stage. `dense`: given for a block whose attention computes extra pairs in a row of several samples. `modelled`:
+    its modelled cost, which divides the time budget among probes and replaces measurements that are left out.
     """
 
     kind: str
@@ -55,13 +55,13 @@ class LayerProbe:
     modelled: LayerCost | None = None
 
     def expected(self, tokens: float) -> float:
-        """Seconds of a forward and a backward by the model; without one, the tokens."""
+        """Return the modelled seconds of a forward and a backward; without a model, the tokens."""
         return tokens if self.modelled is None else self.modelled.pass_seconds(tokens) + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Seconds and bytes of one layer at one token count, as in `LayerCost`."""
+    """Seconds and bytes of one layer at one token count; fields as in `LayerCost`."""
 
     tokens: int
     forward: float
@@ -85,7 +85,7 @@ class Measurement:
 
 
 PASSES = 14
-"""Forwards and backwards that the shortest measurement of a layer at one token count takes, about."""
+"""Approximate number of forwards and backwards in the shortest measurement of a layer at one token count."""
 
 
 def profile_layers(
@@ -97,13 +97,13 @@ def profile_layers(
     progress: Callable[[str], None] | None = None,
     seconds: float = math.inf,
 ) -> CostModel:
-    """Measure every probe, in this order, and fit T(x) = ax² + bx + c to it.
+    """Measure every probe, in this order, and fit T(x) = ax² + bx + c.
 
-    Within `seconds` the probes divide the time as their modelled costs do: each is measured up to `repeats` times, and
-    none begins later. A probe that was not measured at all its token counts keeps its modelled cost, with seconds in
-    the ratio in which it was measured at some, else in that of all that were measured; its `fit_error` is None.
-    `progress` gets what is being measured. Raises UserError when two probes are of the same type and degree, or a
-    layer's first argument or output is not a floating-point tensor.
+    The probes divide the time limit `seconds` in proportion to their modelled costs: each is measured up to `repeats`
+    times, and none begins after the limit. A probe that was not measured at all of its token counts keeps its modelled
+    cost, scaled by its measured over modelled seconds where it was measured, else by that ratio of all measured probes;
+    its `fit_error` is None. `progress` gets the name of each measurement. Raises UserError if two probes have the same
+    type and degree, or if a layer's first argument or output is not a floating-point tensor.
     """
     layers: dict[str, dict[Degree, LayerCost]] = {}
     ratios, everything, until = dict[tuple[str, Degree], float](), _Pairs(), now() + seconds
@@ -131,11 +131,11 @@ def profile_layers(
 
 
 _Pairs = list[tuple[float, float]]
-"""Measured and modelled seconds of the same work."""
+"""(measured, modelled) seconds of the same work."""
 
 
 def _ratio(pairs: _Pairs) -> float:
-    """Measured over modelled seconds, 0 where nothing was measured."""
+    """Return measured over modelled seconds; 0 if nothing was measured."""
     measured, modelled = (sum(seconds) for seconds in zip(*pairs, strict=True)) if pairs else (0.0, 1.0)
     return measured / modelled
 
@@ -148,8 +148,8 @@ def _measured(
     pairs: _Pairs,
     ratio: float,
 ) -> LayerCost | None:
-    """The fitted cost of a layer; None where time runs out before all token counts are measured. ends: when it should
-    end, and when all must. pairs: gets what was measured. ratio: of layers before this one."""
+    """Return the fitted cost of a layer; None if time runs out before all token counts are measured. ends: times at
+    which this layer should end, and all must. pairs: is extended by the measurements. ratio: of earlier layers."""
     layer, counts = probe.build(), sorted(probe.tokens or tokens)
     measured: list[Measurement] = []
     for count, end in zip(counts, divided(ends[0], [*map(probe.expected, counts)]), strict=True):
@@ -178,10 +178,9 @@ def _dense_seconds(
 
 
 def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = True) -> LayerCost:
-    """The fitted cost of a layer; `fit_error` is the largest relative error over its forward and backward seconds.
+    """Fit the cost of a layer; `fit_error` is the largest relative error over its forward and backward seconds.
 
-    Weight gradients never grow with the square of the tokens: what looks like it is noise, which a longer row would
-    multiply.
+    Weight gradients get no quadratic term: they do not grow that way, so it would be noise that longer rows amplify.
     """
     counts = [entry.tokens for entry in measured]
     errors: list[float] = []
@@ -212,11 +211,11 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
 def measure(
     layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int, end: float = math.inf
 ) -> Measurement:
-    """One layer at one token count: medians of `repeats`, the variants taken in turn so that drift hits all alike; of
-    fewer, but at least one, where they would end later than `end`, a time of `now`.
+    """Measure one layer at one token count: medians of `repeats` runs, with the variants alternating so that drift
+    affects all equally. Fewer runs, at least one, are made if they would end after `end`, a time of `now`.
 
-    The weight gradient is what a backward takes beyond the one towards the input alone; the first trainable layer's
-    backward and the recomputing one are run as such.
+    The weight gradient is the seconds of a full backward minus those of a backward to the input only. The backward of
+    the first trainable layer and the one with recomputation are run as such.
     """
     import torch
     from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -329,7 +328,7 @@ def measure(
 
 
 def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> int:
-    """Bytes of the floating-point tensors that the blocks are given by keyword."""
+    """Return the bytes of the floating-point tensors that the blocks receive as keyword arguments."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -351,10 +350,10 @@ def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> in
 
 
 def _working_bytes(device: torch.device, forward: Callable[[], torch.Tensor]) -> int:
-    """The most bytes that a backward holds beyond what there is when it begins, weight gradients left out."""
+    """Return the peak bytes of a backward beyond those at its begin, without weight gradients."""
     import torch
 
-    for _ in range(2):  # the first one makes room for weight gradients
+    for _ in range(2):  # the first one allocates the weight gradients
         output = forward()
         if not output.requires_grad:
             return 0
@@ -364,7 +363,7 @@ def _working_bytes(device: torch.device, forward: Callable[[], torch.Tensor]) ->
 
 
 def _most_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """The most bytes at once that there are while it runs beyond those that there were before."""
+    """Return the peak bytes during `run` beyond those before it."""
     import torch
 
     if device.type == "cuda":
@@ -380,7 +379,7 @@ def _most_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _first_tensor(result: Any, kind: str) -> torch.Tensor:
-    """The tensor that goes to the next layer: the result, or its first floating-point tensor."""
+    """Return the tensor for the next layer: the result, or its first floating-point tensor."""
     import torch
 
     values = [result] if torch.is_tensor(result) else list(getattr(result, "values", lambda: result)())
@@ -395,11 +394,11 @@ def _first_tensor(result: Any, kind: str) -> torch.Tensor:
 def _saved_bytes(
     layer: nn.Module, parameters: Sequence[torch.Tensor], forward: Callable[[], torch.Tensor]
 ) -> tuple[int, int, int]:
-    """Bytes that autograd keeps, those of them a split backward keeps for its weight half, and the output's.
+    """Return the bytes that autograd saves, the part that a split backward keeps for its weight half, and the output's.
 
     Counted by storage, so that views are not counted twice, and without parameters. The weight half needs the inputs of
-    all linear layers, and the gradients of their outputs; of experts whose weights lie together, about what is kept in
-    between, and the gradient of the output.
+    all linear layers and the gradients of their outputs; for experts with stacked weights, approximately all that is
+    saved inside them and the gradient of their output.
     """
     import torch
 

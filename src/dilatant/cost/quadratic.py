@@ -1,4 +1,4 @@
-"""T(x) = a x² + b x + c: how a layer's seconds or bytes grow with the tokens of a sample."""
+"""Quadratic T(x) = a x² + b x + c: the growth of a layer's seconds or bytes with the tokens of a sample."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Quadratic:
-    """`a` per token², `b` per token, `c` once per call.
+    """`a` per squared token, `b` per token, `c` per call.
 
-    A packed row of samples costs a Σx² + b Σx + c: attention keeps samples apart, so the square is per sample.
+    A packed row of samples costs a Σx² + b Σx + c: attention keeps samples apart, so squares are per sample.
     """
 
     a: float = 0.0
@@ -20,11 +20,11 @@ class Quadratic:
     c: float = 0.0
 
     def __call__(self, tokens: float) -> float:
-        """The value for one sample of `tokens` tokens."""
+        """Return the value for one sample of `tokens` tokens."""
         return (self.a * tokens + self.b) * tokens + self.c
 
     def packed(self, tokens: Sequence[int]) -> float:
-        """The value for one packed row of samples; zero for a row without tokens, which is not run."""
+        """Return the value for one packed row of samples; 0 for a row without tokens, which is not run."""
         if not sum(tokens):
             return 0.0
         return self.a * sum(x * x for x in tokens) + self.b * sum(tokens) + self.c
@@ -33,21 +33,21 @@ class Quadratic:
         return Quadratic(self.a + other.a, self.b + other.b, self.c + other.c)
 
     def rounded(self, digits: int = 6) -> Quadratic:
-        """This with coefficients of so many significant digits, which is all a fit or a data sheet knows."""
+        """Return coefficients rounded to `digits` significant digits, which is the precision of a fit or data sheet."""
         return Quadratic(*(float(f"{value:.{digits}g}") for value in (self.a, self.b, self.c)))
 
     def scaled(self, factor: float) -> Quadratic:
-        """`factor` times this."""
+        """Return `factor` times this quadratic."""
         return Quadratic(self.a * factor, self.b * factor, self.c * factor)
 
 
 def fit(tokens: Sequence[float], values: Sequence[float], square: bool = True) -> tuple[Quadratic, float]:
-    """The non-negative quadratic nearest to the measurements in relative error, and its largest relative error.
+    """Fit the non-negative quadratic that is nearest in relative error. Returns it and its largest relative error.
 
-    Relative, because a fit in seconds would let the longest sample decide alone; non-negative, because a negative
-    coefficient predicts nonsense outside the measured range. Needs as many distinct `tokens` as coefficients that
-    are to be told apart: with one only b is fitted, with two, or without `square`, b and c. Raises ValueError for no
-    measurement or one that is not positive.
+    Relative, because in absolute errors the longest sample would decide alone; non-negative, because a negative
+    coefficient predicts nonsense outside the measured range. Each coefficient needs a distinct value of `tokens`: with
+    one value only b is fitted, with two, or without `square`, b and c. Raises ValueError without measurements or for
+    values that are not positive.
     """
     x, y = np.asarray(tokens, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if len(x) == 0 or len(x) != len(y) or (x <= 0).any():
