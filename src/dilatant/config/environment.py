@@ -112,7 +112,7 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
                 port=environment.get("MASTER_PORT")
                 or str(20000 + crc32(_shared_word(environment).encode()) % 20000),
             )
-    # In a shell of salloc, which is a step of one task, SLURM_NTASKS is the number of the whole job.
+    # In a shell of salloc, which is a step of one task, SLURM_NTASKS counts the tasks of the whole job.
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
     if "SLURM_PROCID" in environment and tasks and "SLURM_STEP_ID" in environment:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")

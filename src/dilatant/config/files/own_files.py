@@ -15,7 +15,7 @@ from dilatant.config.errors import UserError
 
 RUN_FOLDERS = frozenset({"checkpoints", "export", "plan", "resilience", "tensorboard"})
 RUN_SUFFIXES = (".lock", ".damaged", ".html", ".json", ".jsonl", ".yaml")
-"""Suffixes of files that a run writes into its folder. Users may keep other files there (also links, like wandb)."""
+"""Folders and file suffixes that a run writes. Users may keep other entries beside them (also links, like wandb)."""
 MOST_TEXT = 256 << 20
 """Most bytes of a text file that is read whole; a plan of ten thousand ranks takes a tenth of it."""
 LFS_POINTER = b"version https://git-lfs"
