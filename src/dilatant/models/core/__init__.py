@@ -1,1 +1,1 @@
-"""What every unit is made of: stages, weights by logical name, structure, and freezing."""
+"""Core of units: stages, weights by logical name, structure, and freezing."""

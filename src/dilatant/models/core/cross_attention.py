@@ -1,8 +1,8 @@
-"""Text models that look at images by cross attention (Mllama): rows of the encoder go to blocks, not into the text.
+"""Cross-attention text models (Mllama): encoder rows go to cross-attention blocks instead of the text.
 
-In a packed row each sample's tokens see the rows of its own images, by the family's own rule: a text between two images
-sees the one before it. Samples without images pass by these blocks, as they do alone. Rows that later stages need come
-behind the tokens of their sample, so a plan need know nothing of them.
+In a packed row each sample's tokens attend to the rows of its own images by the family's rule: text attends to the last
+image before it. Samples without images skip these blocks, as they do when run alone. Rows that later stages need travel
+after the tokens of their sample, so a plan need not know of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from dilatant.data.media_units.aspect_image_unit import TILES
 from dilatant.data.sample import EncodedSample
 
 STATES = "cross_attention_states"
-"""The keyword of the text model."""
+"""The text model's keyword for encoder rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrossRows:
-    """In the place of a batch's rows. lengths: tokens of each sample. seen: of each sample with images its rows,
-    [1, rows, hidden], and the family's two masks: what is added to scores, [1, 1, tokens, rows], and which tokens see
-    anything, [1, 1, tokens, 1]. unseen: rows of other ranks' tokens alone, whose gradients these ranks wait for."""
+    """Encoder rows of a packed row, passed in place of a padded batch's rows. lengths: tokens of each sample. seen: for
+    each sample with images, its rows [1, rows, hidden] and the family's two masks: the additive mask [1, 1, tokens,
+    rows], and 1 for tokens that attend to any row, [1, 1, tokens, 1]. unseen: rows that only other ranks' tokens attend
+    to; those ranks wait for this rank in the backward's collective."""
 
     lengths: tuple[int, ...]
     seen: tuple[tuple[Tensor, Tensor, Tensor] | None, ...]
@@ -41,8 +42,8 @@ class CrossRows:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Which rows which blocks look at. unit: the encoder. blocks: those that look, of the whole model. rows_of_tile:
-    of each tile of an image."""
+    """Cross-attention layout of a model. unit: the encoder. blocks: the cross-attention blocks, numbered in the whole
+    model. rows_of_tile: encoder rows of each image tile."""
 
     unit: str
     placeholder_id: int
@@ -50,32 +51,33 @@ class Crossing:
     rows_of_tile: int
 
     def passes(self, block: int) -> bool:
-        """Whether rows pass the border before a block."""
+        """Return True if encoder rows cross a stage border before `block`."""
         return any(own >= block for own in self.blocks)
 
     def count(self, sample: EncodedSample) -> int:
-        """Rows of a sample."""
+        """Return the number of encoder rows of a sample."""
         return sample.sizes.get(self.unit, 0)
 
     def split(self, arrived: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and rows, apart: [tokens + rows, hidden] of samples one behind the other."""
+        """Separate tokens and encoder rows of [tokens + rows, hidden], where each sample's rows follow its tokens."""
         is_row = _is_row(lengths, rows).to(arrived.device)
         return arrived[~is_row], arrived[is_row]
 
     def join(self, hidden: Tensor, rows: Tensor, lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The reverse of `split`."""
+        """Interleave tokens and encoder rows again (the reverse of `split`)."""
         order = torch.argsort(_is_row(lengths, counts), stable=True).argsort()
         return torch.cat([hidden, rows])[order.to(hidden.device)]
 
     def token_of_rows(self, sample: EncodedSample, tokens: int) -> NDArray[np.int64]:
-        """Of each row of a sample the token that it lies with: ranks that share tokens have equally much of both."""
+        """Map each encoder row of a sample to the token whose rank holds it: context-parallel ranks hold even shares of
+        both."""
         rows = self.count(sample)
         return np.arange(rows) * tokens // max(1, rows)
 
     def divide(
         self, samples: Sequence[EncodedSample], lengths: Sequence[int], share: ContextParallelRow
     ) -> list[NDArray[np.int64]]:
-        """Which of all rows of a packed row each rank has that shares its tokens."""
+        """Return, for each context-parallel rank of a packed row, the indices of the encoder rows that it holds."""
         starts = np.cumsum([0, *lengths])
         tokens = [
             start + self.token_of_rows(sample, length)
@@ -87,8 +89,8 @@ class Crossing:
     def look(
         self, rows: Tensor, samples: Sequence[EncodedSample], own_tokens: Sequence[NDArray[np.int64]]
     ) -> CrossRows:
-        """What blocks of a packed row of `samples` see of their `rows`, [rows, hidden]. own_tokens: those of each
-        sample that are here; where there are none at all, one of padding is."""
+        """Build the cross-attention inputs of a packed row of `samples` from their `rows`, [rows, hidden]. own_tokens:
+        the tokens of each sample on this rank; if it has none at all, it runs one dummy token."""
         seen: list[tuple[Tensor, Tensor, Tensor] | None] = []
         of_samples = rows.split([self.count(sample) for sample in samples])
         for sample, own, here in zip(samples, of_samples, own_tokens, strict=True):
@@ -98,7 +100,7 @@ class Crossing:
             tiles = np.asarray(sample.media[self.unit][TILES])
             sees = torch.as_tensor(tiles_seen(sample.input_ids, self.placeholder_id, tiles)[here])
             sees = sees.flatten(1).repeat_interleave(self.rows_of_tile, 1).to(own.device)
-            # Who sees no image is not kept from any, and has no second half of the block: as the family has it.
+            # The family's rule: a token before any image is not masked, and the block's feed-forward is zeroed for it.
             some = sees.any(1, keepdim=True)
             added = torch.zeros(sees.shape, dtype=own.dtype, device=own.device)
             added.masked_fill_(~sees & some, torch.finfo(own.dtype).min)
@@ -110,15 +112,15 @@ class Crossing:
         return CrossRows(tuple(lengths), tuple(seen), None if is_seen or not len(rows) else rows)
 
     def prepare(self, decoder: nn.Module, first: int) -> nn.Module:
-        """A slice of the text model from block `first` on, which keeps numbers of blocks."""
+        """Return a slice of the text model from block `first` on, with its cross-attention block numbers shifted."""
         model: Any = copy.copy(decoder)
         model.cross_attention_layers = [block - first for block in self.blocks]
         return model
 
 
 def gather_rows(own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Ranks) -> Tensor:
-    """All rows of which each rank has its `own`, [rows, hidden]; gradients of all ranks are summed. of_rank: which
-    each has, see `Crossing.divide`."""
+    """All-gather the encoder rows of context-parallel ranks, [rows, hidden]; backward sums the gradients of all ranks.
+    of_rank: the indices held by each rank (see `Crossing.divide`)."""
     return _GatherRows.apply(own, of_rank, ranks)
 
 
@@ -148,10 +150,10 @@ class _GatherRows(torch.autograd.Function):
 
 
 def tiles_seen(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which tiles each token sees, [tokens, images, tiles]: those of the last image before it, and of images that
-    stand directly before that one. tiles: [images, tiles], 1 at those that there are.
+    """Return the tiles that each token attends to, bool [tokens, images, tiles]: those of the last image before it and
+    of images directly adjacent before that one. tiles: [images, tiles], 1 for existing tiles.
 
-    Raises ValueError where the text has more or fewer images.
+    Raises ValueError if the text has more or fewer images.
     """
     places = np.flatnonzero(ids == placeholder_id)
     if len(places) != len(tiles):
@@ -165,17 +167,17 @@ def tiles_seen(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.in
 
 
 def cross_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks that look at rows of an encoder."""
+    """Return the cross-attention blocks of a model."""
     return [module for module in model.modules() if is_crossing(module)]
 
 
 def is_crossing(block: nn.Module) -> bool:
-    """Whether a block looks at rows of an encoder."""
+    """Return True for a cross-attention block."""
     return hasattr(block, "cross_attn_attn_gate")
 
 
 def look_by_sample(model: nn.Module) -> None:
-    """Let the cross attention of `model` take `CrossRows`, under transformers' own attention."""
+    """Make the cross-attention of `model` accept `CrossRows`, with transformers' own SDPA attention."""
     for module in cross_layers(model):
         module.__class__ = _by_sample(cast(Any, type(module)))
         attention: Any = cast(Any, module).cross_attn
@@ -184,7 +186,7 @@ def look_by_sample(model: nn.Module) -> None:
 
 
 class _BySample:
-    """Mixed into the class of a block."""
+    """Mixin for the class of a cross-attention block: runs each sample of a packed row by itself."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         run = cast(Any, super()).forward
@@ -228,7 +230,7 @@ def _is_row(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
 
 
 def crossing_of(config: Any, unit: str, placeholder_id: int) -> Crossing:
-    """From the config of a whole model."""
+    """Read the cross-attention layout from the config of a pretrained multimodal model."""
     vision = config.vision_config
     rows = (vision.image_size // vision.patch_size) ** 2 + 1
     return Crossing(unit, placeholder_id, tuple(config.text_config.cross_attention_layers), rows)

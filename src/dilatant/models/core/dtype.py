@@ -1,4 +1,4 @@
-"""The number format that a unit's weights are held in."""
+"""The dtype in which a unit's weights are held."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dilatant.models.core.unit import Unit
 
 @torch.no_grad()
 def hold_in(unit: Unit, dtype: torch.dtype) -> None:
-    """Hold the weights of `unit` in `dtype`, those on the meta device included; the Parameters stay the same objects.
+    """Cast the weights of `unit` to `dtype`, including those on the meta device; Parameters stay the same objects.
 
-    As when transformers builds a model in `dtype`: what a family keeps in fp32 stays so, and so do buffers, which are
-    positions and frequencies there. Those of modules of the user's own follow, as in `Module.to`.
+    As when transformers builds a model in `dtype`, modules that the family keeps in fp32 stay so, and so do buffers,
+    which are positions and frequencies there. Buffers of a user's own module are cast, as in `Module.to`.
     """
     kept = set(getattr(unit.model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in unit.named_parameters():
@@ -27,7 +27,7 @@ def hold_in(unit: Unit, dtype: torch.dtype) -> None:
 
 
 def dtype_of_config(config: Any) -> torch.dtype:
-    """The floating dtype that a transformers config says its weights are kept in; fp32 where it says none."""
+    """Return the floating dtype that a transformers config gives for its weights; fp32 if it gives none."""
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)

@@ -1,6 +1,6 @@
-"""Properties of a model family that only a forward shows, found with its skeleton on the meta device.
+"""Model-family properties that only a forward shows, found by running the model on the meta device.
 
-Nothing is computed. Some families draw a number for each block all the same, so torch's generator is put back.
+Nothing is computed. Some families draw a random number per block even so, hence torch's generator is restored.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dilatant.config.errors import UserError
 
 @torch.random.fork_rng(devices=[])
 def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> int:
-    """Tokens that an encoder returns for one row of `row_shape`. Raises UserError if it cannot be told."""
+    """Return the tokens that an encoder returns for one row of `row_shape`. Raises UserError if the encoder does not
+    run."""
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(config)
             row = torch.empty(1, *row_shape)
-        with torch.no_grad():  # some count patches with tensors of the default device, which must have values
+        with torch.no_grad():  # some count patches with tensors of the default device, which need values
             return model(**{input_name: row}).last_hidden_state.shape[1]
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -33,14 +34,15 @@ def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> in
 
 @torch.random.fork_rng(devices=[])
 def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[int, ...]) -> frozenset[str]:
-    """Names of an encoder's parameters that its last hidden state does not depend on (pooling heads, mask tokens).
+    """Return the names of parameters that an encoder's last hidden state does not depend on (pooling heads, mask
+    tokens).
 
     Empty for a family whose forward does not run on the meta device.
     """
     try:
         with torch.device("meta"):
             skeleton = type(model)(copy.deepcopy(model.config))
-            skeleton.set_attn_implementation("eager")  # a kernel need not know the meta device
+            skeleton.set_attn_implementation("eager")  # kernels may not support the meta device
             row = torch.empty(1, *row_shape)
         with torch.enable_grad():
             hidden = skeleton(**{input_name: row}).last_hidden_state
@@ -55,7 +57,7 @@ def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[
 
 
 def _leaves(output: Tensor) -> set[int]:
-    """Identities of the leaf tensors that a tensor was computed from."""
+    """Return the ids of the leaf tensors from which a tensor was computed."""
     leaves: set[int] = set()
     seen: set[Any] = set()
     waiting = [output.grad_fn]

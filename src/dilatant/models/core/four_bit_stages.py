@@ -1,6 +1,6 @@
-"""Which weights stages hold in four bits, from when they are read.
+"""Four-bit weights of stages: the choice of weights, and their quantisation when they are read.
 
-What is held so is no state: checkpoints lack it, and whoever comes later reads it from where the model came from.
+Four-bit weights are no state: checkpoints omit them, and a rank that joins later reads them from the model's source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dilatant.models.core.unit import Unit
 
 
 def require_four_bit() -> None:
-    """Raises UserError where bitsandbytes is not installed; imports nothing."""
+    """Raise UserError if bitsandbytes is not installed; imports nothing."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "model.lora.load_in_4bit needs bitsandbytes, which is not installed; `pip install 'dilatant[bnb]'`, or "
@@ -29,8 +29,7 @@ def require_four_bit() -> None:
 
 
 def four_bit_names(unit: Unit) -> frozenset[str]:
-    """Logical names of the weights that a unit holds in four bits: of linear layers in its blocks of which nothing
-    trains."""
+    """Return the logical names of the weights that a unit holds in four bits: frozen linear layers of its blocks."""
     if unit.structure is None:
         return frozenset()
     names = {weight.key: weight.canonical for weight in unit.weights if weight.part == "model"}
@@ -48,8 +47,8 @@ def four_bit_names(unit: Unit) -> frozenset[str]:
 def quantize(
     stage: Stage, names: Set[str], device: torch.device, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Hold those of a stage's weights with logical `names` in four bits on `device`, one by one: the stage's own, or
-    those of `weights`. Raises UserError for one of another shape."""
+    """Quantise a stage's weights with logical `names` to four bits on `device`, one by one, from the stage's own values
+    or from `weights`. Raises UserError for a weight of another shape."""
     for weight in stage.weights:
         if weight.part != "model" or weight.canonical not in names:
             continue
@@ -64,7 +63,7 @@ def quantize(
 
 
 def forget(unit: Unit) -> None:
-    """Have plain layers without memory in the place of those that a unit holds in four bits."""
+    """Replace the unit's four-bit layers by plain linear layers on the meta device."""
     for parent in list(unit.model.modules()):
         for last, layer in parent.named_children():
             if isinstance(layer, FourBitLinear):
@@ -75,7 +74,7 @@ def forget(unit: Unit) -> None:
 
 
 def require_shape(name: str, given: Tensor, own: Tensor) -> None:
-    """Raises UserError: a copy would broadcast some."""
+    """Raise UserError if the shapes differ, because a copy could broadcast silently."""
     if given.shape != own.shape:
         raise UserError(
             f"weight {name!r} has shape {list(given.shape)} where it is read, and {list(own.shape)} in the model"

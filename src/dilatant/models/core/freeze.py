@@ -1,7 +1,7 @@
 """Freezing: the one place that decides which weights train.
 
-Frozen is a set of logical parameter names, kept by each unit. Whoever copies, shards or reloads weights applies it
-again with `Stage.set_frozen` and proves it with `check`.
+Each unit keeps the logical names of its frozen parameters. Code that copies, shards or reloads weights applies the set
+again with `Stage.set_frozen` and verifies it with `check`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from dilatant.models.core.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class PartAudit:
-    """One part of a unit: "vision.encoder", "vision.projector" or "language".
-
-    parameters: how many numbers it has, tied ones once; trainable: how many of them train; bytes: what all take.
-    """
+    """The sizes of one part of a unit: "vision.encoder", "vision.projector" or "language". parameters: number of
+    elements, tied ones once; trainable: number of them that train; bytes: memory of all."""
 
     part: str
     parameters: int
@@ -31,12 +29,12 @@ class PartAudit:
 
 
 def select(units: Mapping[str, Unit], patterns: Iterable[str]) -> frozenset[str]:
-    """Logical names of the parameters that the patterns mean.
+    """Return the logical names of the parameters that match the patterns.
 
     A pattern is a unit ("vision": encoder and projector), a part ("vision.encoder", "vision.projector"), a layer or
     module ("language.layers.0", "language.layers.0.mlp"), a parameter, or a glob over parameter names
-    ("vision.layers.[01].*"). A tied weight is meant by any of its names. Raises UserError that lists the patterns
-    without a match, with the nearest name.
+    ("vision.layers.[01].*"). A tied weight matches by any of its names. Raises UserError that lists the patterns
+    without a match, each with the nearest name.
     """
     known: dict[str, tuple[str, str]] = {}
     for unit in units.values():
@@ -60,21 +58,21 @@ def select(units: Mapping[str, Unit], patterns: Iterable[str]) -> frozenset[str]
 
 
 def freeze(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
-    """Stop the chosen weights from training, besides those that were frozen before. Raises UserError (`select`)."""
+    """Freeze the selected weights, in addition to those that are frozen already. Raises UserError (`select`)."""
     names = select(units, patterns)
     for unit in units.values():
         unit.freeze_names(names)
 
 
 def thaw(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
-    """Let the chosen weights train again, but for those that have no say. Raises UserError (`select`)."""
+    """Let the selected weights train again, except those that influence no output. Raises UserError (`select`)."""
     names = select(units, patterns)
     for unit in units.values():
         unit.thaw_names(names)
 
 
 def check(parameters: Iterable[tuple[str, nn.Parameter]], frozen: frozenset[str]) -> None:
-    """Raise RuntimeError when a transformation changed what trains. parameters: (logical name, parameter)."""
+    """Raise RuntimeError if a transformation changed which parameters train. parameters: (logical name, parameter)."""
     wrong = sorted(name for name, parameter in parameters if parameter.requires_grad == (name in frozen))
     if wrong:
         raise RuntimeError(
@@ -83,7 +81,7 @@ def check(parameters: Iterable[tuple[str, nn.Parameter]], frozen: frozenset[str]
 
 
 def audit(units: Mapping[str, Unit]) -> tuple[PartAudit, ...]:
-    """What trains, for each part of each unit, in order."""
+    """Count the parameters of each part of each unit, in order."""
     audits = []
     for unit in units.values():
         part_of = {weight.canonical: unit.part_name(weight.part) for weight in reversed(unit.weights)}

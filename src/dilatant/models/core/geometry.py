@@ -1,6 +1,6 @@
-"""What an encoder makes of one item, told from its config alone: no weights, no torch.
+"""Encoder geometry: the shapes of one item at both ends of an encoder, from its config alone, without weights or torch.
 
-The data room counts tokens and prepares media from this; the model room merges as many rows as it says.
+The data room counts tokens and prepares media from it; the model room merges as many rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dilatant.config.errors import UserError
 
 Features = Literal["all", "patch"]
 
-# Tokens in front of the patches (class, distillation and register tokens), by `model_type`.
+# Tokens before the patches (class, distillation and register tokens), by `model_type`.
 _LEADING_TOKENS = {
     "siglip_vision_model": 0,
     "clip_vision_model": 1,
@@ -34,21 +34,19 @@ MERGING_TOWERS: dict[str, Literal["image", "audio"]] = {
     "qwen3_5_vision": "image",
     "qwen2_audio_encoder": "audio",
 }
-"""Towers of whole models that are encoders of other language models, too (see `merging_parts`): what they read."""
+"""Encoders inside pretrained multimodal models that can feed other language models too (`native_encoder`): modality."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderGeometry:
     """The shapes at both ends of an encoder.
 
-    input_name: the keyword of the encoder's forward. One encoder row is one image or one clip:
-    image rows are float [channels, height, width]; audio rows are float [mel_bins, frames].
-    tokens_per_row: tokens that the language model receives for one row; leading_tokens of the encoder's output
-    (class and register tokens) are already taken off when features are "patch".
-    encoder_tokens: tokens that the encoder's blocks work on for one row.
-    width: size of one output token before the projector.
-    kind: "image", "audio", or a word of the user's own. example: keyword → tensor [1, ...], a row of each input of a
-    module of the user's own.
+    input_name: the keyword of the encoder's forward. One encoder row is one image or one clip: image rows are float
+    [channels, height, width]; audio rows are float [mel_bins, frames]. tokens_per_row: tokens that the language model
+    receives for one row; the leading_tokens of the encoder's output (class and register tokens) are already subtracted
+    if features are "patch". encoder_tokens: tokens that the encoder's blocks process for one row. width: size of one
+    output token before the projector. kind: "image", "audio", or a user's own word. example: keyword → tensor [1, ...],
+    one row of each input of a user's own module.
     """
 
     kind: str
@@ -67,7 +65,7 @@ class EncoderGeometry:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one encoder row, of the input called `input_name`."""
+        """Shape of one encoder row of the input `input_name`."""
         if self.example is not None:
             return tuple(self.example[self.input_name].shape[1:])
         return (
@@ -78,10 +76,10 @@ class EncoderGeometry:
 
 
 def encoder_geometry(config: Any, features: Features = "all") -> EncoderGeometry:
-    """The geometry of a transformers encoder config (`config` is only read by attribute).
+    """Return the geometry of a transformers encoder config (`config` is only read by attribute).
 
-    features "patch" leaves class and register tokens to the encoder; "all" hands every token on.
-    Raises UserError when the config is not that of an image or audio encoder of fixed row size.
+    features: "patch" drops class and register tokens; "all" passes every token on. Raises UserError if the config is
+    not that of an image or audio encoder of fixed row size.
     """
     if _is_audio(config):
         return _audio(config)
@@ -113,11 +111,11 @@ def encoder_geometry(config: Any, features: Features = "all") -> EncoderGeometry
 
 
 def leading_tokens(config: Any) -> int:
-    """Tokens that an image encoder puts before its patches (class, distillation and register tokens). Raises UserError
-    if it cannot be told."""
+    """Return the number of tokens before an image encoder's patches (class, distillation and register tokens). Raises
+    UserError if it cannot be determined."""
     known = _LEADING_TOKENS.get(config.model_type)
     if known is None:
-        # A family that the table does not list: count on its skeleton instead.
+        # For a family that the table does not list, run the model on the meta device.
         from dilatant.models.core.family_probe import count_tokens
 
         height, width = height_and_width(config.image_size)
@@ -159,7 +157,7 @@ def _channels(config: Any) -> int:
 
 
 def height_and_width(size: Any) -> tuple[int, int]:
-    """A config's size, one number or two."""
+    """Return height and width of a config's size, which is one number or two."""
     if isinstance(size, int):
         return size, size
     height, width = size

@@ -1,4 +1,4 @@
-"""Which unit feeds which: the one place that knows."""
+"""The graph of units: which unit sends rows to which."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dilatant.models.core.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class ModelGraph:
-    """Units in an order in which each comes after those that feed it.
+    """Units in topological order.
 
-    feeds: unit → the units that take its rows. anchor: the unit whose microbatches set the pace (the language model).
-    losses: all that units have, by name.
+    feeds: unit → the units that take its rows. anchor: the unit whose microbatches are the step's clock (the language
+    model). losses: the losses of all units by name.
     """
 
     units: tuple[str, ...]
@@ -25,7 +25,8 @@ class ModelGraph:
 
     @classmethod
     def of(cls, units: Iterable[Unit], anchor: str) -> ModelGraph:
-        """The graph that the units' `inputs` say. Raises UserError where one takes rows of a unit not before it."""
+        """Build the graph from the units' `inputs`. Raises UserError if a unit takes rows of a unit that is not listed
+        before."""
         units = tuple(units)
         names = tuple(unit.unit for unit in units)
         for index, unit in enumerate(units):
@@ -44,7 +45,7 @@ class ModelGraph:
 
     @property
     def behind_anchor(self) -> tuple[str, ...]:
-        """The units that take rows of the anchor, directly or not (generators)."""
+        """The units that take rows of the anchor, directly or indirectly (generators)."""
         found: list[str] = []
         for name in self.units:
             if any(name in self.feeds[source] for source in (self.anchor, *found)):

@@ -1,4 +1,4 @@
-"""The training loss: a sum over target tokens over a denominator that the caller fixes for the global batch."""
+"""The training loss: the sum over target tokens divided by a denominator that is fixed for the global batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def shift_labels(
     attention_mask: Tensor | None,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """What each position must predict: int64 [batch, tokens], -100 where there is nothing to learn.
+    """Return the target of each position: int64 [batch, tokens], -100 without a target.
 
-    `labels` are aligned with the tokens, as in transformers. A token at position 0 begins a sample: nothing before
-    it may predict it. Nor may padding. With `lengths`, those of a packed row's samples, positions are not asked: labels
-    may then lie on the host though positions do not.
+    `labels` are aligned with the tokens, as in transformers. A token at position 0 begins a sample and is no target of
+    the token before it; nor is padding a target. With `lengths` of a packed row's samples, positions are not read, so
+    labels may be on the host while positions are on the device.
     """
     if position_ids is not None and lengths is not None:
         firsts = [first for first in (0, *accumulate(lengths)) if first < labels.shape[1]]
@@ -37,17 +37,14 @@ def shift_labels(
 
 
 def positions_with_targets(targets: Tensor) -> Tensor:
-    """Places in `targets` [positions], ascending, that have a target: int64."""
+    """Return the indices in `targets` [positions] that have a target, ascending: int64."""
     return (targets != IGNORED).nonzero().squeeze(-1)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in fp32: [positions], 0 without a target. logits: [positions, vocabulary]; targets: [positions],
-    shifted.
-
-    Keeps nothing but the logits for its backward, and works in 4 bytes a logit besides (8 in fp32), where torch's keeps
-    4 more and works in 8.
-    """
+    """Compute the cross entropy in fp32: [positions], 0 without a target. logits: [positions, vocabulary]; targets:
+    [positions], shifted. Saves only the logits for backward and uses 4 more bytes per logit as workspace (8 in fp32);
+    torch's version saves 4 more and uses 8."""
     return _CrossEntropy.apply(logits, targets)
 
 
@@ -81,10 +78,8 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def divide_loss(total: Tensor, targets: Tensor, denominator: float | Tensor | None) -> Tensor:
-    """`total` over `denominator` (default: the number of targets). Without a target the loss is 0.
-
-    Where nothing before it trains (text only, language model frozen), it can be differentiated all the same.
-    """
+    """Divide `total` by `denominator` (default: the number of targets). Without a target the loss is 0. If no layer
+    before it trains (text only, frozen language model), the result still supports backward."""
     if denominator is None:
         denominator = torch.clamp((targets != IGNORED).sum(), min=1)
     loss = total / denominator

@@ -1,4 +1,4 @@
-"""Random weights for layers on the meta device, fixed by seed and layer alone, whoever holds the other layers."""
+"""Random initialisation of meta-device layers, determined by seed and layer alone, whoever holds the other layers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from dilatant.models.core.unit import Unit
 
 @torch.no_grad()
 def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Collection[str] = ()) -> None:
-    """Give layers `first <= layer < end` of `unit` CPU memory and their family's own random weights, once.
+    """Allocate layers `first <= layer < end` of `unit` in CPU memory and initialise them as their family does, once.
 
-    A model or projector that is real already keeps what it has; other layers stay on the meta device. Every layer
-    draws from a generator fixed by `seed` and its logical name, and torch's global generator is left as it was;
-    with seed None the global generator draws. given: logical names of weights that the caller sets afterwards, so that
-    nothing need be drawn for them. Cut stages afterwards, for parameters become new objects. Raises UserError.
+    A model or projector that has memory already keeps its values; other layers stay on the meta device. Every layer
+    draws from a generator seeded by `seed` and its logical name, and torch's global generator is restored; with seed
+    None the global generator draws. given: logical names of weights that the caller sets afterwards, so they are not
+    drawn. Cut stages afterwards, because parameters become new objects. Raises UserError.
     """
-    model = cast(PreTrainedModel, unit.model)  # or a module of the user's, of which nothing is asked below
+    model = cast(PreTrainedModel, unit.model)  # or a user's own module
     held = set(unit.layers[first:end])
     named = {weight.name: weight for weight in unit.weights}
-    # A tied weight is drawn where it has its name, and nothing else of that layer.
+    # A tied weight is drawn with the layer that names it; nothing else of that layer is.
     tied = [named[weight.tied_to] for weight in unit.weights if weight.tied_to and weight.layer in held]
     tied_paths = tuple(f"{weight.part}.{weight.key}" for weight in tied)
     pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
@@ -43,7 +43,7 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
         if _is_meta(piece) and (layer in held or any(place.startswith(f"{path}.") for place in tied_paths))
     ]
     own = _of_own_making(unit, held, pieces)
-    if own:  # it draws all that is in it, and what is computed once
+    if own:  # the model draws all its weights and computed buffers itself
         fresh = [entry for entry in fresh if entry[1].partition(".")[0] != "model"]
     here = {
         id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
@@ -55,8 +55,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
         with seeded(seed, f"{unit.unit}.generator/model"):
             cast(Any, model).draw_weights(own)
     if any(_family_of(unit, path) is model for _, path, _ in fresh):
-        # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
-        # in them begins (Whisper's encoder sets its positions), so they come last.
+        # Containers and modules of every stage, such as rotary embeddings. They come last, because a container may
+        # overwrite values inside it (Whisper's encoder sets its positions).
         shared = [module for module in model.modules() if id(module) not in inside]
         for module in shared:
             module.to_empty(device="cpu", recurse=False)
@@ -67,7 +67,7 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     skipping = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
     skipped = {id(held_here[key]): held_here[key] for key in skipping}.values()  # a tied weight once
     with kept(skipped):
-        drawn = here  # a tied weight may have come with another layer, in an earlier call
+        drawn = here  # a tied weight may have been drawn with another layer in an earlier call
         for layer, path, piece in fresh:
             with seeded(seed, f"{layer}/{path}"):
                 family = _family_of(unit, path)
@@ -84,8 +84,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
 
 
 def allocate(units: Mapping[str, Unit], seed: int = 0) -> dict[str, Tensor]:
-    """Give every layer of all units memory, for weights that the caller sets: logical name → tensor, tied ones once.
-    What stages hold in four bits is drawn."""
+    """Allocate every layer of all units for weights that the caller sets: logical name → tensor, tied ones once.
+    Four-bit weights are drawn at random instead."""
     tensors: dict[str, Tensor] = {}
     for unit in units.values():
         forget(unit)
@@ -96,20 +96,20 @@ def allocate(units: Mapping[str, Unit], seed: int = 0) -> dict[str, Tensor]:
 
 @contextmanager
 def seeded(seed: int | None, name: str) -> Iterator[None]:
-    """Inside, torch's global generator draws what belongs to (seed, name); afterwards it is as it was before."""
+    """Seed torch's global generator by (seed, name) inside the context, and restore it afterwards."""
     if seed is None:
         yield
         return
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        # Of the CPU alone: `torch.manual_seed` takes milliseconds to note down who seeds devices that are not used.
+        # The CPU generator alone: `torch.manual_seed` takes milliseconds to record the seed for unused devices.
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         yield
 
 
 def give_memory(module: nn.Module, names: Collection[str] | None = None) -> bool:
-    """Memory for what a module itself has on the meta device, or for these of it; whether there was any. A tied
-    weight of another layer that has some keeps it."""
+    """Allocate a module's own meta-device tensors (or those in `names`) on the CPU; return True if there were any. A
+    tied weight that has memory through another layer keeps it."""
     lacking = False
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.is_meta and (names is None or name in names):
@@ -126,7 +126,7 @@ def give_memory(module: nn.Module, names: Collection[str] | None = None) -> bool
 def _of_own_making(
     unit: Unit, held: Collection[str], pieces: Iterable[tuple[str, str, nn.Module]]
 ) -> set[str]:
-    """What of a module that draws its weights itself, parts of it by name, is held and on the meta device."""
+    """Return the names of held meta-device tensors of a model that draws its weights itself (`draw_weights`)."""
     if not hasattr(unit.model, "draw_weights"):
         return set()
     named = (*unit.model.named_parameters(), *unit.model.named_buffers())
@@ -140,14 +140,14 @@ def _of_own_making(
 
 
 def _give_memory(piece: nn.Module, what: str, names: Collection[str] | None = None) -> None:
-    """Memory for what is on the meta device, or for these parts of it; a tied weight of another layer that has some
-    keeps it. Raises UserError where the machine has no more."""
+    """Allocate all meta-device tensors of `piece` (or those in `names`); a tied weight that has memory through another
+    layer keeps it. Raises UserError if the machine is out of memory."""
     try:
         for path, module in piece.named_modules():
             before = f"{path}." if path else ""
             own = None if names is None else [n[len(before) :] for n in names if n.startswith(before)]
             give_memory(module, own)
-    except RuntimeError as error:  # torch has no other one for memory of the host
+    except RuntimeError as error:  # torch has no other exception for host memory
         if "allocate memory" not in str(error):
             raise
         size = sum(tensor.nbytes for tensor in piece.parameters() if tensor.is_meta)
@@ -158,8 +158,8 @@ def _give_memory(piece: nn.Module, what: str, names: Collection[str] | None = No
 
 
 def models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
-    """Identity of each module → the innermost model that it is in, which knows how it begins: a whole model knows
-    nothing of what is in its text model."""
+    """Map the id of each module to the innermost PreTrainedModel around it, whose `_init_weights` initialises it: an
+    outer model does not initialise what is in its text model."""
     owners: dict[int, PreTrainedModel] = defaultdict(lambda: model)
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
@@ -168,12 +168,12 @@ def models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
 
 
 def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[int]) -> None:
-    """Initialise what is in `module`, then itself, as transformers does; a tied weight is drawn once."""
+    """Initialise the children of `module`, then itself, as transformers does; a tied weight is drawn once."""
     for name, child in module.named_children():
         if not name.startswith("lora_"):  # see `reset_adapters`
             _draw(models, child, drawn)
     own = list(module.parameters(recurse=False))
-    again = [parameter for parameter in own if id(parameter) in drawn]  # of a tied head with a bias, say
+    again = [parameter for parameter in own if id(parameter) in drawn]  # e.g. of a tied head with a bias
     if not own or len(again) < len(own):
         with kept(again):
             models[id(module)]._init_weights(module)
@@ -182,7 +182,7 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
 
 @contextmanager
 def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, transformers draws nothing for these."""
+    """Within the context, transformers does not initialise these parameters."""
     marked = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
     for parameter in marked:
         vars(parameter)["_is_hf_initialized"] = True
@@ -194,14 +194,14 @@ def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:
-    """The model that knows how to draw the weights of a module; None where torch's own way is wanted."""
+    """Return the model that initialises the weights of a module; None for torch's own initialisation."""
     part, *_ = path.split(".")
     holder = unit.model if part == "model" else getattr(getattr(unit, part), "drawn_by", None)
     return holder if isinstance(holder, PreTrainedModel) else None
 
 
 def _reset(piece: nn.Module, layer: str) -> None:
-    """torch's own initialisation, for what belongs to no family. Raises UserError where a module has none."""
+    """Apply torch's own initialisation to modules outside any family. Raises UserError if a module has none."""
     for name, module in piece.named_modules():
         if hasattr(module, "reset_parameters"):
             cast(Any, module).reset_parameters()

@@ -1,4 +1,4 @@
-"""Linear layers with a part of their weight, plain or in four bits, at whose ends tensor-parallel ranks meet."""
+"""Tensor-parallel linear layers, plain or four-bit: each holds a shard of the weight and communicates at its ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dilatant.models.core.sequence_parallel import Product
 
 
 class _Parallel:
-    """Mixed into the class of a linear layer.
+    """Mixin for the class of a linear layer.
 
-    enter: takes its inputs in. leave(inputs, product): takes its products out, before the bias is added. made: inputs
-    that it will be given next, and what it makes of them, where that has been computed by now.
+    enter: applied to the input (e.g. an all-gather). leave(input, product): computes and reduces the output before the
+    bias is added. made: the next input and the output that was already computed from it, if any.
     """
 
     enter: Callable[[Tensor], Tensor] | None = None
@@ -36,19 +36,19 @@ class _Parallel:
         return output if bias is None else output + bias
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Of inputs and weight, plus the bias if it is given."""
+        """Multiply the input by the weight, and add the bias if there is one."""
         raise NotImplementedError
 
 
 class ParallelLinear(_Parallel, nn.Linear):
-    """One with a plain weight."""
+    """A tensor-parallel linear layer with a plain weight."""
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(input, self.weight, bias)
 
 
 class ParallelFourBit(_Parallel, FourBitLinear):
-    """One in four bits, in the place of `linear`."""
+    """A tensor-parallel linear layer with a four-bit weight, in the place of `linear`."""
 
     def __init__(self, linear: ParallelLinear, weight: Tensor) -> None:
         super().__init__(linear, weight)

@@ -1,7 +1,7 @@
-"""Run a stage as the family's own forward that is entered at the stage's first block and left behind its last one.
+"""Running a stage: the family's own forward, entered at the stage's first block and left after its last one.
 
-What a family does to embeddings before its first block (a scale, a norm, positions that are added) happens in the first
-stage alone, and what it does behind its last block in the last stage alone, although every stage runs the same forward.
+The family's work on embeddings before its first block (a scale, a norm, added positions) takes effect in the first
+stage alone, and its work after the last block in the last stage alone, although every stage runs the same forward.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dilatant.models.core.slicing import StandIn
 
 
 class PassingBlock(StandIn):
-    """Stand in for the blocks of a stage that has none: hidden states leave as they came.
+    """Identity block for a stage that has no blocks.
 
-    Families disagree on whether a block returns hidden states or a tuple that begins with them, so one row is returned,
-    [1, tokens, hidden]: its first entry is the same tokens.
+    Families disagree on whether a block returns hidden states or a tuple that begins with them, so the block returns
+    [1, tokens, hidden], whose first entry is the same tokens.
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -35,18 +35,18 @@ def run_between(
     passing: nn.Module | None,
     behind: nn.Module | None = None,
 ) -> tuple[Any, Tensor]:
-    """Return the decoder's output and the hidden states that leave the stage, shaped as `inputs_embeds` are.
+    """Return the decoder's output and the hidden states that leave the stage, in the shape of `inputs_embeds`.
 
-    enters: the first of `blocks` that runs is given `inputs_embeds` of `keywords`, whatever the decoder makes of them.
-    leaves: what the last block returns is the result, whatever the decoder makes of it; with `behind`, what that module
-    is given. passing: the block of a stage without blocks.
+    enters: the first of `blocks` receives `inputs_embeds` from `keywords` unchanged, whatever the decoder does to them.
+    leaves: the result is the last block's output or, with `behind`, the input of that module. passing: the identity
+    block of a stage without blocks.
     """
     arrived = keywords["inputs_embeds"]
     waiting = [arrived] if enters else []
     left: list[Tensor] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not waiting:  # a block before took it; families may skip blocks
+        if not waiting:  # an earlier block took it; families may skip blocks
             return None
         waiting.clear()
         if args:
@@ -62,7 +62,7 @@ def run_between(
         blocks.append(cast(nn.Module, passing))
     try:
         if enters:
-            # The decoder works on zeros, which have no graph: no gradient goes around the first block.
+            # The decoder works on zeros without a graph: no gradient bypasses the first block.
             keywords = {**keywords, "inputs_embeds": torch.zeros_like(arrived)}
             for block in blocks:
                 handles.append(block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))

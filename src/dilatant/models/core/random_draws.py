@@ -1,4 +1,4 @@
-"""Random numbers with keys: what is drawn for a sample depends on its key alone, not on what it is computed beside."""
+"""Keyed random numbers: the numbers of a sample depend on its key alone, not on the microbatch that it is part of."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from dilatant.data.sample import EncodedSample
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the samples of a microbatch lie in the tensors of a stage.
-
-    lengths: of each sample, its tokens where `packed`: in a row [1, tokens, ...]; else its items: in [items, ...].
-    """
+    """The layout of a microbatch's samples in the tensors of a stage. lengths: for each sample, its tokens in a row [1,
+    tokens, ...] if `packed`, else its items in [items, ...]."""
 
     packed: bool
     lengths: tuple[int, ...]
 
 
 class DoesNotFit(Exception):
-    """A tensor whose shape does not say which part of it belongs to which sample."""
+    """The shape of a tensor does not show which part of it belongs to which sample."""
 
 
 class Shards(Protocol):
-    """Which part of a microbatch's hidden states one of several ranks has, see `token_shards.TokenShards`."""
+    """The slice of hidden states that one tensor-parallel rank holds (see `sequence_parallel.TokenShards`)."""
 
     def is_share(self, shape: tuple[int, ...]) -> bool: ...
 
@@ -43,10 +41,10 @@ class Shards(Protocol):
 
 
 class KeyedDraws:
-    """Uniform numbers for tensors of one microbatch.
+    """Uniform random numbers for the tensors of one microbatch.
 
-    seed: of the run. keys: of the samples, all different. An item of a sample has a key of its own. own: the tokens or
-    items that the tensors have, if not all. shards: says which tensors have a part of the rows of these.
+    seed: of the run. keys: of the samples, all different; each item of a sample gets its own key. own: the tokens or
+    items in the tensors; None for all. shards: recognises tensors that hold a slice of those.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class KeyedDraws:
             if own is not None:
                 self.segments = tuple(self.segments[item] for item in own)
         self.total = sum(length for _, length in self.segments)
-        # Who has no token of a row computes one that nobody sees.
+        # A rank without tokens of the row computes one dummy token.
         self._own = (
             torch.from_numpy(own if own.size else np.zeros(1, np.int64))
             if spread.packed and own is not None
@@ -79,10 +77,8 @@ class KeyedDraws:
     def uniform(
         self, place: str, shape: Sequence[int], device: torch.device
     ) -> tuple[Tensor, tuple[int, ...]]:
-        """Numbers in [0, 1), float32 of `shape`, and the shape of what one token or item has of them.
-
-        place: where in the model and the how manieth there. Raises DoesNotFit.
-        """
+        """Return float32 numbers in [0, 1) of `shape`, and the shape of one token's or item's numbers. place: the place
+        in the model and the call count there. Raises DoesNotFit."""
         if self._shards is not None and self._shards.is_share(tuple(shape)):
             numbers, each = self._uniform(place, self._shards.whole(tuple(shape)), device)
             return self._shards.own(numbers), each
@@ -113,13 +109,13 @@ class KeyedDraws:
         return numbers.view(*shape), each
 
     def of_segment(self, index: int, place: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """The numbers of one sample or item, float32 of `shape`."""
+        """Return the numbers of one sample or item, float32 of `shape`."""
         numbers = torch.empty(*shape, device=device)
         self._fill(numbers, self.segments[index][0], place)
         return numbers
 
     def _weights(self, place: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """For attention weights [1, ..., tokens, tokens]; 0 from one sample to another."""
+        """Return numbers for attention weights [1, ..., tokens, tokens]; 0 between different samples."""
         numbers = torch.zeros(*shape, device=device)
         start = 0
         for index, (_, length) in enumerate(self.segments):
@@ -130,20 +126,21 @@ class KeyedDraws:
         return numbers
 
     def _fill(self, numbers: Tensor, key: str, place: str) -> None:
-        # A generator for each, as the stream of one must not depend on what others took before.
+        # One generator per segment, so that the numbers of one do not depend on how many the others drew.
         generator = torch.Generator(numbers.device)
         generator.manual_seed(seed_of(self._seed, key, place))
         numbers.uniform_(generator=generator)
 
 
 def seed_of(seed: int, key: str, place: str) -> int:
-    """64 bits for torch's generators: its Philox on CUDA uses all of them, its Mersenne Twister on CPU the lower 32."""
+    """Return a 64-bit seed for torch's generators: CUDA's Philox uses all bits, the CPU's Mersenne Twister the lower
+    32."""
     return int.from_bytes(blake2b(f"{seed}/{key}/{place}".encode(), digest_size=8).digest(), "little")
 
 
 def draws_of(samples: Sequence[EncodedSample], step: int) -> tuple[str, ...]:
-    """What keys the random numbers of the samples of a global batch: their draws or, where none has any, the step and
-    their places in it. Raises UserError for two samples with one draw."""
+    """Return the random-number keys of a global batch's samples: their draw numbers or, if no sample has one, the step
+    and the sample's position in it. Raises UserError if two samples have the same draw."""
     if not any(sample.draw for sample in samples):
         return tuple(f"step {step} place {place}" for place in range(len(samples)))
     draws = [sample.draw for sample in samples]

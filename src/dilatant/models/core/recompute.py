@@ -1,7 +1,7 @@
-"""Recomputation: modules that keep only their inputs, and perhaps their attention, and run again in the backward pass.
+"""Activation recomputation: modules that save only their inputs, and optionally attention, and run again in backward.
 
-The wrap is our own and not the flag of transformers, which works in training mode only and so would switch dropout on
-in frozen blocks, and which not every family has.
+transformers' own flag is not used: it works only in training mode, which would enable dropout in frozen blocks, and not
+every family has it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from dilatant.attention.recompute_cache import keep_attention
 from dilatant.config.recompute import Recompute
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes what goes around a forward that runs now, and around the same again in its backward."""
+"""Makes the contexts around a forward that runs now and around its recomputation in backward."""
 
 _ADDED = "recompute_contexts"
 _CONTEXTS: dict[str, Contexts] = {"block": noop_context_fn, "block_keep_attention": keep_attention}
 
 
 class Recomputed:
-    """Mixed into the class of a module: `forward` runs under torch's checkpoint where there will be a backward.
-
-    Around both computations go the contexts of `add_contexts`.
-    """
+    """Mixin for the class of a module: `forward` runs under torch's checkpoint if there will be a backward. The
+    contexts of `add_contexts` surround both computations."""
 
     how: ClassVar[Recompute]
 
@@ -37,8 +35,8 @@ class Recomputed:
         run = cast(Any, super()).forward
         if not (torch.is_grad_enabled() and _records(cast(nn.Module, self), args, kwargs)):
             return run(*args, **kwargs)
-        # Random numbers are drawn alike the second time: by key within a step, elsewhere from torch's generators, which
-        # it keeps the state of by default.
+        # Random numbers repeat in the recomputation: within a step by key, elsewhere because checkpoint restores
+        # torch's generators by default.
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -49,7 +47,7 @@ class Recomputed:
 
 @contextmanager
 def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    """The contexts, entered in their order."""
+    """Enter the contexts in order."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -57,7 +55,7 @@ def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def add_contexts(module: nn.Module, contexts: Contexts) -> None:
-    """Let `contexts` be around the computations of a module, if it is ever recomputed, within those added before."""
+    """Add `contexts` around the computations of a module under recomputation, inside those that were added before."""
     module.__dict__[_ADDED] = (*module.__dict__.get(_ADDED, ()), contexts)
 
 
@@ -69,10 +67,10 @@ def remove_contexts(module: nn.Module, contexts: Contexts) -> None:
 
 
 def recompute(module: nn.Module, how: Recompute) -> None:
-    """Let `module` recompute its activations in the backward pass as `train.recompute` says, or with "none" keep them.
+    """Make `module` recompute its activations in backward as `train.recompute` says, or keep them ("none").
 
-    The module becomes an instance of a class derived from its own, as in FSDP2: names, keys, hooks and `isinstance`
-    stay as they are, and slices that share the module share this too.
+    The module's class becomes a subclass of its own class, as in FSDP2: names, keys, hooks and `isinstance` stay as
+    they are, and slices that share the module share the change.
     """
     own = type(module).__mro__[2] if isinstance(module, Recomputed) else type(module)
     module.__class__ = own if how == "none" else _recomputed(cast(Any, own), how)
@@ -85,7 +83,7 @@ def _recomputed(own: Any, how: Recompute) -> type[nn.Module]:
 
 
 def _records(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a forward of `module` keeps anything for a backward."""
+    """Return True if a forward of `module` saves anything for a backward."""
     given = (*args, *kwargs.values())
     return any(isinstance(value, Tensor) and value.requires_grad for value in given) or any(
         parameter.requires_grad for parameter in module.parameters()

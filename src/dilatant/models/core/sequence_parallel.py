@@ -1,16 +1,16 @@
-"""Sequence parallelism: between the regions of a stage's blocks (see `tensor_plan`) each tensor-parallel rank has its
-part of the tokens only.
+"""Sequence parallelism: outside attention and feed-forward, each tensor-parallel rank holds a slice of the tokens.
 
-Norms, residuals and dropout between regions are divided like the rest, and so is what they keep for the backward. A
-region is entered by an all-gather and left by a reduce-scatter, which together move what an all-reduce does
-(Korthikanti et al. 2022, section 4.2.2). Each of these is the other's backward.
+Norms, residuals and dropout between the tensor-parallel regions (see `tensor_plan`) run on the slice, and their
+activations are saved for the slice only. A region begins with an all-gather and ends with a reduce-scatter, which
+together move as many bytes as an all-reduce (Korthikanti et al. 2022, section 4.2.2). Each is the other's backward.
 
-Of many rows both move in pieces, each of some rows of every rank: while one travels, the products of those that are
-there are computed, and products leave while the next are computed (StepCCL, DistTrain section 7).
+Large inputs are moved in chunks of rows, so that communication of one chunk overlaps with the matrix product of
+another: products of gathered chunks run while later chunks arrive, and results are reduced while later products are
+computed (StepCCL, DistTrain section 7).
 
-The hidden states of a microbatch, [items, tokens, width], or [tokens, width] of towers that pack, are taken as rows.
-All ranks have equally many of them, one behind the other, the last ranks perhaps some of zeros, which no region sees
-and which get no gradient.
+The hidden states of a microbatch, [items, tokens, width] or [tokens, width] for packing encoders, are flattened to
+rows. Every rank has equally many contiguous rows; the last ranks pad with zero rows that no region sees and that get no
+gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from dilatant.attention.recompute_cache import exchange_kept
 
 
 class Ranks(Protocol):
-    """Ranks that share a stage's layers, as a `comm.tensor_group.TensorGroup`. index: this rank's place among them."""
+    """The tensor-parallel ranks of a stage, as in `comm.tensor_group.TensorGroup`. index: this rank's place in the
+    group."""
 
     size: int
     index: int
@@ -45,17 +46,15 @@ class Ranks(Protocol):
 
 
 PIECES = 4
-"""Rows travel in at most so many pieces: with four, three quarters of the communication can hide."""
+"""Maximum number of chunks: with four, three quarters of the communication can be hidden."""
 
 Product = Callable[[Tensor], Tensor]
-"""Of rows [..., width] with a weight."""
+"""The product of rows [..., width] with a weight."""
 
 
 class TokenShards:
-    """Of one stage; it knows the shape of the microbatch that the stage runs now.
-
-    rows_of_piece: a piece has at least so many rows of each rank; None where nothing travels in pieces.
-    """
+    """Sequence parallelism of one stage, with the shape of the microbatch that it runs now. rows_of_piece: minimum
+    number of rows of each rank in a chunk; None disables chunking."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -63,30 +62,32 @@ class TokenShards:
         self._shape: tuple[int, ...] | None = None
 
     def split(self, hidden: Tensor) -> Tensor:
-        """This rank's rows, [1, rows, width], of hidden states that all ranks have, [items, tokens, width]; or
-        [rows, width] of [tokens, width]."""
+        """Slice replicated hidden states: [items, tokens, width] to [1, rows, width], or [tokens, width] to [rows,
+        width]."""
         self._shape = tuple(hidden.shape[:-1])
         return _Split.apply(hidden, self.ranks)
 
     def split_beside(self, beside: Tensor) -> Tensor:
-        """This rank's rows of what blocks take beside hidden states, [items, tokens, ...], before `split` of these."""
+        """Slice a further block input, [items, tokens, ...], to this rank's rows; call before `split` of the hidden
+        states."""
         return _Split.apply(beside.flatten(2), self.ranks).unflatten(-1, beside.shape[2:])
 
     def join(self, own: Tensor) -> Tensor:
-        """All hidden states of which each rank has its `own` rows, for what all ranks compute alike."""
+        """All-gather the hidden states for replicated computation: each rank passes its `own` rows."""
         shape, self._shape = self._whole(), None
         return _Join.apply(own, self.ranks, shape)
 
     def join_beside(self, own: Tensor, shape: Sequence[int]) -> Tensor:
-        """What a block made beside the hidden states that were joined, whose shape was [*shape, width]."""
+        """All-gather a further output of the blocks after `join` of the hidden states, whose shape was [*shape,
+        width]."""
         return _Join.apply(own, self.ranks, tuple(shape))
 
     def gather(self, own: Tensor) -> Tensor:
-        """As `join`, for a region of which each rank computes a share: gradients of all ranks are summed."""
+        """All-gather like `join`, but for a tensor-parallel region: the backward sums the gradients of all ranks."""
         return _Gather.apply(own, self.ranks, self._whole())
 
     def gather_products(self, own: Tensor, products: Sequence[Product]) -> tuple[Tensor, list[Tensor]]:
-        """`gather`, and products of what it returns; none where they need not be computed now, to hide what travels."""
+        """Return `gather(own)` and its products with weights, overlapped in chunks; no products without chunks."""
         pieces = self._pieces(own.shape[-2])
         if len(pieces) == 1:
             return self.gather(own), []
@@ -99,7 +100,7 @@ class TokenShards:
         return hidden, outputs
 
     def sum_products(self, input: Tensor, product: Product) -> Tensor:
-        """This rank's rows of the sum of all ranks' `product(input)`. input: [..., tokens, width]."""
+        """Return this rank's rows of `product(input)` summed over all ranks. input: [..., tokens, width]."""
         size = self.ranks.size
         pieces = self._pieces(_rows_of_each(input.shape[:-1], size))
 
@@ -117,27 +118,28 @@ class TokenShards:
         return _shaped(exchange_kept(exchange, input), input.ndim)
 
     def sum_parts(self, part: Tensor) -> Tensor:
-        """This rank's rows of the sum of all ranks' `part`, [items, tokens, width]."""
+        """Return this rank's rows of the sum over all ranks of `part`, [items, tokens, width]."""
         return self.sum_products(part, lambda rows: rows)
 
     def is_share(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape, in a block, is of this rank's rows."""
+        """Return True if a tensor of this shape, inside a block, holds only this rank's rows."""
         if self._shape is None or len(shape) <= len(self._shape):
             return False
         rows = _rows_of_each(self._shape, self.ranks.size)
         return tuple(shape[: len(self._shape)]) == (*(1,) * (len(self._shape) - 1), rows)
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of all hidden states of which this rank's rows have `shape`."""
+        """Return the shape over all ranks of a tensor whose rows on this rank have `shape`."""
         return (*self._whole(), *shape[len(self._whole()) :])
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor of all, [items, tokens, ...]."""
+        """Return this rank's rows of a replicated tensor [items, tokens, ...]."""
         lead = len(self._whole())
         return _own_rows(whole.flatten(0, lead - 1), self.ranks)[(None,) * (lead - 1)]
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For the forward of a block that runs now, and for the same again in its backward: see `recompute`."""
+        """Return the contexts for a block's forward that runs now and for its recomputation in backward (see
+        `recompute`)."""
         return nullcontext(), self._again(self._shape)
 
     @contextmanager
@@ -149,7 +151,7 @@ class TokenShards:
             self._shape = before
 
     def _pieces(self, rows: int) -> list[tuple[int, int]]:
-        """Borders of the pieces of each rank's rows."""
+        """Return the borders of the chunks within each rank's rows."""
         count = 1 if self.rows_of_piece is None else max(1, min(PIECES, rows // self.rows_of_piece))
         return [(rows * n // count, rows * (n + 1) // count) for n in range(count)]
 
@@ -163,12 +165,12 @@ def _rows_of_each(shape: Sequence[int], size: int) -> int:
 
 
 def _rows(hidden: Tensor) -> Tensor:
-    """[rows, width] of [..., rows, width]."""
+    """Flatten [..., rows, width] to [rows, width]."""
     return hidden.flatten(0, -2)
 
 
 def _shaped(rows: Tensor, dimensions: int) -> Tensor:
-    """[rows, width], or [1, rows, width] where hidden states have three dimensions."""
+    """Return [rows, width], or [1, rows, width] if hidden states have three dimensions."""
     return rows[(None,) * (dimensions - 2)]
 
 
@@ -176,19 +178,19 @@ def _own_rows(rows: Tensor, ranks: Ranks) -> Tensor:
     each = -(-len(rows) // ranks.size)
     own = rows[each * ranks.index : each * (ranks.index + 1)]
     missing = each - len(own)
-    # A copy in any case: what is kept of it must not keep the whole.
+    # Always a copy: a view saved for backward would keep the whole tensor alive.
     return functional.pad(own, (0, 0) * (own.ndim - 1) + (0, missing)) if missing else own.clone()
 
 
 def _all_rows(own: Tensor, ranks: Ranks, shape: tuple[int, ...], what: str) -> Tensor:
-    """[*shape, width] from everybody's rows, [rows, width]."""
+    """All-gather every rank's rows [rows, width] to [*shape, width]."""
     everybody, work = ranks.all_gather(own, what)
     work.wait()
     return _flat(everybody, shape)
 
 
 def _flat(everybody: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[*shape, width] from the rows of ranks, [ranks, rows, width]."""
+    """Reshape the gathered rows [ranks, rows, width] to [*shape, width]."""
     return everybody.flatten(0, 1)[: prod(shape)].unflatten(0, shape)
 
 
@@ -198,7 +200,7 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 
 
 def _sum_of_own_rows(part: Tensor, ranks: Ranks, what: str) -> Tensor:
-    """[rows, width] of the sum of everybody's [..., width]."""
+    """Reduce-scatter [..., width]: return this rank's rows [rows, width] of the sum."""
     rows = _padded(_rows(part), ranks.size)
     own, work = ranks.reduce_scatter(rows.unflatten(0, (ranks.size, -1)), what)
     work.wait()
@@ -251,8 +253,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Travel:
-    """Pieces under way, of one crossing between what ranks share and what each has. made: this rank's rows, where
-    they are known already and nothing is sent."""
+    """The chunks in flight of one all-gather or reduce-scatter. made: this rank's result, if it is known from the first
+    forward and nothing is sent (recomputation)."""
 
     def __init__(self, ranks: Ranks, pieces: Sequence[tuple[int, int]], made: Tensor | None = None) -> None:
         self.ranks = ranks
@@ -264,35 +266,35 @@ class _Travel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Recomputation may end before all pieces were taken, and what still arrives needs its memory.
+        # Recomputation may stop early, and chunks that still arrive need their memory.
         for number in [*self.arriving]:
             self.take(number)
 
     def gather(self, own: Tensor, what: str, last_first: bool = False) -> None:
-        """Start all pieces of rows [rows, width]. last_first: as backwards take them."""
+        """Start the all-gather of every chunk of rows [rows, width]. last_first: in the order of backward."""
         for number in sorted(range(len(self.pieces)), reverse=last_first):
             first, end = self.pieces[number]
             self.arriving[number] = self.ranks.all_gather(own[first:end], what)
 
     def scatter(self, number: int, parts: Tensor, what: str) -> Tensor:
-        """Start the sum of a piece; what is returned is there after `wait`."""
+        """Start the reduce-scatter of a chunk; the returned tensor is valid after `wait`."""
         own, work = self.ranks.reduce_scatter(parts, what)
         self.arriving[number] = own, work
         return own
 
     def take(self, number: int) -> Tensor:
-        """A piece, when it is there."""
+        """Wait for a chunk and return it."""
         tensor, work = self.arriving.pop(number)
         work.wait()
         return tensor
 
     def take_all(self) -> Tensor:
-        """All pieces, one behind the other."""
+        """Wait for all chunks and return them concatenated."""
         return torch.cat([self.take(number) for number in range(len(self.pieces))])
 
 
 class _Depart(torch.autograd.Function):
-    """This rank's pieces, of which those of all ranks are on their way from now on."""
+    """Start the all-gather of all chunks; return this rank's chunks. Backward collects the reduced gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, travel: _Travel) -> tuple[Tensor, ...]:
@@ -306,7 +308,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Await(torch.autograd.Function):
-    """A piece of all ranks' rows. Its gradient leaves for the ranks, and is there where `_Depart` asks for it."""
+    """Wait for a gathered chunk. Backward starts the reduce-scatter of its gradient, which `_Depart` collects."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, travel: _Travel, number: int) -> Tensor:
@@ -319,7 +321,8 @@ class _Await(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """A piece of products on its way to the ranks; it is there where `_Arrive` asks for it."""
+    """Start the reduce-scatter of a chunk of products, for `_Arrive`. Backward waits for the chunk's gathered
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, travel: _Travel, number: int) -> Tensor:
@@ -335,7 +338,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """This rank's rows from its pieces, whose gradients leave for all ranks in the backward."""
+    """Collect this rank's rows from all chunks. Backward starts the all-gather of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, travel: _Travel, *parts: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""A transformers model with fewer blocks: the same forward, the same weights.
+"""Slicing: a transformers model with fewer blocks, the same forward and the same weights.
 
-The slice shares every parameter with the model it is taken from. Only the modules on the way to the blocks are
-copied (as shells), so that they can hold a shorter list, and stand-ins where other stages do the work.
+The slice shares every parameter with the original model. Only the modules on the path to the blocks are copied (as
+shells), so that they can hold a shorter list, and placeholders stand where other stages do the work.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dilatant.models.core.structure import DEPTH_KEYS, PER_LAYER_KEYS, Structure
 
 
 class StandIn(nn.Module):
-    """Stands for a module whose work another stage does, and answers for its attributes (a dtype, a patch size).
+    """Placeholder for a module that runs on another stage; it forwards attribute access (a dtype, a patch size).
 
-    A table of embeddings is added to its input by whoever calls it, so its stand-in returns 0; any other module's
-    returns its first argument, whatever else it is given.
+    The caller adds an embedding table's output to its input, so the placeholder of an embedding returns 0; every other
+    placeholder returns its first argument.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -46,11 +46,11 @@ def slice_model(
     keep_after: bool,
     passes: bool = False,
 ) -> PreTrainedModel:
-    """A module of the same class with blocks `first <= block < end`, sharing weights with `model`.
+    """Return a module of the same class with blocks `first <= block < end`, sharing weights with `model`.
 
-    Without `keep_before` (`keep_after`) the modules before (after) the blocks are stand-ins. passes: a slice without
-    blocks has the config of one block, as it is run with one that changes nothing (see `passage.PassingBlock`).
-    Choose the attention implementation before slicing: the slice has its own config, the blocks keep theirs.
+    Without `keep_before` (`keep_after`) the modules before (after) the blocks are placeholders. passes: a slice without
+    blocks has the config of one block, because it runs with an identity block (see `passage.PassingBlock`). Choose the
+    attention implementation before slicing: the slice has its own config, the blocks keep theirs.
     """
     configs: dict[int, Any] = {}
     shown = (min(first, structure.num_blocks - 1), max(end, 1)) if passes and first == end else (first, end)
@@ -69,7 +69,7 @@ def slice_model(
                 parent, _, child_name = path.rpartition(".")
                 root.get_submodule(parent)._modules[child_name] = StandIn(model.get_submodule(path))
     if not keep_before:
-        # Weights that sit on a container itself (class tokens, position tables) belong to the embedding.
+        # Weights of a container itself (class tokens, position tables) belong to the embedding.
         for path in structure.containers:
             container = root.get_submodule(path)
             container._parameters = {}
@@ -79,12 +79,12 @@ def slice_model(
 def _shell(
     module: nn.Module, structure: Structure, configs: dict[int, Any], first: int, end: int
 ) -> nn.Module:
-    """A copy of `module` that shares children with weights, with the config of a model of fewer blocks."""
+    """Copy `module`, sharing its children that have weights, with the config of a model of fewer blocks."""
     shell = copy.copy(module)
     for registry in ("_modules", "_parameters", "_buffers"):
         shell.__dict__[registry] = dict(module.__dict__[registry])
     for name, child in module._modules.items():
-        # Dropout between layers, which trains in one slice and may not in another.
+        # Copy dropout between layers: it may be in training mode in one slice and not in another.
         if child is not None and not (
             any(True for _ in child.parameters()) or any(True for _ in child.buffers())
         ):
@@ -102,7 +102,7 @@ def _shorter_config(config: Any, num_blocks: int, first: int, end: int) -> Any:
     for key in PER_LAYER_KEYS:
         entries = getattr(shorter, key, None)
         own = getattr(type(shorter), key, None)
-        if isinstance(own, property) and own.fset is None:  # it follows the depth
+        if isinstance(own, property) and own.fset is None:  # derived from the depth
             continue
         if entries is not None and len(entries) == num_blocks:
             setattr(shorter, key, list(entries)[first:end])

@@ -1,7 +1,7 @@
-"""Stages: consecutive layers of a unit as one module, and the values that go through them.
+"""Stages: consecutive layers of one unit as a module, and the values that go in and out of a stage.
 
-A unit is the stage that holds all its layers. Whoever runs a stage knows only samples, rows and losses; what a unit
-makes of them is known to the unit.
+A unit is the stage that holds all its layers. The caller of a stage sees only samples, rows and losses; how they are
+computed is known to the unit alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss of a unit. count: what a sample adds to the number that the global batch's sum is divided by (target
-    tokens, pictures). weight: of this loss in the sum of all."""
+    """A loss of a unit. count: a sample's contribution to the number by which the global batch's sum is divided (target
+    tokens, pictures). weight: factor of this loss in the total loss."""
 
     count: Callable[[EncodedSample], float]
     weight: float = 1.0
@@ -41,10 +41,10 @@ class Loss:
 class StepData:
     """The global batch of one step.
 
-    Every rank knows sizes, ids and labels of all samples; media only those that its own stages read. counts: loss →
-    what it is divided by, over the whole batch, at least 1. predicts: nothing is learnt; the language model's
-    last stage says which token it finds likeliest in the place of every target. device: where the stages are. seed:
-    of the run, and draws: of each sample, all different: the keys of what is drawn at random.
+    Every rank has the sizes, ids and labels of all samples, but media only for the samples that its own stages read.
+    counts: loss → its divisor over the whole global batch, at least 1. predicts: no training; the language model's last
+    stage returns the likeliest token for every target. device: where the stages are. seed (of the run) and draws (one
+    per sample, all different): the keys of random numbers.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -64,7 +64,7 @@ class StepData:
         seed: int = 0,
         draws: Sequence[str] = (),
     ) -> StepData:
-        """The batch with what `losses`, by name, count in it."""
+        """Build the batch; `losses`, by name, count their divisors in it."""
         counts = {name: float(sum(loss.count(sample) for sample in samples)) for name, loss in losses.items()}
         return cls(
             tuple(samples),
@@ -78,8 +78,8 @@ class StepData:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """For every target of samples in order: tokens, int64 [targets], the likeliest ones in its place; losses, fp32
-    [targets], cross entropies of the target."""
+    """Greedy predictions for every target of the samples, in order. tokens: int64 [targets], the likeliest tokens.
+    losses: fp32 [targets], cross entropy of each target."""
 
     tokens: Tensor
     losses: Tensor
@@ -87,13 +87,12 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What a stage makes of samples.
+    """The output of a stage for the samples of a microbatch.
 
-    rows: [rows, width] of the samples in order, for every consumer alike or by consumer (the stage's own unit for the
-    next stage); None where there are none. losses: name → these samples' sum over the count of the global batch, a
-    scalar, or parts of it of which each stage has some, [routers]. predicted: of the samples' targets, instead of a
-    loss. sample_losses: name → [samples], what each adds to that sum before it is divided, where that is known; they
-    cannot be differentiated.
+    rows: [rows, width] of the samples in order, the same for every consumer or by consumer (the stage's own unit for
+    the next stage); None if there are none. losses: name → these samples' sum divided by the global batch's count, a
+    scalar, or [routers], the terms of this stage's routers. predicted: predictions instead of a loss. sample_losses:
+    name → [samples], each sample's detached contribution to the undivided sum, where known.
     """
 
     rows: Tensor | Mapping[str, Tensor] | None = None
@@ -102,15 +101,16 @@ class StageOutput:
     sample_losses: Mapping[str, Tensor] = field(default_factory=dict)
 
     def rows_for(self, consumer: str) -> Tensor | None:
-        """The rows that a unit takes from here."""
+        """Return the rows that this stage sends to a unit."""
         return self.rows.get(consumer) if isinstance(self.rows, Mapping) else self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The rows that leave a stage for one consumer, known from sizes and ids alone, hence at both ends.
+    """The shape of the rows that leave a stage for one consumer, derived from sizes and ids alone, so both ends know
+    it.
 
-    width: numbers in a row. dtype: what rows travel as. rows_of: how many rows a sample has here, 0 when it has
+    width: numbers in a row. dtype: of the rows as they are sent. rows_of: number of rows of a sample here, 0 if it has
     nothing for this unit.
     """
 
@@ -121,8 +121,8 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Which of `size` context-parallel ranks of a stage one is: each runs its own tokens or items of every microbatch.
-    ranks: all of them, where they attend together."""
+    """The place of a rank among the `size` context-parallel ranks of a stage; each runs its own tokens or items of
+    every microbatch. ranks: the group, if its ranks attend together."""
 
     index: int = 0
     size: int = 1
@@ -130,15 +130,13 @@ class Context:
 
 
 class Stage(nn.Module, ABC):
-    """Layers of one unit, named in `layers`. Its weights are those of the unit, not copies.
-
-    `weights` lists what is held here, with keys into this stage's own modules.
-    """
+    """Layers of one unit, named in `layers`. The weights are the unit's own tensors, not copies; `weights` lists those
+    held here, with keys into this stage's own modules."""
 
     context = Context()
-    """Which part of every microbatch it runs."""
+    """The part of every microbatch that this rank runs (context parallelism)."""
     shards: TokenShards | None = None
-    """Where ranks share blocks: which part of the tokens this rank has between their regions."""
+    """Under tensor parallelism, the slice of the tokens that this rank holds between attention and feed-forward."""
 
     def __init__(self, unit: str, layers: tuple[str, ...], weights: tuple[Weight, ...]) -> None:
         super().__init__()
@@ -148,13 +146,13 @@ class Stage(nn.Module, ABC):
 
     @property
     def behind_blocks(self) -> nn.Module | None:
-        """The module before which ranks that share blocks have all tokens again; None where that is right behind the
-        last block."""
+        """The module before which tensor-parallel ranks gather all tokens; None to gather them after the last block."""
         return None
 
     @abstractmethod
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        """Forward of `samples`, numbers in `data.samples`, in evaluation or training mode as the stage is.
+        """Run the forward of `samples`, indices into `data.samples`, in the stage's current mode (training or
+        evaluation).
 
         inbound: unit → [rows, width] of the samples in order: hidden states of the stage's own unit, or on a first
         stage the rows of the units that feed it. Under context parallelism all rows are this rank's. Raises UserError
@@ -162,43 +160,42 @@ class Stage(nn.Module, ABC):
         """
 
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
-        """Which of `size` context-parallel ranks runs each item (of a language model: each token) of a microbatch, by
-        sample. Items are equally long, so each rank gets as many of them, one after the other."""
+        """Return, by sample, the context-parallel rank (of `size`) that runs each item (for a language model: each
+        token) of a microbatch. Items are equally long, so each rank gets a contiguous run of equally many."""
         return share_evenly(self.spread(data, samples).lengths, size)
 
     def item_owners(self, sizes: Sequence[Mapping[str, int]], size: int) -> list[NDArray[np.integer]]:
-        """The same of an encoder or a generator, told from the sizes of samples alone."""
+        """Return the same for an encoder or a generator, from the sizes of the samples alone."""
         return share_evenly([self.items(each) for each in sizes], size)
 
     def own(self, data: StepData, samples: tuple[int, ...]) -> NDArray[np.int64] | None:
-        """Those items, or tokens, of a microbatch that this rank runs; None for all of them."""
+        """Return the indices of the items, or tokens, of a microbatch that this rank runs; None for all of them."""
         if self.context.size == 1:
             return None
         owners = np.concatenate(self.owners(data, samples, self.context.size))
         return np.flatnonzero(owners == self.context.index)
 
     def items(self, sizes: Mapping[str, int]) -> int:
-        """How many items, of equal length, a sample of these sizes has: its tokens, unless several make an item."""
+        """Return the number of equally long items of a sample with these sizes: its tokens, unless an item has
+        several."""
         return sizes[self.unit]
 
     @abstractmethod
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        """How `samples` lie in the tensors of a forward."""
+        """Return the layout of `samples` in the tensors of a forward."""
 
     @abstractmethod
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        """Hidden states, or the loss, of `value`: hidden states, or what the unit's first layer takes."""
+        """Run a one-layer stage: hidden states (or the unit's first input) in, hidden states or the loss out."""
 
     @property
     def undeferred(self) -> tuple[nn.Module, ...]:
-        """Linear layers whose weight gradients a split backward does not put off."""
+        """Linear layers whose weight gradient is computed at once even when backward is split into I and W."""
         return ()
 
     def named_logical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(logical name, parameter) for each parameter held here, every tensor once.
-
-        A tied weight goes by the name it has in the first layer that holds it, also where that layer is elsewhere.
-        """
+        """Yield (logical name, parameter) for each parameter held here, every tensor once. A tied weight has the name
+        from the first layer that holds it, even if that layer is on another stage."""
         parameters = {
             part: dict(getattr(self, part).named_parameters(remove_duplicate=False))
             for part in {weight.part for weight in self.weights}
@@ -217,7 +214,7 @@ class Stage(nn.Module, ABC):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
-        """As in torch, except that modules whose weights are all frozen stay in evaluation mode."""
+        """Set the mode as torch does, but keep modules whose weights are all frozen in evaluation mode."""
         super().train(mode)
         if mode:
             _quiet_frozen(self)
@@ -229,7 +226,7 @@ def _quiet_frozen(module: nn.Module) -> None:
     flags: dict[int, frozenset[bool]] = {}
 
     def read(module: nn.Module) -> frozenset[bool]:
-        """Whether its weights train, of all of them."""
+        """Return the values of `requires_grad` among all parameters of a module."""
         if id(module) not in flags:
             own = {parameter.requires_grad for parameter in module.parameters(recurse=False)}
             flags[id(module)] = frozenset(own).union(*map(read, module.children()))
@@ -246,8 +243,8 @@ def _quiet_frozen(module: nn.Module) -> None:
 
 
 def share_evenly(counts: Sequence[int], size: int) -> list[NDArray[np.integer]]:
-    """Which of `size` ranks has each item of samples with so many, by sample. Each rank has equally many, one after
-    the other."""
+    """Return, by sample, the rank (of `size`) that has each of its `counts` items: contiguous, equally many per
+    rank."""
     total = sum(counts)
     return np.split(np.arange(total) * size // max(1, total), np.cumsum(counts)[:-1])
 
@@ -259,12 +256,12 @@ def media_of(
     items: NDArray[np.int64] | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The media of the stage's unit of the samples that have any: keyword → tensor [items, ...], on the step's device.
+    """Load the media of the stage's unit onto the step's device: keyword → tensor [items, ...] over the samples that
+    have any.
 
-    items: which of all items of the samples; None for all. Media of samples without any of these need not be there.
-    names: the keywords that are wanted, if not all.
-
-    Raises UserError where others were not loaded here.
+    items: indices among all items of the samples; None for all. Samples without any of these items need no media
+    loaded. names: the wanted keywords; None for all. Raises UserError for needed media that were not loaded on this
+    rank.
     """
     unit, chosen = stage.unit, samples
     if items is not None:
@@ -289,15 +286,16 @@ def media_of(
 def on_device(
     inputs: Sequence[EncoderInput], device: torch.device, items: NDArray[np.int64] | None = None
 ) -> Tensor:
-    """The items of all inputs, or some of them, as an encoder sees them; images cross to the device as bytes.
+    """Return the chosen items of all inputs as encoder input on `device`; images are copied as bytes and normalised
+    there.
 
-    To the bit as `Pixels.normalized` has it where the device rounds as IEEE 754 says.
+    The result equals `Pixels.normalized` bit for bit on a device that rounds according to IEEE 754.
     """
     together = joined(inputs) if all(isinstance(each, Pixels) for each in inputs) else None
     if not isinstance(together, Pixels):
         arrays = [torch.as_tensor(as_array(each)) for each in inputs]
         return _some(torch.cat(arrays), items).to(device, non_blocking=True)
-    # Not as numbers: a GPU would multiply by the reciprocal of the deviation.
+    # Tensors, not Python numbers: a GPU would multiply by the reciprocal of the deviation.
     mean, std = (
         torch.tensor(each, dtype=torch.float32, device=device)[:, None, None]
         for each in (together.mean, together.std)
@@ -311,14 +309,14 @@ def _some(tensor: Tensor, items: NDArray[np.int64] | None) -> Tensor:
 
 
 def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:
-    """A floating tensor in the dtype of the module's first weight; other tensors unchanged."""
+    """Cast a floating tensor to the dtype of the module's first weight; return other tensors unchanged."""
     weight = next(module.parameters(), None)
     return tensor.to(weight.dtype) if weight is not None and tensor.is_floating_point() else tensor
 
 
 def stage_tensors(stage: Stage) -> dict[str, Tensor]:
-    """Every weight and persistent buffer of a stage by logical name, tied ones once; the tensors themselves. Weights in
-    four bits are none."""
+    """Return every weight and persistent buffer of a stage by logical name, tied ones once, uncopied, without four-bit
+    ones."""
     parts = {weight.part for weight in stage.weights}
     held = {part: getattr(stage, part).state_dict() for part in parts}
     tensors: dict[str, Tensor] = {}

@@ -1,9 +1,8 @@
-"""Where the parts of a transformers model are: what runs before its blocks, the blocks, what runs after.
+"""Structure of a transformers model: what runs before its blocks, the blocks, what runs after them.
 
-Found from the model itself, so that a plain family needs no code here: the blocks are the largest ModuleList; what
-is registered before it (or called an embedding) runs before it, what is registered after it (or called final) runs
-after it. A family that
-says otherwise in its config's `base_model_pp_plan` is believed.
+The structure is found from the model itself, so a plain family needs no code here: the blocks are the largest
+ModuleList; modules registered before it (or called an embedding) run before it, modules registered after it (or called
+final) run after it. A config's `base_model_pp_plan` takes precedence.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from torch import nn
 
 from dilatant.config.errors import UserError
 
-# Names under which configs keep the number of blocks, and lists that hold one entry for each block.
+# Config keys that hold the number of blocks, and lists with one entry per block.
 DEPTH_KEYS = ("num_hidden_layers", "encoder_layers", "num_layers", "n_layer", "depth")
 PER_LAYER_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 FIRST_NAMES = ("embed_", "per_layer_")
-"""What modules are called that run before the blocks, wherever they are registered (Gemma's inputs of each layer)."""
+"""Name prefixes of modules that run before the blocks wherever they are registered (Gemma's per-layer inputs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """Module paths inside one transformers model.
 
-    blocks: path of the ModuleList. before, after: modules with weights that run before the first block and after
-    the last one, in order. Modules without weights (rotary embeddings) are in neither: every stage has them.
+    blocks: path of the ModuleList. before, after: modules with weights that run before the first and after the last
+    block, in order. Modules without weights (rotary embeddings) are in neither: every stage has them.
     """
 
     blocks: str
@@ -45,7 +44,7 @@ class Structure:
 
 
 def find_structure(model: nn.Module) -> Structure:
-    """The structure of a transformers model. Raises UserError when it has no list of blocks."""
+    """Find the structure of a transformers model. Raises UserError if it has no list of blocks."""
     lists = [
         (sum(p.numel() for p in module.parameters()), name, module)
         for name, module in _module_lists(model)
@@ -76,7 +75,7 @@ def find_structure(model: nn.Module) -> Structure:
 
 
 def _module_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """Outermost ModuleLists, with their paths."""
+    """Yield the outermost ModuleLists with their paths."""
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
             yield prefix + name, child
@@ -89,7 +88,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _pipeline_plan(model: nn.Module) -> dict[str, bool]:
-    """Sibling of the blocks → whether it runs after them, as far as the config's pipeline plan says."""
+    """Map siblings of the blocks to whether they run after them, as far as the config's pipeline plan says."""
     config: Any = getattr(model, "config", None)
     names = list(getattr(config, "base_model_pp_plan", None) or {})
     if "layers" not in names:

@@ -26,9 +26,9 @@ from dilatant.models.core.weights import Weight
 class Unit(Stage):
     """A stage that holds every layer of its unit.
 
-    model: a transformers model, or any module where `structure` is None: that is one layer. parts: the attributes
-    that hold its modules. inputs: the units whose rows it takes, in any number. losses: what it adds to
-    the loss of training, by name; its own name for the one that it is there for.
+    model: a transformers model or, if `structure` is None, any module, which is one layer. parts: the attributes that
+    hold the unit's modules. inputs: the units whose rows this unit takes. losses: the unit's training losses by name;
+    the main loss has the unit's name.
     """
 
     model: nn.Module
@@ -37,76 +37,76 @@ class Unit(Stage):
     inputs: tuple[str, ...] = ()
     losses: Mapping[str, Loss] = MappingProxyType({})
     geometry: EncoderGeometry | None = None
-    """What one item is for an encoder."""
+    """The shapes of one item of an encoder."""
     packs: bool = False
-    """Whether its items, of unlike sizes, are packed in one row."""
+    """True if items of different sizes are packed in one row."""
     width: int
-    """Numbers in a hidden state of its blocks."""
+    """Hidden size of the blocks."""
     shared_by: int = 1
-    """How many tensor-parallel ranks share the layers of which this unit has one's part (see `layer_shards`)."""
+    """Tensor-parallel degree of the layers, if this unit holds one rank's shard of them (`parallel.tensor_plan`)."""
     frozen: frozenset[str]
     """Logical names of the parameters that do not train (see `freeze`)."""
     unused: frozenset[str] = frozenset()
-    """Those of them that cannot influence anything."""
+    """The frozen parameters that cannot influence any output."""
     four_bit: frozenset[str] = frozenset()
-    """Logical names of the weights that stages hold in four bits (see `four_bit`)."""
+    """Logical names of the weights that stages hold in four bits (see `four_bit_stages`)."""
 
     @abstractmethod
     def stage(self, first: int, end: int) -> Stage:
-        """Layers `first <= layer < end` as a module that shares this unit's weights. Raises ValueError."""
+        """Return layers `first <= layer < end` as a module that shares this unit's weights. Raises ValueError."""
 
     @abstractmethod
     def boundary(self, end: int, consumer: str) -> Boundary:
-        """The rows that leave layer `end - 1` for `consumer`: this unit itself, or after the last layer another."""
+        """Return the boundary after layer `end - 1` towards `consumer`: this unit, or after the last layer another
+        one."""
 
     @abstractmethod
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        """Of each row of a sample that passes between stages of this unit, or between it and an `other` unit: the token
-        (of a language model) or item of this unit that it belongs to, int64 [rows].
-        rows: how many of the sample there are."""
+        """Map each of the `rows` rows of a sample that pass between two stages of this unit, or between this unit and
+        `other`, to the token (language model) or item of this unit that the row belongs to: int64 [rows]."""
 
     @abstractmethod
     def part_name(self, part: str) -> str:
-        """How a user calls a part: "vision.encoder", "vision.projector", "language"."""
+        """Return the user's name of a part: "vision.encoder", "vision.projector", "language"."""
 
     @abstractmethod
     def reads(self, first: int, end: int) -> frozenset[str]:
-        """The parts of samples that the stage of these layers uses: "tokens" (ids and labels), and its unit's name
-        where it takes this unit's media."""
+        """Return the parts of samples that the stage of these layers reads: "tokens" (ids and labels), and the unit's
+        name if the stage takes this unit's media."""
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """What the rows of its stages travel as: the dtype of its weights."""
+        """The dtype in which rows are sent between stages: that of the weights."""
         weight = next(self.parameters(), None)
         return torch.float32 if weight is None else weight.dtype
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of a transformers model; a module of the user's own is one."""
+        """The blocks of a transformers model; a user's own module is a single block."""
         if self.structure is None:
             return [self.model]
         return list(self.model.get_submodule(self.structure.blocks).children())
 
     @property
     def first_block(self) -> int:
-        """The layer that the first of `blocks` is."""
+        """The index of the layer that holds the first of `blocks`."""
         return 0 if self.structure is None else 1
 
     @property
     def config(self) -> Any:
-        """The transformers config with the sizes of the blocks, None for a module of the user's own."""
+        """The transformers config with the sizes of the blocks; None for a user's own module."""
         return (
             cast(PreTrainedModel, self.model).config.get_text_config() if self.structure is not None else None
         )
 
     @property
     def family(self) -> str:
-        """The `model_type` of transformers, or the name of the module's class."""
+        """The `model_type` of transformers, or the class name of a user's own module."""
         return type(self.model).__name__.lower() if self.structure is None else self.config.model_type
 
     @property
     def tied(self) -> dict[str, str]:
-        """Logical name of a weight that is held a second time → the name that it shares."""
+        """Logical name of each second holding of a tied weight → the name that both share."""
         return {weight.name: weight.tied_to for weight in self.weights if weight.tied_to is not None}
 
     @property
@@ -115,7 +115,7 @@ class Unit(Stage):
         return {name for name, _ in self.named_logical_parameters()} - self.frozen
 
     def pieces(self) -> Iterator[tuple[str, str]]:
-        """(logical layer, module path) for every module that belongs to one layer, in layer order."""
+        """Yield (logical layer, module path) for every module that belongs to one layer, in layer order."""
         first, *_ = self.layers
         if self.structure is None:
             yield first, "model"
@@ -129,14 +129,12 @@ class Unit(Stage):
 
     @abstractmethod
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """What one layer is measured on: random input for about `tokens` tokens, as `Stage.one_layer` takes it.
-
-        Raises UserError for a layer that cannot be run alone.
-        """
+        """Make the input for measuring one layer: random data for about `tokens` tokens, as `Stage.one_layer` takes it.
+        Raises UserError for a layer that cannot be run alone."""
 
     def recompute(self, how: Recompute | Sequence[Recompute] = "block") -> None:
-        """Recompute the activations of blocks in the backward pass as `train.recompute` says, or keep them ("none");
-        also in stages cut before. `how`: of every block, or of each layer, in the order of `layers`."""
+        """Recompute the activations of blocks in the backward pass as `train.recompute` says, or keep them ("none"),
+        also in stages that are already cut. how: for every block, or one value per layer in the order of `layers`."""
         by_layer = (how,) * len(self.layers) if isinstance(how, str) else tuple(how)
         if len(by_layer) != len(self.layers):
             raise ValueError(f"the unit has {len(self.layers)} layers, not {len(by_layer)}")
@@ -144,13 +142,13 @@ class Unit(Stage):
             recompute(block, own)
 
     def freeze_names(self, names: frozenset[str]) -> None:
-        """Stop the parameters with these logical names from training, besides those that were frozen before."""
+        """Freeze the parameters with these logical names, in addition to those that are frozen already."""
         own = frozenset(name for name, _ in self.named_logical_parameters())
         self.frozen |= names & own
         self.set_frozen(self.frozen)
 
     def thaw_names(self, names: frozenset[str]) -> None:
-        """Let the parameters with these logical names train, but for those that have no say."""
+        """Let the parameters with these logical names train, except the `unused` ones."""
         self.frozen -= names - self.unused
         self.set_frozen(self.frozen)
 
@@ -159,7 +157,7 @@ class Unit(Stage):
         self.freeze_names(frozenset(weight.canonical for weight in self.weights if weight.part in parts))
 
     def _blocks(self, first: int, end: int) -> tuple[int, int]:
-        """Blocks of the layers [first, end): layer 0 is the embedding, blocks begin at layer 1."""
+        """Return the block range of layers [first, end): layer 0 is the embedding, blocks begin at layer 1."""
         self._check_stage(first, end)
         count = self.structure.num_blocks if self.structure is not None else 0
         return min(max(first - 1, 0), count), min(end - 1, count)
@@ -171,7 +169,7 @@ class Unit(Stage):
             )
 
     def _weights_between(self, first: int, end: int) -> tuple[Weight, ...]:
-        """Weights of the layers, with the keys they have in the slice, where blocks are counted from 0."""
+        """Return the weights of the layers, with the keys that they have in the slice, which counts blocks from 0."""
         held = set(self.layers[first:end])
         if self.structure is None:
             return tuple(weight for weight in self.weights if weight.layer in held)
@@ -187,7 +185,7 @@ class Unit(Stage):
         return tuple(weights)
 
     def _freeze_at_start(self, names: frozenset[str] = frozenset()) -> None:
-        """Freeze `names`, and keep frozen what a family never trains or the user froze before."""
+        """Freeze `names`, and keep frozen the parameters that the family never trains or the user froze before."""
         given = {name for name, parameter in self.named_logical_parameters() if not parameter.requires_grad}
         self.frozen = frozenset(given)
         if names:

@@ -1,4 +1,4 @@
-"""Logical names of weights: stable names that say unit, layer and weight, whatever rank or stage holds them.
+"""Logical names of weights: stable names of unit, layer and weight, whatever rank or stage holds them.
 
 `vision.layers.0.mlp.fc1.weight` is weight `mlp.fc1.weight` of block 0 of unit `vision`, and
 `encoder.layers.0.mlp.fc1.weight` in the state dict of the Hugging Face model.
@@ -19,9 +19,9 @@ from dilatant.models.core.structure import Structure
 class Weight:
     """One weight (parameter or persistent buffer) of a unit.
 
-    name: logical name, `<layer>.<rest>`. layer: logical layer that holds it. part: which module of the unit it is
-    in ("model", "projector", "connector"). key: its name in that module's own state dict. tied_to: the logical name of
-    the weight it is the same tensor as, if it is held a second time here.
+    name: logical name, `<layer>.<rest>`. layer: the logical layer that holds it. part: the module of the unit that
+    holds it ("model", "projector", "connector"). key: its name in that module's state dict. tied_to: for a second
+    holding of a tied tensor, the logical name of the first.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Weight:
 
     @property
     def canonical(self) -> str:
-        """The one logical name of the tensor: its own, or that of the weight it is tied to."""
+        """The unique logical name of the tensor: its own, or that of the weight it is tied to."""
         return self.tied_to or self.name
 
 
 def name_weights(
     unit: str, model: nn.Module, structure: Structure, tail: str, projector: nn.Module | None
 ) -> tuple[Weight, ...]:
-    """Every weight of a unit, in layer order; names and keys are one to one.
+    """Return every weight of a unit in layer order; names and keys are one to one.
 
     Layers are `<unit>.embedding`, `<unit>.layers.<i>`, `<unit>.<tail>` and, with a projector, `<unit>.projector`.
     """
@@ -60,7 +60,7 @@ def name_weights(
 
 
 def name_module_weights(unit: str, modules: Mapping[str, tuple[str, nn.Module]]) -> tuple[Weight, ...]:
-    """Every weight of a unit whose layers are whole modules. modules: layer → (part, module), in layer order."""
+    """Return every weight of a unit whose layers are whole modules. modules: layer → (part, module), in layer order."""
     return tuple(
         Weight(f"{unit}.{layer}.{plain_key(key)}", f"{unit}.{layer}", part, key)
         for layer, (part, module) in modules.items()
@@ -77,7 +77,7 @@ def _layer_of(key: str, structure: Structure, tail: str) -> str:
 
 
 def _rest(key: str, structure: Structure) -> str:
-    """The key without what the layer's name says already: block path and index, or the containers' path."""
+    """Return the key without the part that the layer's name implies: block path and index, or the containers' path."""
     if key.startswith(structure.blocks + "."):
         return key[len(structure.blocks) + 1 :].split(".", 1)[1]
     inside = [path for path in structure.containers if path and key.startswith(path + ".")]
@@ -91,7 +91,7 @@ def _in_layer_order(weights: list[Weight], structure: Structure, unit: str, tail
 
 
 def _mark_tied(model: nn.Module, weights: list[Weight]) -> tuple[Weight, ...]:
-    """The first holder in layer order gives a tied weight its name."""
+    """Give a tied weight the name of its first holder in layer order."""
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
