@@ -1,7 +1,8 @@
-"""The head on some positions at a time, so that the logits of a long row never exist at once.
+"""Chunked language-model head: the logits of a long row never exist at once.
 
-Forward and backward take 8 bytes a logit: 10 GB for 8k targets of 152k tokens. The head runs on chunks of targets, and
-again in their backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), for one more product of it.
+Forward and backward take 8 bytes per logit: 10 GB for 8k targets of 152k tokens. The head runs on chunks of targets and
+is recomputed in backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), at the cost of one more
+forward of the head.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from transformers import PreTrainedModel
 from dilatant.models.core.loss import cross_entropy
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
-"""Of each position, from logits [positions, vocabulary] and targets [positions]."""
+"""Maps logits [positions, vocabulary] and targets [positions] to a loss per position."""
 
 LOSS_CHUNK = 1024
-"""Targets whose logits exist at once, unless something else is asked for."""
+"""Default number of targets whose logits exist at once."""
 
 
 class _Output:
-    """What blocks would have returned: hidden states, and None for all else that families ask for."""
+    """The output of the blocks' module: hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -39,15 +40,15 @@ class _Output:
 
 
 class _Passed(nn.Module):
-    """Stands for the module that holds the blocks, and returns the hidden states that it is given."""
+    """Replaces the module that holds the blocks, and returns the hidden states that it is given."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
         return _Output(inputs_embeds)
 
 
 def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:
-    """The head of a causal language model with what its family does there (scales, soft caps): the model's own forward
-    around a module that passes hidden states on. It shares the weights of `model`, and costs nothing to make.
+    """Return the head of a causal language model with the family's scales and soft caps: the model's own forward around
+    a module that passes hidden states on. The head shares the weights of `model`, and costs nothing to make.
 
     container: path of the module that holds the blocks and ends with the final norm.
     """
@@ -60,7 +61,7 @@ def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:
 
 
 def logits_of(head: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """[batch, tokens, vocabulary]. hidden: [batch, tokens, width], what the final norm made."""
+    """Return logits [batch, tokens, vocabulary]. hidden: [batch, tokens, width], the output of the final norm."""
     return head(inputs_embeds=hidden, use_cache=False).logits
 
 
@@ -71,11 +72,10 @@ def chunked_loss(
     chunk: int | None,
     cross_entropy: CrossEntropy = cross_entropy,
 ) -> Tensor:
-    """Cross entropy in fp32: [positions].
+    """Compute the cross entropy in fp32: [positions].
 
-    hidden: [positions, width]; targets: int64 [positions], -100 where there is none. chunk: positions whose logits
-    exist at once, in the backward as well; None: all of them, kept for the backward. No more than one chunk is not
-    worth running the head twice: it is kept, too.
+    hidden: [positions, width]; targets: int64 [positions], -100 for no target. chunk: positions whose logits exist at
+    once, in backward as well; None: all of them, saved for backward. A single chunk is also saved, not recomputed.
     """
     run = partial(_loss, head, cross_entropy)
     if chunk is None or len(targets) <= chunk:
@@ -93,7 +93,7 @@ def chunked_predictions(
     argmax: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1),  # noqa: B008  # keeps nothing
     cross_entropy: CrossEntropy = cross_entropy,
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest token after each position, int64 [positions], and the cross entropy of its target, fp32
+    """Return the likeliest token after each position, int64 [positions], and the cross entropy of its target, fp32
     [positions]. hidden: [positions, width]; targets: int64 [positions]."""
     size = chunk or max(1, len(hidden))
     tokens, losses = [], []

@@ -1,4 +1,4 @@
-"""What a rank has of a packed row whose tokens look at rows of an encoder (see `crossing`), and sees of it."""
+"""Cross-attention in a packed row: the tokens and encoder rows that a rank holds, and what its blocks attend to."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Numbers = NDArray[np.int64]
 
 @dataclass(slots=True)
 class RowsHere:
-    """tokens, counts: of each sample, those of its tokens that are here, and how many of its rows. of_rank: which of
-    all rows each of the ranks has that share tokens. rows: those that are here, [rows, hidden], if there are any
-    anywhere."""
+    """The tokens and encoder rows of a packed row that are on this rank. tokens, counts: for each sample, its tokens
+    here and the number of its encoder rows here. of_rank: the encoder rows that each context-parallel rank holds. rows:
+    the encoder rows here, [rows, hidden], if there are any anywhere."""
 
     crossing: Crossing
     samples: Sequence[EncodedSample]
@@ -36,7 +36,7 @@ class RowsHere:
 
     @classmethod
     def of(cls, crossing: Crossing, samples: Sequence[EncodedSample], row: PackedRow) -> Self:
-        """Of a rank's `row` of samples."""
+        """Derive them from a rank's packed `row` of samples."""
         counts, share = [crossing.count(sample) for sample in samples], row.share
         if share is None:
             return cls(crossing, samples, [np.arange(length) for length in row.lengths], counts, (), None)
@@ -52,26 +52,27 @@ class RowsHere:
 
     @property
     def unit(self) -> str:
-        """The encoder."""
+        """The encoder's name."""
         return self.crossing.unit
 
     def passes(self, block: int) -> bool:
-        """Whether rows pass the border before a block."""
+        """Return True if encoder rows cross the stage border before `block`."""
         return self.crossing.passes(block)
 
     def split(self, arrived: Tensor) -> Tensor:
-        """The tokens of what arrived with rows, which are kept."""
+        """Separate what arrived: store the encoder rows and return the tokens."""
         hidden, self.rows = self.crossing.split(arrived, [len(tokens) for tokens in self.tokens], self.counts)
         return hidden
 
     def join(self, hidden: Tensor) -> Tensor:
-        """Hidden states of tokens, with the rows that go on with them."""
+        """Put the encoder rows back among the hidden states of the tokens."""
         if self.rows is None:
             return hidden
         return self.crossing.join(hidden, self.rows, [len(tokens) for tokens in self.tokens], self.counts)
 
     def look(self, first: int, end: int, always: bool) -> CrossRows | None:
-        """What blocks `first <= block < end` see. always: also where there is nothing to see."""
+        """Build the cross-attention inputs of blocks `first <= block < end`. always: even if there are no encoder
+        rows."""
         rows = self.rows
         if not any(first <= block < end for block in self.crossing.blocks):
             return None

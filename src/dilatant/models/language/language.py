@@ -1,4 +1,4 @@
-"""The language model as a unit: its layers, weights, inputs and losses, and the stages that it is cut into."""
+"""The language model as a unit: its layers, weights, inputs and losses, and its cut into stages."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class LanguageUnit(Unit, LanguageStage):
     parts: tuple[str, ...] = ("model",)
     model: PreTrainedModel
     generating_attention: str | None
-    """The attention implementation that `generate` decodes with, where it is not the model's own."""
+    """The attention implementation for `generate`, if it differs from the model's own."""
     proof: Proof | None = None
-    """What was proven of the model with the attention that was chosen (see `row_attention.choose_attention`)."""
+    """Proven properties of the model with the chosen attention (see `row_attention.choose_attention`)."""
     packs_rows: bool = True
-    """Whether samples may share a row; else every one is a microbatch of its own."""
+    """True if samples may share a row; otherwise every sample is a microbatch of its own."""
     uncut: str | None = None
-    """Why the model cannot be cut into stages; None if it can."""
+    """The reason why the model cannot be cut into stages; None if it can."""
     without_plans: str | None = None
-    """Why it does not attend over plans of rows, where that was decided."""
+    """The reason why the model does not attend by attention plans, if that was decided."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class LanguageUnit(Unit, LanguageStage):
         carried: Carried | None = None,
         crossing: Crossing | None = None,
     ) -> None:
-        """queries: unit of `outputs` that learned queries ask for → how many for an item. units_with_grids: those whose
-        grids `positions` or `crossing` asks for."""
+        """queries: unit of `outputs` that uses learned queries → queries per item. units_with_grids: the units whose
+        grids `positions` or `crossing` reads."""
         if crossing is not None:
             look_by_sample(model)
         structure = find_structure(model)
         is_part = decoder is not None
         if (
             not is_part and model.base_model is model
-        ):  # its text model goes by another name than its base (Llama 4)
+        ):  # its text model has another name than its base (Llama 4)
             decoder = structure.containers[-1]
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
@@ -86,7 +86,7 @@ class LanguageUnit(Unit, LanguageStage):
             model=model,
             placeholder_ids=placeholder_ids,
             outputs=outputs or {},
-            # Of a whole model, its head runs behind all that it does between towers and text model.
+            # In a multimodal model, the head runs after everything between encoders and text model.
             container=model.base_model_prefix if is_part else structure.containers[-1],
             before_language_model=before_language_model,
             queries=asked,
@@ -111,7 +111,7 @@ class LanguageUnit(Unit, LanguageStage):
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """The model as `generate` needs it: with an attention implementation that takes a cache."""
+        """Switch to an attention implementation that supports a KV cache, for `generate`."""
         own = self.model.config._attn_implementation
         if self.generating_attention is not None:
             self.model.set_attn_implementation(self.generating_attention)
@@ -134,7 +134,7 @@ class LanguageUnit(Unit, LanguageStage):
     def packed_example(
         self, layer: int, lengths: Sequence[int], device: torch.device
     ) -> tuple[Tensor, dict[str, Any]]:
-        """As `example` of a block, for a row of samples of text of so many tokens each."""
+        """Make the input of a block like `example`, for a packed row of text samples with these token counts."""
         ids = [np.arange(length) % self.config.vocab_size for length in lengths]
         samples = [EncodedSample("", own, own, sizes={self.unit: len(own)}) for own in ids]
         row = PackedRow.of(samples, self.unit, {}, self.positions)
@@ -153,7 +153,7 @@ class LanguageUnit(Unit, LanguageStage):
             yield self.layers[0], "queries"
 
     def freeze(self) -> None:
-        """Stop the language model from training."""
+        """Freeze the language model."""
         self.freeze_parts("model")
 
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
@@ -168,7 +168,8 @@ class LanguageUnit(Unit, LanguageStage):
         return token_places([sample], other, self.outputs[other])
 
     def reads(self, first: int, end: int) -> frozenset[str]:
-        # Ids at the first stage, labels at the last, and between them what keeps samples of a row apart.
+        # The first stage reads ids, the last one labels, and the stages between keep the samples of a row apart by
+        # them.
         return frozenset({TOKENS}) | self.grids
 
     def boundary(self, end: int, consumer: str) -> Boundary:
@@ -178,7 +179,7 @@ class LanguageUnit(Unit, LanguageStage):
         return Boundary(self.width + self._behind(end), self.row_dtype, count)
 
     def _behind(self, layer: int) -> int:
-        """Numbers behind the hidden states that enter a layer."""
+        """Return the width of the per-token side states that follow the hidden states into a layer."""
         return 0 if self.carried is None else self.carried.width(layer - 1)
 
     def stage(self, first: int, end: int) -> LanguageStage:

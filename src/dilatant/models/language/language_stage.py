@@ -1,4 +1,4 @@
-"""Layers of the language model: packed rows in, a loss and rows for the units behind it out."""
+"""Stages of the language model: packed rows in; a loss, and rows for the units that follow, out."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ BeforeLanguageModel = Callable[[dict[str, Tensor], Inputs], Inputs]
 
 
 class PlansAttention(Protocol):
-    """What makes keywords for the attention of every stage (see `row_attention.RowAttention`)."""
+    """Makes the attention keywords of every stage (see `row_attention.RowAttention`)."""
 
     @property
     def placement(self) -> str:
-        """By which policy context-parallel ranks share a row, see `attention.placement`."""
+        """The policy by which context-parallel ranks divide a row (see `attention.placement`)."""
         ...
 
     def __call__(
@@ -54,21 +54,20 @@ class PlansAttention(Protocol):
         padding: Sequence[int] | None = None,
         prefixes: Sequence[int] | None = None,
     ) -> Mapping[str, Any]:
-        """Of a packed row of samples with these `input_ids`, each after so many tokens of padding, and with so many
-        tokens before the first that it learns to write (default: all)."""
+        """Return the keywords for a packed row of samples with these `input_ids`. padding: padding tokens before each
+        sample. prefixes: tokens of each sample before its first target (default: all)."""
         ...
 
     def padded(self, input_ids: Any, attention_mask: Any | None) -> Mapping[str, Any]:
-        """Of a batch with padding, [batch, tokens] both."""
+        """Return the keywords for a padded batch, [batch, tokens] both."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MultimodalOutput:
-    """loss: scalar, or None without labels. logits: [batch, tokens, vocabulary], or None when not wanted.
-    hidden: [batch, tokens, hidden], what the head is given, where it is wanted. predicted: int64 [positions], the
-    likeliest tokens after them, where they are wanted. token_losses: fp32 [targets], of each before any division, in a
-    packed row; they cannot be differentiated."""
+    """The output of the last stage. loss: scalar, or None without labels. logits: [batch, tokens, vocabulary], or None
+    if not requested. hidden: [batch, tokens, hidden], the head's input, if requested. predicted: int64 [positions], the
+    likeliest next tokens, if requested. token_losses: fp32 [targets] of a packed row, undivided and detached."""
 
     loss: Tensor | None
     logits: Tensor | None
@@ -77,7 +76,7 @@ class MultimodalOutput:
     token_losses: Tensor | None = None
 
     def __getitem__(self, key: Any) -> Any:
-        """By name, or by place among those that are there, as outputs of transformers are asked by its Trainer."""
+        """Access by name, or by index among the fields that are not None, as transformers' Trainer does."""
         if isinstance(key, str):
             return getattr(self, key)
         values = (self.loss, self.logits, self.hidden, self.predicted, self.token_losses)
@@ -87,23 +86,24 @@ class MultimodalOutput:
 class LanguageStage(Stage):
     """Layers of the language model.
 
-    model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
-    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. queries: what
-    stands at those of some units on the first stage; their ids are beyond the vocabulary. container:
-    path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
-    where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
-    vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
-    reads. blocks_path: of the list of blocks. carried: what lies behind the hidden states of every token, and
-    blocks_before: how many blocks come before those here. crossing: rows that blocks look at by cross attention.
+    model: slice of the causal language model. placeholder_ids: unit → the id that stands for one of its tokens.
+    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. queries: learned
+    inputs at the tokens of some of these units on the first stage; their ids are outside the vocabulary. container:
+    path of the module that holds the blocks. routers: name of the routers' load-balancing loss; None without one.
+    loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a multimodal model; None if it is
+    the base model. positions: see `PackedRow.of`; grids: the parts of samples that `positions` reads. blocks_path: of
+    the list of blocks. carried: the per-token side states after the hidden states; blocks_before: number of blocks on
+    earlier stages. crossing: the cross-attention layout.
+
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
-    "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
+    "input_ids", or return "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
 
     row_attention: PlansAttention | None
-    """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
-    positions alone keep samples apart. Set by `row_attention.use_row_attention`."""
+    """Makes the attention keywords of every stage from the `input_ids` of a packed row's samples; None if positions
+    alone keep samples apart. Set by `row_attention.use_row_attention`."""
     vocabulary: VocabularyShard | None = None
-    """Where ranks share the head: what is asked of its logits, of which this rank has some."""
+    """This rank's shard of the vocabulary, if the head is tensor parallel: computes loss and argmax over all ranks."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class LanguageStage(Stage):
         self.crossing = crossing
         self.blocks_before = blocks_before
         self.blocks_path = blocks_path
-        self.passing: PassingBlock | None = None  # in the place of the blocks of a stage that has none
+        self.passing: PassingBlock | None = None  # the block of a stage without blocks
 
     def attention_of(
         self,
@@ -156,18 +156,18 @@ class LanguageStage(Stage):
         padding: Sequence[int] | None = None,
         prefixes: Sequence[int] | None = None,
     ) -> Mapping[str, Any]:
-        """Keywords for the attention of every stage over a packed row (see `PlansAttention`)."""
+        """Return the attention keywords of every stage for a packed row (see `PlansAttention`)."""
         return {} if self.row_attention is None else self.row_attention(samples, padding, prefixes)
 
     def attention_over(self, packed: Sequence[EncodedSample]) -> Mapping[str, Any]:
-        """The same for whole samples."""
+        """Return the same for whole samples."""
         ids = [sample.input_ids for sample in packed]
         return self.attention_of(ids, prefixes=[sample.prefix_tokens for sample in packed])
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        """The samples packed in one row, of which this rank runs its own tokens."""
+        """Run the samples packed in one row; under context parallelism, this rank's tokens of it."""
         packed = [data.samples[sample] for sample in samples]
-        # Ids and targets are looked through on the host, which would wait for the device to tell it.
+        # Ids and targets are searched on the host, because reading them from the device would block.
         row = PackedRow.of(packed, self.unit, self.outputs, self.positions)
         given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
         attention = self.attention_over(packed)
@@ -186,7 +186,7 @@ class LanguageStage(Stage):
             assert row.share is not None
             query_of = None if query_of is None else row.share.take(query_of, -1)
             attention = {PLAN_KEYWORD: row.share}
-            # Also those of which this rank has no row, so that all ranks have the same to differentiate.
+            # Include units of which this rank has no row, so that all ranks differentiate the same graph.
             having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
             given = {name: inbound[name] for name in having}
         crossing = None if self.crossing is None else RowsHere.of(self.crossing, packed, row)
@@ -196,7 +196,7 @@ class LanguageStage(Stage):
             elif crossing.passes(self.blocks_before):
                 assert arrived is not None
                 arrived = crossing.split(arrived)
-            # Ranks that share blocks meet in all of them, whether or not there is anything to see.
+            # Tensor-parallel ranks communicate in every block, even if there are no encoder rows.
             seen = crossing.look(self.blocks_before, self._end_block, self.shards is not None)
             attention = attention if seen is None else {**attention, STATES: seen}
         wanted = positions_with_targets(row.targets) if data.predicts and self.is_last else None
@@ -256,7 +256,7 @@ class LanguageStage(Stage):
 
     @property
     def undeferred(self) -> tuple[nn.Module, ...]:
-        """The head: what its weight gradient needs is as large as all logits."""
+        """The head, because its weight gradient needs tensors as large as all logits."""
         head = self.model.get_output_embeddings() if self.is_last else None
         return () if head is None else (head,)
 
@@ -287,16 +287,18 @@ class LanguageStage(Stage):
         query_of: Tensor | None = None,
         **attention_kwargs: Any,
     ) -> Tensor | MultimodalOutput:
-        """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
-        stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
-        among these says what the mask says.
+        """Run the stage on a batch or a packed row.
 
-        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
-        predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
-        nothing else. places: see `merge_rows`; query_of: see `Queries.put`. router_logits: a list that takes those of
-        each router here, [tokens, experts]. targets: int64 [tokens] of a packed row, labels that are shifted already.
-        They may lie on the host, as labels may if `lengths` of a packed row are given: then nothing waits for the
-        device to find the targets. Raises UserError where rows do not fit.
+        The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later stages take
+        `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; an attention plan
+        among them replaces the mask. Returns hidden states, or on the last stage the loss, logits and, if requested,
+        the head's input.
+
+        predicted_at: int64 [positions] of a packed row; only the likeliest next tokens there are returned. places: see
+        `merge_rows`; query_of: see `Queries.put`. router_logits: a list that collects the logits of each router here,
+        [tokens, experts]. targets: int64 [tokens] of a packed row, shifted labels. They may be on the host, as labels
+        may if the `lengths` of a packed row are given, so that finding targets does not wait for the device. Raises
+        UserError if rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -346,7 +348,7 @@ class LanguageStage(Stage):
                 return hidden
             assert behind is not None
             return torch.cat([hidden, carried.beyond(behind, run, end, self.shards)], dim=-1)
-        # The head runs where it must: the vocabulary is large.
+        # The head runs only at targets, because the vocabulary is large.
         head = head_of(self.model, self.container)
         predicted = loss = logits = token_losses = None
         of_targets = cross_entropy if self.vocabulary is None else self.vocabulary.cross_entropy
@@ -379,23 +381,23 @@ class LanguageStage(Stage):
 
     @property
     def _end_block(self) -> int:
-        """Behind the last block here."""
+        """The number, in the whole model, of the block after the last one here."""
         return self.blocks_before + len(cast(Any, self.model.get_submodule(self.blocks_path)))
 
     @property
     def merged_ids(self) -> dict[str, int]:
-        """Units whose rows go into the text → the ids at their places."""
+        """Units whose rows are merged into the text → their placeholder ids."""
         crossing = None if self.crossing is None else self.crossing.unit
         return {unit: id_ for unit, id_ in self.placeholder_ids.items() if unit != crossing}
 
     @property
     def behind_blocks(self) -> nn.Module | None:
-        """Rows of DeepStack are added to hidden states behind blocks, by the text model."""
+        """The final norm under DeepStack, because the text model adds DeepStack rows to hidden states after blocks."""
         return cast(Any, self._decoder).norm if isinstance(self.carried, DeepStack) else None
 
     @property
     def _decoder(self) -> nn.Module:
-        """The text model, or what is here of it."""
+        """The text model, or this stage's slice of it."""
         return self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
 
     @property
@@ -414,7 +416,7 @@ class LanguageStage(Stage):
         query_of: Tensor | None = None,
         **inputs: Tensor | None,
     ) -> Tensor:
-        """Token embeddings with encoder rows and queries merged in: [batch, tokens, hidden]."""
+        """Return token embeddings with encoder rows and queries merged in: [batch, tokens, hidden]."""
         if self.before_language_model is not None:
             given = {"input_ids": input_ids, **{k: v for k, v in inputs.items() if v is not None}}
             given = self.before_language_model(dict(rows), given)

@@ -1,4 +1,4 @@
-"""What a user says about whom the tokens of media see inside a row of the language model."""
+"""Media attention: the user's choice of the mask among media tokens of a language-model row."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from dilatant.config.model import MediaMask
 from dilatant.config.signatures import require_call
 
 OwnMask = Callable[[RowLayout], AttentionMask]
-"""Makes the mask of one sample, without a window, from its segments: `modalities` are "text" and the encoders, and
+"""Builds the mask of one sample, without a window, from its segments: `modalities` are "text" and the encoders, and
 `instance` numbers items. Called on every rank that attends to the sample; equal segments must give equal masks."""
 
 MediaMasks = str | Mapping[str, str] | OwnMask
-"""A word of `MediaMask` (or of a family, see `families`) for all encoders, encoder → word, or a mask of one's own."""
+"""A word of `MediaMask` (or of a family, see `families`) for all encoders, encoder → word, or a user's own mask
+function."""
 
 
 def read_media_attention(said: MediaMasks | None, encoders: Collection[str]) -> MediaMasks:
-    """The same in its shortest form: one word where encoders do not differ. Raises UserError."""
+    """Validate the setting and shorten it: one word if all encoders agree. Raises UserError."""
     if said is None:
         return "causal"
     if callable(said):
@@ -44,5 +45,5 @@ def read_media_attention(said: MediaMasks | None, encoders: Collection[str]) -> 
 
 
 def in_words(media: MediaMasks) -> str:
-    """What a message calls it."""
+    """Return the setting's name for messages."""
     return getattr(media, "__name__", type(media).__name__) if callable(media) else repr(media)

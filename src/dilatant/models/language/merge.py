@@ -1,4 +1,4 @@
-"""Encoder outputs into the text: projected rows take the places of their placeholders, in order."""
+"""Merging encoder outputs into the text: projected rows replace the embeddings of their placeholders, in order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def merge_rows(
     sample_ids: Sequence[str] | None = None,
     places: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """`embeddings` with the projected tokens of every unit at that unit's placeholders.
+    """Return `embeddings` with the projected rows of every unit at that unit's placeholders.
 
-    embeddings: [batch, tokens, hidden]; input_ids: [batch, tokens]; rows: unit → [encoder tokens, hidden], in the
-    order of the placeholders. A unit that is absent from `rows` must have no placeholder. lengths and sample_ids
-    name the samples of a packed row (or of a batch) in errors. places: unit → int64 [placeholders], where they stand in
-    the flattened batch, on its device: who made the batch on the host gives them and spares the wait for the device.
-    Raises UserError when counts differ.
+    embeddings: [batch, tokens, hidden]; input_ids: [batch, tokens]; rows: unit → [encoder tokens, hidden], in the order
+    of the placeholders. A unit that is absent from `rows` must have no placeholder. lengths and sample_ids name the
+    samples of a packed row (or of a batch) in errors. places: unit → int64 [placeholders], their indices in the
+    flattened batch, on its device; a caller that knows them from the host avoids a wait for the device. Raises
+    UserError if counts differ.
     """
     if not placeholder_ids:
         return embeddings
@@ -59,12 +59,12 @@ def merge_rows(
 def find_places(
     row: NDArray[np.int64], placeholder_ids: Mapping[str, int], device: torch.device
 ) -> dict[str, Tensor]:
-    """The `places` of a row of tokens, found on the host."""
+    """Find the `places` of a row of tokens on the host."""
     return {unit: upload(np.flatnonzero(row == id_), device) for unit, id_ in placeholder_ids.items()}
 
 
 def without_placeholders(input_ids: Tensor, placeholder_ids: Mapping[str, int], instead: int = 0) -> Tensor:
-    """`input_ids` with another id at every placeholder, so that ids outside the vocabulary are never looked up."""
+    """Replace every placeholder in `input_ids`, so that ids outside the vocabulary are never looked up."""
     for placeholder in placeholder_ids.values():
         input_ids = input_ids.masked_fill(input_ids == placeholder, instead)
     return input_ids
@@ -77,7 +77,8 @@ def _explain(
     lengths: Sequence[int] | None,
     sample_ids: Sequence[str] | None,
 ) -> str:
-    """Both counts, and the sample at which the rows run out (or every sample with placeholders, if rows are left)."""
+    """Describe both counts, and the sample at which the rows run out (or every sample with placeholders if rows are
+    left)."""
     tokens = 0 if rows is None else rows.shape[0]
     flat = mask.reshape(-1).cpu()
     spans = list(lengths) if lengths is not None else [mask.shape[-1]] * mask.shape[0]
@@ -105,10 +106,10 @@ def _explain(
 def prepend_placeholders(
     input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None, tokens: Mapping[int, int]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A padded batch with placeholders in front of every text, after padding on the left.
+    """Insert placeholders in front of every text of a padded batch, after padding on the left.
 
-    tokens: placeholder id → how many every row of the batch gets. Returns input_ids, attention_mask and labels
-    [batch, placeholders + tokens]; inserted places are attended and carry no loss.
+    tokens: placeholder id → number inserted into every row of the batch. Returns input_ids, attention_mask and labels
+    [batch, placeholders + tokens]; inserted tokens are attended and carry no loss.
     """
     inserted = torch.cat([input_ids.new_full((count,), placeholder) for placeholder, count in tokens.items()])
     batch, length = input_ids.shape

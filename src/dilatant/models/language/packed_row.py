@@ -1,4 +1,4 @@
-"""Packed rows: the samples of a microbatch one behind the other, and what one rank computes of them."""
+"""Packed rows: the concatenated samples of a microbatch, and the tokens of it that one rank computes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.core.loss import IGNORED, shift_labels
 
 Positions = Callable[[EncodedSample], NDArray[np.int64]]
-"""Where the tokens of a sample are: [tokens], or [kinds, tokens] of a family with several kinds of positions."""
+"""Returns the positions of a sample's tokens: [tokens], or [kinds, tokens] for a family with several kinds of
+positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """Tokens that a rank runs, [tokens] on the host: those of a row, or its share of them.
+    """The tokens that a rank runs, [tokens] on the host: those of a whole row, or its context-parallel share.
 
-    position_ids: [tokens] or [kinds, tokens]. targets: what each token is to predict. sample_of: of each token that
-    the rank has, the sample's place in the row. outputs: unit → the tokens whose rows it takes. lengths: of the
-    samples, whole.
+    position_ids: [tokens] or [kinds, tokens]. targets: the target of each token. sample_of: for each token of the rank,
+    the sample's index in the row. outputs: unit → the tokens whose rows it takes. lengths: of the whole samples.
     """
 
     ids: Tensor
@@ -47,8 +47,8 @@ class PackedRow:
         outputs: Mapping[str, int],
         positions: Positions | None = None,
     ) -> PackedRow:
-        """All of the samples, which have so many tokens of `unit`. outputs: unit → the id of its tokens. positions: if
-        tokens do not simply follow each other."""
+        """Pack the whole samples. unit: gives their token counts. outputs: unit → the id of its tokens. positions: for
+        positions other than 0, 1, 2, ..."""
         lengths = tuple(sample.sizes[unit] for sample in samples)
         labels = torch.as_tensor(np.concatenate([sample.labels for sample in samples]))
         places = [
@@ -71,8 +71,8 @@ class PackedRow:
     def shared(
         self, plan: AttentionPlan, ranks: Ranks, placeholders: Sequence[int], placement: str
     ) -> PackedRow:
-        """This rank's share. Targets have been shifted before: the next token may be another rank's. A rank without
-        tokens runs one that nobody sees, and that stands for none of `placeholders`."""
+        """Return this rank's context-parallel share. Targets are shifted before, because the next token may be on
+        another rank. A rank without tokens runs a dummy token whose id is none of `placeholders`."""
         mask = plan.mask
         placed = place_row(mask, len(ranks.ranks), placement)
         in_windows = None if plan.in_windows is None else plan.in_windows.mask
@@ -90,16 +90,16 @@ class PackedRow:
         )
 
     def padded(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the tokens that are run, of those that the rank has: [tokens, hidden]."""
+        """Pad hidden states [tokens, hidden] of the rank's tokens by the dummy token, if it runs one."""
         missing = len(self.ids) - len(hidden)
         return functional.pad(hidden, (0, 0, 0, missing)) if missing else hidden
 
     def unpadded(self, hidden: Tensor) -> Tensor:
-        """The reverse of `padded`."""
+        """Undo `padded`."""
         return hidden if self.share is None else hidden[: self.share.tokens.size]
 
     def whole_row(self, values: Tensor, places: Tensor) -> Tensor:
-        """Values at some places of all ranks' tokens, in the order of the row. places: this rank's, int64."""
+        """Gather values at some positions of all ranks' tokens, in row order. places: this rank's positions, int64."""
         if self.share is None:
             return values
         is_place = places.new_zeros(len(self.ids)).index_fill(0, places, 1)
@@ -108,7 +108,7 @@ class PackedRow:
 
 
 def token_places(samples: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:
-    """Where in a packed row the rows of `unit` are, of the samples that have work there: int64."""
+    """Return the positions in a packed row of the tokens for `unit`, for samples that have work there: int64."""
     has_work = [np.full(len(sample.input_ids), bool(sample.sizes.get(unit, 0))) for sample in samples]
     is_place = np.concatenate([sample.input_ids == token_id for sample in samples])
     return np.flatnonzero(is_place & np.concatenate(has_work))

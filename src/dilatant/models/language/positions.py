@@ -1,4 +1,4 @@
-"""Positions of tokens in time, height and width (M-RoPE; Wang et al. 2024, "Qwen2-VL", 2.1), from sizes alone."""
+"""M-RoPE: positions of tokens in time, height and width (Wang et al. 2024, "Qwen2-VL", 2.1), from sizes alone."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def spatial_positions(
     steps: Sequence[float] | None = None,
     behind_time: bool = False,
 ) -> NDArray[np.int64]:
-    """int64 [4, tokens] of a sample: its order, which restarts with each sample and by which samples of a row are kept
+    """Return int64 [4, tokens] for a sample: the order, which restarts at each sample and keeps the samples of a row
     apart, then time, height and width.
 
-    grids: int64 [items, 3], patches (frames, rows, columns) of each item in the order of the text, which stands there
-    as so many tokens of `placeholders` as it has groups of `merge` by `merge` patches. steps: of each item, from one
-    frame to the next in time (default: 1). Text advances all three by 1; what follows an item begins behind its longer
-    side, or, `behind_time`, behind all of its positions. Raises ValueError where tokens and items do not agree.
+    grids: int64 [items, 3], patches (frames, rows, columns) of each item in text order; the text has one token of
+    `placeholders` per group of `merge` by `merge` patches. steps: for each item, the time from one frame to the next
+    (default: 1). Text advances all three by 1; the token after an item starts beyond its longer side or, with
+    `behind_time`, beyond all of its positions. Raises ValueError if tokens and items do not agree.
     """
     is_media = np.isin(ids, list(placeholders))
     positions = np.empty((4, len(ids)), np.int64)
     positions[0] = np.arange(len(ids))
-    at, start = 0, 0  # in the row, and in positions
+    at, start = 0, 0  # index in the row, next position
     for (frames, rows, columns), step in zip(grids.tolist(), steps or [1.0] * len(grids), strict=True):
         rows, columns = rows // merge, columns // merge
         begin = at + int(is_media[at:].argmax())
@@ -38,7 +38,7 @@ def spatial_positions(
         positions[1:, at:begin] = start + np.arange(text)
         start += text
         place = np.indices((frames, rows, columns)).reshape(3, -1)
-        if step != 1:  # in float32, as the families have it
+        if step != 1:  # in float32, as the families compute it
             place[0] = (place[0].astype(np.float32) * np.float32(step)).astype(np.int64)
         positions[1:, begin:end] = start + place
         start += int(place.max()) + 1 if behind_time else max(rows, columns)

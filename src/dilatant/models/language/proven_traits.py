@@ -1,4 +1,4 @@
-"""What was found out about a language model before it trains."""
+"""Properties of a language model that were proven before training."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What holds of a language model; each None, or why not in a few words.
+    """Proven properties of a language model; each is None, or a short reason why it does not hold.
 
     packed: samples of a packed row train as each alone. cut: any cut into stages trains as the whole. unproven: the
-    copy could not be made or run in transformers alone, so nothing is known. differences: the largest relative ones of
-    the loss and of a gradient that were seen. seconds: what it took to find out. is_kept: it was known from before.
+    small copy could not be built or run in transformers alone, so nothing is known. differences: the largest relative
+    differences of the loss and of a gradient. seconds: duration of the proof. is_kept: the proof was read from a cache.
     """
 
     packed: str | None
@@ -22,7 +22,7 @@ class Proof:
     is_kept: bool = False
 
     def __str__(self) -> str:
-        """What was proven, in half a line."""
+        """Summarise the proof in half a line."""
         when = "known from before" if self.is_kept else f"{self.seconds:.1f} s"
         if self.unproven is not None:
             return f"packed rows and stages could not be proven on a small copy ({self.unproven}; {when})"

@@ -1,4 +1,4 @@
-"""Learned inputs of the language model at the places where it is to say what a generator draws."""
+"""Learned queries: inputs of the language model at the tokens whose outputs condition a generator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 _DEVIATION = 0.02
-"""Of queries at the start: that of most families' token embeddings."""
+"""Initial standard deviation of queries: that of most families' token embeddings."""
 
 
 class Queries(nn.Module):
-    """For each unit [tokens_per_item, width]: what stands at the places of an item, in order.
-
-    counts: unit → tokens of an item. (MetaQueries, DreamLLM.)
-    """
+    """Learned query embeddings, per unit [tokens_per_item, width], in order within an item (as in MetaQueries,
+    DreamLLM). counts: unit → tokens per item."""
 
     def __init__(self, counts: Mapping[str, int], width: int) -> None:
         super().__init__()
@@ -27,18 +25,18 @@ class Queries(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all of them anew."""
+        """Initialise all queries."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=_DEVIATION)
 
     def table(self) -> Tensor:
-        """The queries of all units, one after another: [queries, width]."""
+        """Concatenate the queries of all units: [queries, width]."""
         return torch.cat([self.get_parameter(name) for name in self.counts])
 
     def put(self, embeddings: Tensor, query_of: Tensor, shares_row: bool = False) -> Tensor:
-        """`embeddings` [batch, tokens, width] with queries at their places. query_of: see `number_queries`, of the
-        flattened batch, on the host. shares_row: other ranks have other tokens of the same row. They meet in its
-        backward, so all of them must have one, also who has no place here."""
+        """Return `embeddings` [batch, tokens, width] with queries inserted. query_of: `number_queries` of the flattened
+        batch, on the host. shares_row: context-parallel ranks have other tokens of the row; since they communicate in
+        backward, every rank builds the graph, even without a query."""
         at = torch.nonzero(query_of >= 0).squeeze(-1)
         if not len(at) and not shares_row:
             return embeddings
@@ -48,9 +46,9 @@ class Queries(nn.Module):
 
 
 def number_queries(ids: NDArray[np.int64], token_ids: Mapping[str, int], counts: Mapping[str, int]) -> Tensor:
-    """Of each token of a row, the row of `Queries.table` that stands there; -1 where none does: int64 [tokens].
+    """Return the row of `Queries.table` for each token, or -1 for tokens that are no query: int64 [tokens].
 
-    ids: [tokens]. token_ids: unit → the id of its places, whole items of them in every sample. counts: as of `Queries`.
+    ids: [tokens]. token_ids: unit → the id of its query tokens, whole items in every sample. counts: as in `Queries`.
     """
     query_of = np.full(len(ids), -1, np.int64)
     first = 0

@@ -1,7 +1,7 @@
-"""The loss that keeps the experts of a mixture evenly used, as a sum over samples: so no layout changes it.
+"""Load-balancing loss of mixture-of-experts routers, as a sum over samples, so that no layout changes it.
 
-Switch Transformer's (arXiv 2101.03961, equations 4-6), of each sample by itself (sequence-wise, as in DeepSeek-V3):
-over a batch it would be another in every cut into microbatches.
+Switch Transformer's loss (arXiv 2101.03961, equations 4-6), computed per sample (sequence-wise, as in DeepSeek-V3):
+over a batch it would depend on the cut into microbatches.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from transformers import PreTrainedModel
 
 
 def has_router_loss(model: PreTrainedModel) -> bool:
-    """Whether the config asks for it, as in transformers: `output_router_logits` and `router_aux_loss_coef`."""
+    """Return True if the config enables it as in transformers: `output_router_logits` and `router_aux_loss_coef`."""
     config: Any = model.config
     return bool(getattr(config, "output_router_logits", False)) and router_weight(model) > 0
 
 
 def router_weight(model: PreTrainedModel) -> float:
-    """The config's `router_aux_loss_coef`; 0 where the family has none."""
+    """Return the config's `router_aux_loss_coef`; 0 if the family has none."""
     return float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0)
 
 
 def count_routers(model: PreTrainedModel) -> int:
-    """How many blocks choose experts."""
+    """Return the number of blocks with a router."""
     recorded = cast(Any, model.base_model)._can_record_outputs["router_logits"]
     recorders = recorded if isinstance(recorded, list) else [recorded]
     classes: tuple[Any, ...] = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
@@ -40,10 +40,12 @@ def router_loss(
     experts_a_token: int,
     add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Of a packed row, summed over its tokens: [routers], fp32; with even use each is `experts_a_token`.
+    """Compute the loss of a packed row, summed over its tokens: [routers], fp32; under uniform use each is
+    `experts_a_token`.
 
-    logits: of each router, [tokens, experts]. sample_of: int64 [tokens], the sample of each. lengths: tokens of each
-    sample. add_up: where these are some of a row's tokens, the sum over all who have some; this is their share then.
+    logits: for each router, [tokens, experts]. sample_of: int64 [tokens], the sample of each. lengths: tokens of each
+    sample. add_up: sum over context-parallel ranks, if the tokens are one rank's; the result is then this rank's
+    summand.
     """
     device = logits[0].device
     sample_of = sample_of.to(device)

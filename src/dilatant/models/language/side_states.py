@@ -1,8 +1,8 @@
-"""What goes from block to block beside the hidden states of a text model, behind them in every token's row: so that any
-cut is right, and no plan need know of it.
+"""Per-token side states: values that blocks pass to later blocks, stored after the hidden state in every token's row.
 
-Rows of an encoder for inner blocks (DeepStack; Meng et al. 2024), inputs of their own that blocks have for every token
-(Gemma 3n's and 4's per-layer embeddings), and keys and values that later blocks take from earlier ones (Gemma 4).
+Since they travel with the row, any cut into stages is right and no plan need know of them. They are encoder rows for
+inner blocks (DeepStack; Meng et al. 2024), per-layer embeddings (Gemma 3n's and 4's), and keys and values that later
+blocks reuse (Gemma 4).
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from dilatant.models.parallel.tensor_regions import Part
 
 
 class Carried(Protocol):
-    """Of one text model; `block` counts its blocks from 0, and so do the borders of a stage."""
+    """The side states of one text model; `block` and stage borders count its blocks from 0."""
 
     def width(self, block: int) -> int:
-        """Numbers behind a token's hidden state before a block."""
+        """Return the width of the side states before a block."""
         ...
 
     def into(self, behind: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
-        """Keywords for the text model with blocks `first <= block < end`, from what lies behind the hidden states:
-        [batch, tokens, width(first)]. shards: of ranks that share these blocks and all have what lies behind."""
+        """Return keywords for the text model with blocks `first <= block < end` from the side states, [batch, tokens,
+        width(first)]. shards: sequence parallelism of these blocks; all its ranks hold the full side states."""
         ...
 
     def beyond(
         self, behind: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
     ) -> Tensor:
-        """What lies behind the hidden states that leave, after the model ran with these keywords: [batch, tokens,
-        width(end)], on all ranks that share the blocks."""
+        """Return the side states that leave, after the model ran with these keywords: [batch, tokens, width(end)], on
+        all tensor-parallel ranks."""
         ...
 
     def prepare(self, decoder: nn.Module) -> nn.Module:
-        """A slice of the text model as it is run, for it keeps numbers of blocks."""
+        """Adapt a slice of the text model before it runs, because it stores block numbers."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeepStack:
-    """Rows that as many blocks as `taps` are given, from the first on: 0 at text."""
+    """DeepStack: encoder rows that the first `taps` blocks each receive, 0 at text tokens."""
 
     taps: int
     hidden: int
@@ -77,7 +77,8 @@ class DeepStack:
 
 
 class SharedStates(NamedTuple):
-    """Keys and values of a block that later ones take. store: the block. last: of those that take them."""
+    """Keys and values that later blocks reuse. store: the block that computes them. last: the last block that reuses
+    them."""
 
     kind: str
     store: int
@@ -88,8 +89,8 @@ class SharedStates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PerLayer:
-    """Of Gemma 4. each: numbers of a block's own input of a token; 0 where there are none. config: of the whole text
-    model."""
+    """Side states of Gemma 4. each: width of a block's own per-token input; 0 without such inputs. config: of the whole
+    text model."""
 
     config: Any
     blocks: int
@@ -98,7 +99,7 @@ class PerLayer:
 
     @classmethod
     def of(cls, config: Any) -> PerLayer | None:
-        """From the config of a text model; None where its blocks take nothing beside hidden states."""
+        """Read them from the config of a text model; None if its blocks take only hidden states."""
         each = getattr(config, "hidden_size_per_layer_input", None) or 0
         reusing = getattr(config, "num_kv_shared_layers", None) or 0
         if not (each or reusing):
@@ -117,17 +118,17 @@ class PerLayer:
         return (self.blocks - block) * self.each
 
     def _held(self, block: int) -> list[SharedStates]:
-        """Keys and values that pass the border before a block."""
+        """Return the keys and values that cross the border before a block."""
         return [each for each in self.shared if each.store < block <= each.last]
 
     def width(self, block: int) -> int:
         return self._inputs(block) + sum(2 * each.heads * each.head_width for each in self._held(block))
 
     def at_start(self, decoder: nn.Module, ids: Tensor, embeddings: Tensor) -> Tensor:
-        """What lies behind the embeddings, [batch, tokens, hidden], of `ids`; those of media are padding."""
+        """Return the side states after the embeddings, [batch, tokens, hidden], of `ids`; ids of media are padding."""
         if not self.each:
             return embeddings[..., :0]
-        whole: Any = copy.copy(decoder)  # of all blocks, as far as it asks its config
+        whole: Any = copy.copy(decoder)  # with the config of all blocks
         whole.__dict__["config"] = self.config
         inputs = whole.get_per_layer_inputs(ids, None)
         return whole.project_per_layer_inputs(embeddings, inputs).flatten(-2)
@@ -162,21 +163,23 @@ class PerLayer:
 
     def prepare(self, decoder: nn.Module) -> nn.Module:
         model: Any = copy.copy(decoder)
-        # Else it would project inputs that were, and look for its own blocks under the whole model's numbers.
+        # Otherwise the model would project its inputs again, and look up its blocks by their numbers in the whole
+        # model.
         model.hidden_size_per_layer_input = 0
         model.first_kv_shared_layer_idx = -1
         return model
 
 
 def _own_heads(pair: Tensor, shards: TokenShards) -> Tensor:
-    """Of keys and values of all heads, [..., heads, width], which all ranks have, those that own queries see."""
+    """Slice keys and values of all heads, [..., heads, width], replicated on all ranks, to those that this rank's
+    queries use."""
     ranks = shards.ranks
     first, end = Part(pair.shape[-2]).interval(ranks.size, ranks.index)
     return ranks.copy(pair)[..., first:end, :]
 
 
 def _all_heads(pair: Tensor, heads: int, shards: TokenShards) -> Tensor:
-    """The reverse. Of ranks that have the same head the first one gives it."""
+    """Undo `_own_heads`: sum over ranks; of several ranks with the same head the first contributes it."""
     ranks, part = shards.ranks, Part(heads)
     first, end = part.interval(ranks.size, ranks.index)
     if ranks.index and part.interval(ranks.size, ranks.index - 1) == (first, end):
@@ -186,7 +189,7 @@ def _all_heads(pair: Tensor, heads: int, shards: TokenShards) -> Tensor:
 
 
 def _storage() -> UserDict[str, Any]:
-    """What the version of transformers hands on as it is."""
+    """Return the container of shared keys and values that this version of transformers passes on unchanged."""
     from transformers import cache_utils
 
     return getattr(cache_utils, "KVSharingDict", UserDict)()
