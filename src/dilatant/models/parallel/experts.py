@@ -1,8 +1,8 @@
-"""A block's mixture of experts as one rank computes it: tokens sorted by expert, and one product for all experts.
+"""Mixture-of-experts layers on one rank: tokens sorted by expert, and one grouped matrix product for all experts.
 
 The weights are those of transformers: `gate_up_proj` [experts, 2 x inner, hidden] and `down_proj` [experts, hidden,
-inner]. Ranks that share the experts (see `tensor_plan`) have either a part of every expert's inner features, or whole
-experts to which tokens travel (expert parallelism, dropless).
+inner]. Each rank holds either a shard of every expert's inner features (tensor parallelism, see `tensor_plan`), or
+whole experts to which tokens are sent (expert parallelism, dropless).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.parallel.grouped_linear import grouped_linear
 
 Product = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]
-"""As `grouped_linear`."""
+"""A product like `grouped_linear`."""
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _OTHERWISE = ("has_bias", "is_transposed", "has_post_expert_norm")
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module is experts whose weights lie as said above, with nothing besides."""
+    """Return True for an experts module with exactly these two weights in this layout."""
     if not getattr(module, "has_gate", False):
         return False
     own = dict(module.named_parameters())
@@ -39,17 +39,17 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def fused_experts(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of the experts in a block."""
+    """Yield path and module of the experts in a block."""
     for path, module in block.named_modules():
         if is_fused(module):
             yield path, module
 
 
 class GroupedExperts:
-    """Mixed into the class of such a module.
+    """Mixin for the class of an experts module.
 
-    product: of rows and a weight. ranks: those that have the same tokens; None where no others have them. holders:
-    those that have other experts; None where this rank has a part of all.
+    product: of rows and a weight. ranks: the ranks with the same tokens; None if there are no others. holders: the
+    expert-parallel group; None if this rank holds a shard of every expert.
     """
 
     product: Product = staticmethod(grouped_linear)
@@ -59,9 +59,9 @@ class GroupedExperts:
     down_proj: nn.Parameter
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of what its experts make of each token: [tokens, hidden].
+        """Return the weighted sum of the chosen experts' outputs for each token: [tokens, hidden].
 
-        hidden_states: [tokens, hidden]. top_k_index: [tokens, k], experts; top_k_weights: the same, their weights.
+        hidden_states: [tokens, hidden]. top_k_index: [tokens, k], experts; top_k_weights: [tokens, k], their weights.
         """
         if self.ranks is None:
             return self._mixed(hidden_states, top_k_index, top_k_weights)
@@ -69,7 +69,7 @@ class GroupedExperts:
         hidden_states, top_k_weights = self.ranks.copy(hidden_states), self.ranks.copy(top_k_weights)
         if self.holders is None:
             return self.ranks.sum(self._mixed(hidden_states, top_k_index, top_k_weights))
-        # All have all tokens; each sends some of them to their experts.
+        # Tokens are replicated; each rank sends a slice of them to their experts.
         first, end = (tokens * place // self.ranks.size for place in (self.ranks.index, self.ranks.index + 1))
         mixed = self._mixed(hidden_states[first:end], top_k_index[first:end], top_k_weights[first:end])
         return self.ranks.sum(nn.functional.pad(mixed, (0, 0, first, tokens - end)))
@@ -81,25 +81,26 @@ class GroupedExperts:
         counts = torch.bincount(flat, minlength=experts)
         rows = hidden[order // chosen.shape[1]]
         rows = self._run(rows, counts.tolist()) if self.holders is None else self._travel(rows, counts)
-        # Back in the order of tokens, so that sums have one order: index_add has none on a GPU.
+        # Restore token order, so that sums have a fixed order: index_add has none on a GPU.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         made = rows[back].view(*chosen.shape, hidden.shape[-1])
         return (made * weights[..., None]).sum(dim=1).to(hidden.dtype)
 
     def _run(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows expert by expert, through the experts held here."""
+        """Run rows, sorted by expert, through the experts held here."""
         module = cast(Any, self)
         inner = module._apply_gate(self.product(rows, self.gate_up_proj, counts))
         return self.product(inner, self.down_proj, counts)
 
     def _travel(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows through the experts of all holders. counts: rows of each expert, by which they are sorted."""
+        """Run rows through the experts of the expert-parallel group. counts: rows per expert, by which rows are
+        sorted."""
         assert self.holders is not None
         sent = counts.view(self.holders.size, -1)
         received = self.holders.counts(sent)
         there = [counts.sum(dim=1).tolist() for counts in (sent, received)]
         arrived = self.holders.exchange(rows, *there)
-        # They come sender by sender; every expert takes its own of each.
+        # Rows arrive sorted by sender; sort them by expert.
         numbers = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
         order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -108,7 +109,7 @@ class GroupedExperts:
 
 
 def group_experts(module: nn.Module) -> GroupedExperts:
-    """Let a module that `is_fused` compute as said here, in place; keys, hooks and `isinstance` stay as they are."""
+    """Make a module that `is_fused` use grouped products, in place; keys, hooks and `isinstance` stay as they are."""
     if not isinstance(module, GroupedExperts):
         module.__class__ = _grouped(cast(Any, type(module)))
     return cast(GroupedExperts, module)

@@ -1,4 +1,4 @@
-"""Many linear layers as one: rows in groups, each group times a matrix of its own."""
+"""Grouped linear layer: rows in groups, each multiplied by its group's matrix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 _ALIGNED_BYTES = 16
-"""torch's kernel reads rows of whole such pieces."""
+"""Alignment that torch's kernel needs for rows and weights."""
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows times the transposed matrix of their group: [rows, out].
-
-    rows: [rows, in], group by group. weight: [groups, out, in]. counts: rows of each group; it may have none.
-    """
+    """Multiply rows [rows, in], sorted by group, by the transposed matrix of their group in `weight` [groups, out, in]:
+    [rows, out]. counts: rows of each group, possibly 0."""
     if _has_kernel(rows, weight):
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return functional.grouped_mm(
@@ -27,7 +25,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tenso
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies all groups in one kernel: on GPUs since compute capability 8.0, in bf16."""
+    """Return True if torch multiplies all groups in one kernel: in bf16 on GPUs since compute capability 8.0."""
     if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return False
     return (

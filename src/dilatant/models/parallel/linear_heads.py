@@ -1,10 +1,8 @@
-"""How tensor-parallel ranks share a layer of linear attention (a gated delta net): by key heads, each with the value
-heads that read it.
+"""Tensor parallelism of linear attention (gated delta nets): divided by key heads, each with its value heads.
 
-Channels of the convolution, decays and time steps belong to heads, and the norm behind them is one for all heads. So is
-the state: what passes along a row, from sample to sample or from rank to rank, each does for its own heads. The output
-projection runs once for every sample of a packed row; what it makes is summed over ranks once for the row, where it
-leaves the module.
+Channels of the convolution, decays and time steps belong to heads; one norm weight serves all heads. The recurrent
+state, which passes from rank to rank along a row, is divided by heads as well. The output projection runs once per
+sample of a packed row; its output is summed over ranks once per row, where it leaves the module.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ _ALL_HEADS = ("norm",)
 
 
 def linear_paths(block: nn.Module) -> list[str]:
-    """Paths within a block of its layers of linear attention."""
+    """Return the paths within a block of its linear-attention layers."""
     return [path for path, module in block.named_modules() if is_linear_attention(module)]
 
 
 def linear_region(block: nn.Module, path: str) -> Region:
-    """The region that such a layer is."""
+    """Return the tensor-parallel region of a linear-attention layer."""
     layer: Any = block.get_submodule(path)
     parts, row = _columns(layer), Part(layer.num_v_heads, layer.head_v_dim)
     others = {"conv1d": _mixed(layer), **dict.fromkeys(_PER_HEAD, (Part(layer.num_v_heads),))}
@@ -44,7 +42,7 @@ def linear_region(block: nn.Module, path: str) -> Region:
 
 
 def linear_refusals(block: nn.Module, path: str) -> Iterator[str]:
-    """Why this version cannot divide such a layer."""
+    """Yield the reasons why this version cannot divide a linear-attention layer."""
     layer: Any = block.get_submodule(path)
     linear = {*_columns(layer), _OUT}
     known = {*linear, *_PER_HEAD, *_ALL_HEADS, "conv1d"}
@@ -59,7 +57,7 @@ def linear_refusals(block: nn.Module, path: str) -> Iterator[str]:
 
 
 def count_linear_heads(module: nn.Module, size: int) -> None:
-    """Let a layer with the weights of one of `size` ranks know its own heads and channels."""
+    """Set the local numbers of heads and channels of a layer that holds the weights of one of `size` ranks."""
     layer, convolution = cast(Any, module), cast(Any, module).conv1d
     for holder, names in (
         (layer, ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")),
@@ -70,14 +68,14 @@ def count_linear_heads(module: nn.Module, size: int) -> None:
 
 
 def _mixed(layer: Any) -> tuple[Part, ...]:
-    """Queries, keys and values one behind the other."""
+    """Return the parts of fused queries, keys and values."""
     keys = Part(layer.num_k_heads, layer.head_k_dim)
     return keys, keys, Part(layer.num_v_heads, layer.head_v_dim)
 
 
 def _columns(layer: Any) -> dict[str, tuple[Part, ...]]:
-    """Projections of the inputs, by the names that families give them: each by itself, or the parts of a key head and
-    of the value heads that read it together."""
+    """Return the parts of the input projections under all families' names: separate projections, or fused ones where a
+    key head lies together with its value heads."""
     keys, values = layer.num_k_heads, layer.num_v_heads
     of_value = values // keys
     together = 2 * (layer.head_k_dim + of_value * layer.head_v_dim)

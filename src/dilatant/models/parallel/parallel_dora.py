@@ -1,7 +1,7 @@
-"""DoRA (Liu et al. 2024) beside a linear layer of which a tensor-parallel rank has a part.
+"""DoRA (Liu et al. 2024) on a tensor-parallel linear layer.
 
-The length of a row of the weight that is adapted is that of all its columns: a rank that has some of them needs the
-sum of the ranks' squares. The length is a constant to the backward, as in peft (DoRA, section 4.3).
+The norm of a row of the adapted weight covers all its columns: a rank that holds some of them needs the sum of all
+ranks' squares. Backward treats the norm as a constant, as in peft (DoRA, section 4.3).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Sum = Callable[[Tensor], Tensor]
 
 
 def share_magnitudes(layer: nn.Module, sum_of_ranks: Sum | None = None) -> None:
-    """Let a layer of peft's know the lengths of whole rows. sum_of_ranks: where a rank has some columns of the weight;
-    None where it has some rows. Nothing happens to one without magnitudes."""
+    """Make a peft layer compute the norms of whole rows. sum_of_ranks: all-reduce, if a rank holds some columns of the
+    weight; None if it holds some rows. Does nothing without magnitudes."""
     magnitudes: Any = getattr(layer, "lora_magnitude_vector", {})
     if ADAPTER in magnitudes:
         magnitudes[ADAPTER] = _Magnitudes(magnitudes[ADAPTER].weight, sum_of_ranks)
 
 
 class _Magnitudes(nn.Module):
-    """In the place of peft's, whose `forward` has these arguments: what DoRA adds to `base_result`."""
+    """Replaces peft's module, with the same `forward` arguments: returns what DoRA adds to `base_result`."""
 
     def __init__(self, weight: nn.Parameter, sum_of_ranks: Sum | None) -> None:
         super().__init__()
@@ -57,6 +57,6 @@ class _Magnitudes(nn.Module):
 
     @torch.no_grad()
     def _squares(self, base: Any, first: Any, second: Any, scaling: float, dtype: torch.dtype) -> Tensor:
-        """Of each row of this rank's part of the adapted weight the sum of squares, in fp32."""
+        """Return the sum of squares of each row of this rank's shard of the adapted weight, in fp32."""
         adapted = base.weight.to(dtype) + scaling * (second.weight @ first.weight).to(dtype)
         return adapted.float().square().sum(dim=1)

@@ -1,5 +1,5 @@
-"""How context-parallel ranks share what encoders of unlike items run: sample by sample, so that sizes alone say who has
-which, and nobody decodes what another runs."""
+"""Context parallelism of packing encoders: whole samples are divided among ranks, by sizes alone, so that no rank
+decodes media that another one runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilatant.models.core.stage import Stage, StepData
 
 
 class SharesSamples(Stage):
-    """Mixed into a stage or unit: all items of a sample are one item for ranks, and they get about as many tokens."""
+    """Mixin for a stage or unit: all items of a sample stay on one rank, and ranks get about equally many tokens."""
 
     def items(self, sizes: Mapping[str, int]) -> int:
         return int(sizes.get(self.unit, 0) > 0)
@@ -28,7 +28,7 @@ class SharesSamples(Stage):
         return self.item_owners([data.samples[sample].sizes for sample in samples], size)
 
     def own(self, data: StepData, samples: tuple[int, ...]) -> NDArray[np.int64] | None:
-        """The tokens that this rank runs; None for all of them."""
+        """Return the indices of the tokens that this rank runs; None for all of them."""
         if self.context.size == 1:
             return None
         mine = set(self.chosen(data, samples))
@@ -36,7 +36,7 @@ class SharesSamples(Stage):
         return np.flatnonzero(np.repeat([sample in mine for sample in samples], lengths))
 
     def chosen(self, data: StepData, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """The samples that this rank runs, of those that have anything."""
+        """Return the samples that this rank runs, without those that have nothing for this unit."""
         owners = self.owners(data, samples, self.context.size)
         return tuple(
             sample
@@ -46,8 +46,8 @@ class SharesSamples(Stage):
 
 
 def share_by_size(tokens: Sequence[int], size: int) -> list[NDArray[np.integer]]:
-    """Which of `size` ranks has each sample: int64 [1], or [0] for one without tokens. The largest first, each goes to
-    the rank that has least (Graham 1969)."""
+    """Return the rank (of `size`) of each sample: int64 [1], or [0] for a sample without tokens. Longest first, each to
+    the least loaded rank (Graham 1969)."""
     loads = [0] * size
     found: list[NDArray[np.integer]] = [np.empty(0, np.int64)] * len(tokens)
     for number in sorted(range(len(tokens)), key=lambda number: (-tokens[number], number)):

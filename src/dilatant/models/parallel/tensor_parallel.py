@@ -1,7 +1,7 @@
-"""One tensor-parallel rank's modules of a stage: the family's own, with local weights and fewer heads.
+"""Tensor parallelism: a stage's own modules with one rank's shard of the weights and its heads.
 
-Nothing of a family's forward is copied. Ranks meet at the entry and the exit of every region (see `tensor_plan`), in
-the token embedding, and in the loss, which is taken over the vocabulary's shares.
+No family's forward is copied. Ranks communicate at the entry and the exit of every region (see `tensor_plan`), in the
+token embedding, and in the loss, which is computed over vocabulary shards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dilatant.models.parallel.tensor_regions import Experts, Region
 
 
 class VocabularyShard:
-    """This rank's rows `first <= row < end` of a vocabulary; what is asked of logits of which each rank has some."""
+    """Vocabulary parallelism: this rank's rows `first <= row < end`, with loss and argmax over all ranks' logits."""
 
     def __init__(self, ranks: TensorGroup, first: int, end: int) -> None:
         self.ranks = ranks
@@ -39,11 +39,11 @@ class VocabularyShard:
         self.end = end
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """As `loss.cross_entropy` of all logits. logits: [positions, own rows]; targets: [positions]."""
+        """Compute `loss.cross_entropy` of all ranks' logits. logits: [positions, own rows]; targets: [positions]."""
         return _CrossEntropy.apply(logits, targets, self)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The likeliest row of the whole vocabulary, the first of equals: int64 [positions]."""
+        """Return the likeliest row of the whole vocabulary, the first among equals: int64 [positions]."""
         values, rows = logits.max(dim=-1)
         wins = values == self.ranks.largest(values)
         beyond = torch.iinfo(torch.int64).min
@@ -51,7 +51,7 @@ class VocabularyShard:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps one number for each logit, as torch's own does."""
+    """Vocabulary-parallel cross entropy; saves one number per logit for backward, as torch's does."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
@@ -75,8 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _VocabularyParallel:
-    """Mixed into the class of a token embedding: it looks up the ids of its shard, and all ranks add up what they
-    found."""
+    """Mixin for the class of a token embedding: each rank looks up the ids of its shard, and the results are summed."""
 
     shard: VocabularyShard
 
@@ -94,9 +93,9 @@ def _vocabulary_parallel(own: Any) -> type[nn.Module]:
 
 
 def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
-    """A copy of `model` that has other parameters in the place of its own, and shares no module with it."""
+    """Return a copy of `model` with other parameters, which shares no module with `model`."""
     memo: dict[int, Any] = {id(own): other for own, other in weights.items()}
-    # Work of other stages, whose modules must not be copied along.
+    # Placeholders refer to modules of other stages, which must not be copied.
     memo |= {id(module): module for module in model.modules() if isinstance(module, StandIn)}
     return copy.deepcopy(model, memo)
 
@@ -108,10 +107,10 @@ def share_blocks(
     ranks: TensorGroup,
     end: nn.Module | None = None,
 ) -> TokenShards | None:
-    """Make consecutive blocks with local weights those of one rank, in place. regions, experts: of each block.
+    """Make consecutive blocks with local weights tensor parallel, in place. regions, experts: of each block.
 
-    Outside of regions each rank has its part of the tokens, which it is given before the first block and gives back
-    behind the last, or before the module `end`. None without blocks.
+    Outside of regions each rank holds a slice of the tokens (sequence parallelism): they are sliced before the first
+    block and gathered after the last one, or before the module `end`. Returns None without blocks.
     """
     if not blocks:
         return None
@@ -126,10 +125,10 @@ def share_blocks(
     beside = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
     shards = share_tokens(blocks, beside, ranks, end)
     for block, paths, inner in zip(blocks, mixtures, within, strict=True):
-        if any(region.whole for region in inner):  # it runs sample by sample
+        if any(region.whole for region in inner):  # runs sample by sample
             block.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
             block.register_forward_hook(_leaving(shards.split), prepend=True)
-        for path in paths:  # all ranks choose experts for all tokens
+        for path in paths:  # routers run on all tokens on every rank
             mixture = block.get_submodule(path)
             mixture.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
             mixture.register_forward_hook(_leaving(shards.split))
@@ -144,8 +143,8 @@ def share_tokens(
     ranks: Ranks,
     end: nn.Module | None = None,
 ) -> TokenShards:
-    """Let blocks of one rank, with its heads and features, take and give its part of the tokens between regions. end:
-    the module before which all tokens are there again; None for behind the last block."""
+    """Make blocks with local weights sequence parallel between regions. end: the module before which all tokens are
+    gathered; None to gather after the last block."""
     shards = TokenShards(ranks)
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
@@ -165,8 +164,8 @@ def share_experts(
     ranks: TensorGroup | None,
     holders: ExpertGroup | None,
 ) -> None:
-    """Let the experts of blocks with local weights be computed with the other ranks. experts: of each block; see
-    `GroupedExperts`."""
+    """Connect the experts of blocks with local weights to other ranks. experts: of each block (see
+    `GroupedExperts`)."""
     for block, of_block in zip(blocks, experts, strict=True):
         for one in of_block:
             grouped = group_experts(block.get_submodule(one.path))
@@ -176,11 +175,8 @@ def share_experts(
 def share_vocabulary(
     model: PreTrainedModel, rows: int, head_rows: int, ranks: TensorGroup
 ) -> VocabularyShard:
-    """Make embedding and head, as far as a slice of a language model has them, those of one rank, in place. Returns
-    what is asked of the head's logits.
-
-    rows, head_rows: of the whole embedding and head (Mllama's embedding has more).
-    """
+    """Make embedding and head vocabulary parallel, as far as the slice has them, in place. Returns the head's shard.
+    rows, head_rows: of the whole embedding and head (Mllama's embedding has more)."""
     shard, of_head = (
         VocabularyShard(ranks, count * ranks.index // ranks.size, count * (ranks.index + 1) // ranks.size)
         for count in (rows, head_rows)
@@ -213,7 +209,7 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
         return
 
     def enter(own: Tensor) -> Tensor:
-        # Found anew: linear layers are replaced by others that share their weights.
+        # Looked up at each call, because linear layers may be replaced by others that share their weights.
         linears = [cast(ParallelLinear, plain_linear(block, path)) for path in region.columns]
         hidden, outputs = shards.gather_products(
             own, [partial(linear.product, bias=linear.bias) for linear in linears]
@@ -228,12 +224,12 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
 
     entry = block.get_submodule(region.path)
     entry.register_forward_pre_hook(_entering(enter), with_kwargs=True)
-    entry.register_forward_hook(forget, always_call=True)  # recomputation may end within
+    entry.register_forward_hook(forget, always_call=True)  # recomputation may stop inside
 
 
 def _share_module(block: nn.Module, region: Region, shards: TokenShards) -> None:
-    """A region whose products are of parts of a row: all tokens come in before them, and leave behind them. What
-    adapters add is a summand of each rank's, too."""
+    """Gather tokens before the whole module and reduce-scatter after it, for a region that calls its linear layers on
+    parts of a row. Adapter outputs are summands of each rank, too."""
     for path in (*region.columns, *region.rows):
         for linear in adapter_of(block, path) or ():
             _local(linear)
@@ -244,9 +240,9 @@ def _share_module(block: nn.Module, region: Region, shards: TokenShards) -> None
 
 
 def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> None:
-    """Beside a layer of which each rank has some outputs, so it has of the adapter's; beside one of which it has some
-    inputs, what the adapter's first layer makes of these is summed over ranks, and its second one is given a rank's
-    own tokens."""
+    """Divide LoRA adapters like their layers. Of a column-parallel layer, the adapter's outputs are divided; of a
+    row-parallel one, the output of the adapter's first layer is reduce-scattered, and its second layer runs on the
+    rank's tokens."""
     for path in region.columns:
         adapter = adapter_of(block, path)
         if adapter is not None:
@@ -268,7 +264,7 @@ def _share_magnitudes(block: nn.Module, region: Region, ranks: Ranks) -> None:
 
 
 def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
-    """A region where all ranks have all tokens before and behind it."""
+    """Make a region tensor parallel whose inputs and outputs are replicated (no sequence parallelism)."""
     for path in region.columns:
         for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())):
             _local(linear)
@@ -283,7 +279,7 @@ def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
 
 
 def share_heads(block: nn.Module, region: Region, size: int) -> None:
-    """Let attention of a block with the weights of one of `size` ranks know its own heads, in place."""
+    """Set the local numbers of heads in a block's attention that holds the weights of one of `size` ranks, in place."""
     if region.key_heads:
         count_linear_heads(block.get_submodule(region.path), size)
     if not (region.heads and region.kv_heads):
@@ -296,7 +292,7 @@ def share_heads(block: nn.Module, region: Region, size: int) -> None:
 
 
 def _local(linear: nn.Module) -> ParallelLinear:
-    """A linear layer that knows the sizes of its part of the weight, and may be entered and left."""
+    """Convert a linear layer to a ParallelLinear with the sizes of its local weight."""
     assert isinstance(linear, nn.Linear)
     linear.out_features, linear.in_features = linear.weight.shape
     linear.__class__ = ParallelLinear
@@ -328,7 +324,7 @@ def _leaving(give: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _count_heads(module: Any, counts: Mapping[str, int]) -> None:
-    """The rank's own numbers of heads, wherever the family keeps them; some ask their config."""
+    """Set the local numbers of heads wherever the family stores them; some families read them from their config."""
     config = getattr(module, "config", None)
     if config is not None:
         config = module.config = copy.copy(config)
@@ -338,5 +334,5 @@ def _count_heads(module: Any, counts: Mapping[str, int]) -> None:
                 setattr(holder, name, count)
     if hasattr(module, "all_head_size"):
         module.all_head_size = counts["num_heads"] * module.attention_head_size
-    if hasattr(module, "embed_dim") and hasattr(module, "head_dim"):  # of what leaves attention
+    if hasattr(module, "embed_dim") and hasattr(module, "head_dim"):  # width of the attention output
         module.embed_dim = counts["num_heads"] * module.head_dim

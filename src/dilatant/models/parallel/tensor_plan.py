@@ -1,11 +1,11 @@
-"""How tensor-parallel ranks share a unit: the part of every weight that each of them holds.
+"""Tensor-parallel plan of a unit: the shard of every weight that each rank holds.
 
-Said by the family's own plan (`base_model_tp_plan` of transformers), by ours for encoders, which have none. A block
-consists of *regions*: between the entry and the exit of attention, or of the feed-forward, each rank computes its heads
-or features; between regions (norms, residuals) it computes its tokens. Of a mixture of experts each rank has some
-features of every expert, or under expert parallelism some experts whole. What is outside of blocks (norms, position
-tables, patch convolutions, projectors, modules of the user's own), and routers, ranks compute alike; token embedding
-and head are divided by the vocabulary. Weights that are not divided each rank holds whole.
+The plan follows the family's own (`base_model_tp_plan` of transformers), or ours for encoders, which have none. A block
+consists of *regions*: inside attention or feed-forward each rank computes its heads or features; between regions
+(norms, residuals) it computes its slice of the tokens. In a mixture of experts each rank holds some features of every
+expert or, under expert parallelism, some whole experts. Everything outside of blocks (norms, position tables, patch
+convolutions, projectors, modules of the user's own), and routers, is replicated; token embedding and head are divided
+by the vocabulary. Undivided weights are held whole by each rank.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dilatant.models.parallel.tensor_rules import GATED, PARTIAL, rules_of_famil
 
 _NORMS_OF_HEADS = ("q_norm", "k_norm")
 _SHARED_EXPERTS = ("shared_expert", "shared_experts")
-"""What every token passes beside its experts; not every family's plan says how it is shared."""
+"""Experts that every token passes; not every family's plan lists them."""
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")
 _GATHERED = "colwise_gather_output"
-"""transformers computes such a layer whole on every rank; fused ones we cut, others we refuse."""
+"""transformers gathers such a layer's output on every rank; fused layers are divided here, others are refused."""
 
 _PER_TOKEN = ("Norm", "LayerScale")
-"""In the names of classes of modules between regions."""
+"""Words in the class names of modules that are allowed between regions."""
 _OF_OWN_INPUTS = ("per_layer_input_gate", "per_layer_projection")
-"""Linear layers of a block that make of a token and its own input what they make (Gemma 3n, 4)."""
+"""Per-token linear layers of a block for its per-layer input (Gemma 3n, 4)."""
 
 _DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout")
 _DROPOUTS_OF_BLOCKS = ("activation_dropout",)
-"""Attributes of modules that compute a share, by which they drop some of it."""
+"""Dropout attributes of modules that compute on a shard."""
 
 _QUERY, _KEY_VALUE = ("q_proj", "query", "q"), ("k_proj", "v_proj", "key", "value", "k", "v")
 _QKV = ("qkv_proj", "qkv")
@@ -53,10 +53,10 @@ _INTERLEAVED = "query_key_value"
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """cuts: logical name → how ranks divide the weight; all others are held whole. partial: those of them of whose
-    gradient each rank has a summand; of the others every rank has all of it. regions, experts: of every block.
-    of_experts: logical names of the weights that expert-parallel ranks divide by the expert. problems: why
-    tensor-parallel ranks cannot share the unit at all."""
+    """The division of a unit's weights among tensor- and expert-parallel ranks. cuts: logical name → cut; all other
+    weights are replicated. partial: replicated weights whose gradient on each rank is a summand; for the others every
+    rank computes the full gradient. regions, experts: of every block. of_experts: logical names of the weights that
+    expert parallelism divides by the expert. problems: reasons why the unit cannot be tensor parallel at all."""
 
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
@@ -68,8 +68,8 @@ class TensorPlan:
     def held(
         self, name: str, shape: tuple[int, ...], tp: int, index: int, ep: int = 1, expert_index: int = 0
     ) -> tuple[Intervals | None, bool]:
-        """What rank `index` of `tp`, and `expert_index` of `ep`, holds of a weight, None for all of it; and whether its
-        gradient is a summand: not what the other ranks have, too."""
+        """Return the intervals of a weight on rank `index` of `tp` and `expert_index` of `ep` (None for the whole
+        weight), and True if the rank's gradient is a summand rather than a copy of the other ranks' gradient."""
         if ep > 1 and name in self.of_experts:
             return Cut(0, (Part(shape[0]),)).intervals(shape, ep, expert_index), True
         cut = self.cuts.get(name)
@@ -79,7 +79,7 @@ class TensorPlan:
 
 
 def tensor_plan(unit: Unit) -> TensorPlan:
-    """The plan of `unit`, for any degree that divides it (see `degree_problems`)."""
+    """Make the plan of `unit` for any degree that divides it (see `degree_problems`)."""
     if unit.structure is None:
         return TensorPlan()
     blocks = list(zip(unit.layers[1:], unit.blocks))
@@ -115,8 +115,8 @@ def tensor_plan(unit: Unit) -> TensorPlan:
                 cuts |= dict.fromkeys(
                     (f"{layer}.{path}{end}" for end in ("", ".weight", ".bias")), Cut(0, parts)
                 )
-        # The rest of a block has part of the tokens, or of the heads; only beside experts, and where blocks look at an
-        # encoder's rows, all ranks have all tokens.
+        # The rest of a block sees a slice of the tokens or of the heads. Only in mixtures of experts, and in
+        # cross-attention blocks, are all tokens replicated.
         alike = tuple(f"{layer}.{path}." for path in _mixtures(block))
         crosses = any(region.whole for region in regions)
         within = tuple(f"{layer}.{region.path}." for region in regions) if crosses else ""
@@ -139,7 +139,7 @@ def tensor_plan(unit: Unit) -> TensorPlan:
 
 
 def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
-    """Why `tp` ranks cannot share the unit, each in a line that says what would work."""
+    """Return the reasons why the unit cannot run with this `tp`, one line each, with the degrees that work."""
     if plan.problems:
         return [f"{problem}; give it tp: 1 and more stages or replicas" for problem in plan.problems]
     counts = {
@@ -184,7 +184,7 @@ def _four_bit_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
 
 
 def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: int, index: int) -> bool:
-    """Whether a rank's part of a weight [out, in], quantised by itself, has the same bits as in the whole."""
+    """Return True if quantising a rank's shard of a weight [out, in] gives the bits of the quantised whole weight."""
     intervals, _ = plan.held(name, shape, tp, index)
     if intervals is None:
         return True
@@ -195,7 +195,7 @@ def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: i
 
 
 def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> list[str]:
-    """Why `ep` of the `tp * cp` ranks of a stage cannot have different experts, in a line that says what would work."""
+    """Return the reason why a stage of `tp * cp` ranks cannot divide experts by `ep`, with the degrees that work."""
     counts = sorted({experts.count for of_block in plan.experts for experts in of_block})
     if ep == 1:
         return []
@@ -217,7 +217,7 @@ def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> 
 
 
 def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:
-    """What would drop other features on every rank than one process drops; nothing in a unit that does not train."""
+    """Return the dropouts that would drop other features on each rank than in one process; none for a frozen unit."""
     if unit.structure is None or not any(p.requires_grad for p in unit.model.parameters()):
         return []
     found = {
@@ -247,7 +247,7 @@ def _all(plan: TensorPlan) -> Iterator[Region]:
 
 
 def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """The rules for the linear layers of this block, by path. Experts and linear attention have rules of their own."""
+    """Return path → rule for the block's linear layers. Experts and linear attention have rules of their own."""
     experts = [path for path, _ in fused_experts(block)]
     apart = [*experts, *linear_paths(block)]
     found = {
@@ -256,7 +256,7 @@ def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
         if _has(block, path) and not any(path == one or path.startswith(one + ".") for one in apart)
     }
     for parent in {path.rpartition(".")[0] for path in found}:
-        for norm in _NORMS_OF_HEADS:  # not every plan says that all heads have the same
+        for norm in _NORMS_OF_HEADS:  # not every plan lists the norms that all heads share
             path = f"{parent}.{norm}" if parent else norm
             width = getattr(block.get_submodule(parent), "head_dim", None)
             if _has(block, path) and getattr(block.get_submodule(path), "weight", torch.empty(0)).shape == (
@@ -273,14 +273,14 @@ def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
 
 
 def _entry(block: nn.Module, path: str) -> str:
-    """The module at whose entry ranks have the same hidden states; "" where that is the block's."""
+    """Return the path of the module at whose entry hidden states are replicated; "" for the block itself."""
     parts = path.split(".")
     beside_experts = any(mixture.startswith(parts[0] + ".") for mixture, _ in fused_experts(block))
     return ".".join(parts[:-1]) if beside_experts else ".".join(parts[:-1][:1])
 
 
 def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
-    """Why this version cannot divide a block."""
+    """Yield the reasons why this version cannot divide a block."""
     there = _rules_of(block, rules)
     mixtures = [f"{path}." for path in _mixtures(block) if path]
     covered = [path for path, rule in there.items() if rule in (*_COLUMNS, *_ROWS, PARTIAL)]
@@ -317,12 +317,12 @@ def _experts(block: nn.Module) -> Iterator[Experts]:
 
 
 def _mixtures(block: nn.Module) -> list[str]:
-    """Paths of the modules that choose experts."""
+    """Return the paths of the modules that contain routers and experts."""
     return [experts.mixture for experts in _experts(block)]
 
 
 def _is_per_token(module: nn.Module) -> bool:
-    """Whether a module surely makes of each token's hidden states what it makes, from these alone."""
+    """Return True if a module certainly maps each token's hidden states independently of other tokens."""
     own = any(True for _ in module.parameters(recurse=False))
     return not own or any(word in type(module).__name__ for word in _PER_TOKEN)
 
@@ -357,7 +357,7 @@ def _attention(block: nn.Module, entry: str, columns: list[str], rows: list[str]
     heads = ins // head
     kv_heads = heads // getattr(
         owner, "num_key_value_groups", 1
-    )  # also of one that takes those of another block
+    )  # also if it reuses another block's keys and values
     parts: dict[str, tuple[Part, ...]] = {}
     for path in columns:
         out = _features(block, path)[0]
@@ -373,7 +373,7 @@ def _attention(block: nn.Module, entry: str, columns: list[str], rows: list[str]
 
 
 def _vocabulary(unit: Unit) -> dict[str, Cut]:
-    """Embedding and head of a language model. A tied weight goes by its one name."""
+    """Return the cuts of a language model's embedding and head; a tied weight appears once."""
     model = cast(PreTrainedModel, unit.model)
     head = model.get_output_embeddings()
     if head is None:
@@ -388,13 +388,13 @@ def _vocabulary(unit: Unit) -> dict[str, Cut]:
 
 
 def _features(block: nn.Module, path: str) -> tuple[int, int]:
-    """(outputs, inputs) of a linear layer."""
+    """Return (outputs, inputs) of a linear layer."""
     outs, ins = cast(nn.Linear, block.get_submodule(path)).weight.shape
     return outs, ins
 
 
 def _last(path: str) -> str:
-    """Name of a linear layer, or of the module that clips what goes in and out of it (Gemma 4's tower)."""
+    """Return the name of a linear layer, or of the module that clips its inputs and outputs (Gemma 4's encoder)."""
     return path.removesuffix(".linear").rpartition(".")[2]
 
 

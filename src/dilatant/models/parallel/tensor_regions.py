@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks divide of a weight, and where within a block they have shares of its features: values."""
+"""Tensor-parallel cuts and regions: shards of weights, and the layers of a block that are divided together."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dimension of a weight, what of it is held."""
+"""For each dimension of a weight, the index intervals that are held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`count` pieces of `size` numbers each that ranks divide: heads, or single features."""
+    """`count` indivisible pieces of `size` numbers each: heads, or single features."""
 
     count: int
     size: int = 1
 
     def interval(self, tp: int, index: int) -> tuple[int, int]:
-        """Rank `index` of `tp` holds these numbers. Fewer pieces than ranks: several ranks hold the same one."""
+        """Return the numbers that rank `index` of `tp` holds. With fewer pieces than ranks, several ranks hold one
+        piece."""
         if self.count < tp:
             first = self.count * index // tp
             return first * self.size, (first + 1) * self.size
@@ -26,13 +27,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A dimension that ranks divide. parts: one after the other along it; a fused weight has several."""
+    """A divided dimension. parts: consecutive along the dimension; a fused weight has several."""
 
     dim: int
     parts: tuple[Part, ...]
 
     def intervals(self, shape: tuple[int, ...], tp: int, index: int) -> Intervals:
-        """What rank `index` of `tp` holds of a weight of `shape`."""
+        """Return the intervals of a weight of `shape` that rank `index` of `tp` holds."""
         spans: list[tuple[int, int]] = []
         start = 0
         for part in self.parts:
@@ -48,13 +49,13 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Linear layers of a block that ranks share; all paths are within the block.
+    """Linear layers of a block that are tensor parallel together; all paths are relative to the block.
 
-    path: the module at whose entry all ranks have the same hidden states; "" where the block calls the layers itself.
-    columns: layers whose outputs are divided. rows: those whose inputs are. heads, kv_heads: of attention. key_heads:
-    of linear attention. others: further modules and parameters whose first dimension is divided. exits: whether what
-    rows make is summed over ranks where it leaves the module, instead of where each of them makes it. whole: whether
-    all ranks have all tokens in the block around it.
+    path: the module at whose entry hidden states are replicated; "" if the block calls the layers itself. columns:
+    column-parallel layers (outputs divided). rows: row-parallel layers (inputs divided). heads, kv_heads: of attention.
+    key_heads: of linear attention. others: further modules and parameters whose first dimension is divided. exits: True
+    to sum over ranks at the module's exit instead of after each row-parallel layer. whole: True if all tokens are
+    replicated in the surrounding block.
     """
 
     path: str
@@ -70,7 +71,8 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture in a block. path: of its module within the block. count: of experts. inner: features of each."""
+    """A mixture of experts in a block. path: of the experts module in the block. count: of experts. inner: features of
+    each."""
 
     path: str
     count: int
@@ -78,5 +80,5 @@ class Experts:
 
     @property
     def mixture(self) -> str:
-        """Path of the module that chooses among them."""
+        """Path of the module that contains router and experts."""
         return self.path.rpartition(".")[0]

@@ -1,5 +1,5 @@
-"""Which linear layers of a block tensor-parallel ranks divide, and how: by the family's own plan in transformers
-(`base_model_tp_plan` of its config), by ours for those that have none."""
+"""Tensor-parallel rules of a block's linear layers: from the family's own plan in transformers (`base_model_tp_plan` of
+its config), or from tables here for families that have none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENCODER_RULES = {
     "mlp.weights_in": "colwise",
     "mlp.weights_out": "rowwise",
 }
-"""Linear layers of a block, by the names that any version of transformers gives them."""
+"""Linear layers of an encoder block, by their names in all versions of transformers."""
 _ENCODERS = frozenset(
     {
         *("siglip_vision_model", "siglip2_vision_model", "clip_vision_model", "dinov2", "whisper"),
@@ -52,7 +52,7 @@ _TEXTS = frozenset({"qwen3_vl_text", "mllama_text_model"})
 
 
 def rules_of_family(unit: Unit) -> Mapping[str, str]:
-    """Module of a block → the rule of the plan for it."""
+    """Return path within a block → rule of the plan."""
     if unit.family in _ENCODERS:
         return _ENCODER_RULES
     if unit.family in _TEXTS:
