@@ -1,4 +1,4 @@
-"""The encoder of images in tiles whose rows in the text depend on the image's shape (LLaVA-OneVision)."""
+"""Any-resolution tile encoder: the image's shape decides its tiles and its rows in the text (LLaVA-OneVision)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dilatant.models.encoders.encoder import EncoderStage, EncoderUnit
 
 
 class AnyresStage(EncoderStage):
-    """Layers of the tower, on tiles, and its projector, which lays them out as the images are."""
+    """Layers of the encoder, run on tiles, and its projector, which arranges the tiles' rows by image shape."""
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
@@ -38,8 +38,8 @@ class AnyresStage(EncoderStage):
         return self({self.geometry.input_name: value, **given}) if self.is_first else self(given, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """inputs: `pixel_values` [tiles, ...], and for the projector `image_sizes` int64 [items, 3]. Returns [tiles,
-        tokens, width]; after the projector rows of the text, [rows, width]."""
+        """Encode tiles. inputs: `pixel_values` [tiles, ...], and for the projector `image_sizes` int64 [items, 3].
+        Returns [tiles, tokens, width]; after the projector rows of the text, [rows, width]."""
         given = dict(inputs or {})
         shapes = given.pop(SHAPES, None)
         if self.model is not None:
@@ -51,7 +51,7 @@ class AnyresStage(EncoderStage):
 
 
 class AnyresEncoderUnit(EncoderUnit):
-    """As `EncoderUnit`, with as many tiles of an item, and rows of it in the text, as its shape says."""
+    """An `EncoderUnit` whose items have as many tiles, and rows in the text, as their shape implies."""
 
     packs = True
     shape: AnyresShape
@@ -64,7 +64,7 @@ class AnyresEncoderUnit(EncoderUnit):
         return self.stage(0, len(self.layers)).run(data, samples, inbound)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Tiles of images that are one each, of a sample that has several."""
+        """Make single-tile images of a sample with several images."""
         value, given = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
         side = self.geometry.height
         return value, {**given, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
@@ -103,7 +103,7 @@ class AnyresEncoderUnit(EncoderUnit):
 
 
 def images_of_samples(alone: Tensor) -> list[int]:
-    """How many images the samples have, from which is `ALONE`; neighbours of several images may count as one."""
+    """Count the images of each sample from its `ALONE` flags; adjacent multi-image samples may be counted as one."""
     return [
         count
         for is_alone, run in groupby(alone.tolist())
@@ -112,7 +112,7 @@ def images_of_samples(alone: Tensor) -> list[int]:
 
 
 def _rows(unit: str, placeholder_id: int, shape: AnyresShape, sample: EncodedSample) -> int:
-    """Whoever has no images has the text."""
+    """Count a sample's rows: from the image shapes if they are loaded, otherwise from the text."""
     if not sample.sizes.get(unit, 0):
         return 0
     shapes = sample.media.get(unit, {}).get(SHAPES)

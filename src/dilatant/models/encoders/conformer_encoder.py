@@ -1,4 +1,4 @@
-"""Gemma 4's tower of sounds: convolutions make one row of four frames, conformer blocks see some rows back."""
+"""Gemma 4's audio encoder: convolutions turn four frames into one row; conformer blocks attend to a limited past."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dilatant.models.encoders.sound_encoder import FEATURES, TYPICAL_FRAMES, Sou
 
 EMBEDDING = "subsample_conv_projection"
 PADDED = 0.25
-"""Sounds go through the blocks together while the shortest of them lacks no more of the longest."""
+"""Sounds are batched while the shortest lacks at most this fraction of the longest."""
 
 
 class ConformerStage(SoundStage):
-    """Layers of the tower and its embedder, by the tower's own forward around stand-ins for what other stages do."""
+    """Layers of the audio encoder and its embedder: the encoder's own forward, with placeholders for other stages."""
 
     def _encode_sounds(self, model: nn.Module, fed: Tensor, lengths: Tensor, is_hidden: bool) -> Tensor:
         counts = lengths[:, 0].tolist()
@@ -44,7 +44,7 @@ class ConformerStage(SoundStage):
 
 
 class ConformerEncoderUnit(SoundEncoderUnit):
-    """Layers `embedding`, `layers.<i>`, `norm` (the tower's last projection), `projector` (its embedder)."""
+    """Layers `embedding`, `layers.<i>`, `norm` (the encoder's last projection), `projector` (its embedder)."""
 
     stage_type = ConformerStage
 
@@ -52,7 +52,7 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
     ) -> None:
         config: Any = tower.config
-        # 5.17's mask is right with one of these alone, later versions have the other alone.
+        # transformers 5.17 builds a right mask with this one alone; later versions support only the other.
         config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
         structure = find_structure(tower)
         layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
@@ -86,7 +86,7 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         self._freeze_at_start()
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Sounds of the typical length; what is left makes one shorter."""
+        """Make sounds of the typical length, and one shorter sound from the remainder."""
         one = self.geometry.encoder_tokens
         rows = [one] * (tokens // one) + ([tokens % one] if tokens % one else [])
         given = {FRAMES: torch.tensor([[4 * each] * 2 for each in rows], device=device)}
@@ -102,12 +102,12 @@ class ConformerEncoderUnit(SoundEncoderUnit):
 
 
 def mel_bins_of(config: Any) -> int:
-    """What its convolutions leave a quarter of."""
+    """Return the number of mel bins: the convolutions reduce it to a quarter."""
     return int(config.subsampling_conv_channels[0])
 
 
 def conformer_rows(frames: int) -> int:
-    """Rows of a sound behind the convolutions."""
+    """Return the number of rows of a sound after the convolutions."""
     return -(-frames // 4)
 
 
@@ -116,7 +116,7 @@ def _rows(unit: str, sample: EncodedSample) -> int:
 
 
 def _alike(counts: Sequence[int]) -> list[list[int]]:
-    """Numbers of sounds of about the same length."""
+    """Group the indices of sounds of similar length."""
     groups: list[list[int]] = []
     for number in sorted(range(len(counts)), key=lambda number: -counts[number]):
         if groups and counts[number] >= (1 - PADDED) * counts[groups[-1][0]]:
@@ -127,14 +127,15 @@ def _alike(counts: Sequence[int]) -> list[list[int]]:
 
 
 class _Passed(nn.Module):
-    """Stands for the convolutions where they have run."""
+    """Replaces the convolutions on stages after them."""
 
     def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, mask
 
 
 def _around(model: nn.Module, is_hidden: bool) -> Any:
-    """The tower; where its convolutions have run, with a stand-in for them that leaves the mask as it is."""
+    """Return the encoder or, if its convolutions have run, a copy with a placeholder that passes hidden states and
+    mask."""
     if not is_hidden:
         return model
     tower = cast(Any, copy.copy(model))

@@ -1,4 +1,4 @@
-"""Encoders: a transformers tower, or any module, with the projector into the language model's width."""
+"""Encoders: a transformers encoder, or any module, with the projector to the language model's width."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from dilatant.models.encoders.encoder_adapters import ADAPTERS, Adapter
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What a user runs around one encoder (Cornstarch, Listing 2). Each may be None.
+    """A user's functions around one encoder (Cornstarch, Listing 2). Each may be None.
 
     before_encoder(inputs) → inputs; after_encoder(inputs, hidden) → hidden, before the projector;
-    after_projector(inputs, hidden) → hidden. `inputs` are the encoder's keyword inputs after `before_encoder`; on a
-    stage that does not receive them it is empty. hidden: [encoder rows, tokens, width].
+    after_projector(inputs, hidden) → hidden. `inputs` are the encoder's keyword inputs after `before_encoder`, empty on
+    a stage that does not receive them. hidden: [encoder rows, tokens, width].
     """
 
     before_encoder: Callable[[Inputs], Inputs] | None = None
@@ -45,8 +45,8 @@ class Callbacks:
 class EncoderStage(Stage):
     """Layers of an encoder and its projector, run on all items of the samples in one batch.
 
-    model: the encoder or a slice of it, None on a stage of the projector alone. projector: None before the last stage.
-    adapter: how a slice is run, for families whose forward does more.
+    model: the encoder or a slice of it, None on a stage with only the projector. projector: None before the last stage.
+    adapter: runs slices of families whose forward does more than the usual.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EncoderStage(Stage):
         self.adapter = adapter
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        """All items of the samples in one batch; no rows where none of them has any."""
+        """Run all items of the samples in one batch; no rows if no sample has any."""
         if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
             return StageOutput()
         items = self.own(data, samples)
@@ -94,10 +94,8 @@ class EncoderStage(Stage):
         return self({self.geometry.input_name: value, **given}) if self.is_first else self(None, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones `hidden`.
-
-        Returns [encoder rows, tokens, width]; after the projector, width is that of the language model.
-        """
+        """Encode. The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones
+        `hidden`. Returns [encoder rows, tokens, width]; after the projector, width is that of the language model."""
         given: Inputs = dict(inputs or {})
         if self.is_first and self.callbacks.before_encoder is not None:
             given = self.callbacks.before_encoder(given)
@@ -117,13 +115,13 @@ class EncoderStage(Stage):
         return hidden
 
     def recording(self, model: nn.Module, fed: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Around a forward of `model` on these: one that is frozen, with nothing trainable before it, keeps no
-        activations."""
+        """Disable autograd around a forward of `model` on `fed` if neither needs gradients: frozen encoders save
+        nothing."""
         records = any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in fed)
         return torch.set_grad_enabled(torch.is_grad_enabled() and records)
 
     def _check_rows(self, inputs: Inputs) -> None:
-        """Raises UserError for rows of another shape than the encoder's."""
+        """Raise UserError for rows of another shape than the encoder's."""
         name, expected = self.geometry.input_name, self.geometry.row_shape
         shape = tuple(inputs[name].shape[1:]) if name in inputs else expected
         if shape != expected:
@@ -154,10 +152,10 @@ class EncoderStage(Stage):
 
 
 class EncoderUnit(Unit, EncoderStage):
-    """An encoder and its projector: layers `embedding`, `layers.<i>`, `norm` (if it has any), `projector`; or
-    `encoder` and `projector`, where the encoder is a module that is no transformers model.
+    """An encoder and its projector: layers `embedding`, `layers.<i>`, `norm` (if it has any), `projector`; or `encoder`
+    and `projector` if the encoder is not a transformers model.
 
-    width_out: that of the language model. skip_tokens: leading tokens of the encoder's output that do not go on.
+    width_out: that of the language model. skip_tokens: leading tokens of the encoder's output that are dropped.
     """
 
     parts = ("model", "projector")
@@ -183,7 +181,7 @@ class EncoderUnit(Unit, EncoderStage):
             blocks = (f"layers.{i}" for i in range(structure.num_blocks))
             layers = ("embedding", *blocks, *(("norm",) if structure.after else ()), "projector")
             weights = name_weights(name, model, structure, "norm", projector)
-            # Pooling heads and mask tokens cannot influence the tokens we use: they never get a gradient.
+            # Pooling heads and mask tokens do not influence the output tokens: they never get a gradient.
             unused = unused_parameters(model, geometry.input_name, geometry.row_shape)
         else:
             structure, layers = None, ("encoder", "projector")
@@ -210,7 +208,7 @@ class EncoderUnit(Unit, EncoderStage):
         self._freeze_at_start(self.unused)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Tokens are rounded to whole items."""
+        """Make a batch of whole items with about `tokens` tokens."""
         rows = max(1, round(tokens / self.geometry.encoder_tokens))
         if layer == 0 and self.geometry.example is not None:
             inputs = {k: v.to(device).repeat_interleave(rows, 0) for k, v in self.geometry.example.items()}
@@ -229,7 +227,7 @@ class EncoderUnit(Unit, EncoderStage):
         return frozenset({self.unit} if first == 0 else ())
 
     def freeze(self, part: Literal["encoder", "projector", "all"] = "encoder") -> None:
-        """Stop the encoder from training and leave its projector trainable, or as `part` says."""
+        """Freeze the encoder and leave its projector trainable, or as `part` says."""
         self.freeze_parts(
             *{"encoder": ("model",), "projector": ("projector",), "all": ("model", "projector")}[part]
         )
@@ -286,5 +284,5 @@ def _rows(unit: str, encoder_tokens: int, tokens: int, sample: EncodedSample) ->
 
 
 def _hidden_of(output: Any) -> Tensor:
-    """[rows, tokens, width], from a module that returns it or a transformers output that holds it."""
+    """Return [rows, tokens, width] from a module's output: a tensor, or a transformers output."""
     return output if isinstance(output, Tensor) else output.last_hidden_state

@@ -1,8 +1,8 @@
-"""Adapters: what a family of encoders needs because its forward does more than embed, run blocks and normalise.
+"""Encoder adapters: running slices of encoders whose forward does more than embed, run blocks and normalise.
 
-A slice without its embedding is normally run by the family's own forward, which is given hidden states in the place
-of its input. Where the forward works on its input inline (checks its length, convolves it), that cannot be; then
-`resume` runs the slice from hidden states, by calling the model's own modules.
+A slice without its embedding normally runs the family's own forward with hidden states in place of the input. That
+fails if the forward processes its input inline (checks its length, convolves it); then `resume` runs the slice from
+hidden states by calling the model's own modules.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dilatant.models.core.geometry import height_and_width
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows, tokens, width] both. embed:
-    what a slice with the embedding makes of its input first, [rows, ...], where the family's forward makes other rows
-    of it; by default that forward runs."""
+    """Runs slices of one family. resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows,
+    tokens, width] both. embed: the embedding of a slice's input [rows, ...], if the family's forward would make other
+    rows; by default that forward runs."""
 
     resume: Callable[[nn.Module, Tensor], Tensor]
     embed: Callable[[nn.Module, Tensor], Tensor] | None = None
@@ -29,19 +29,19 @@ class Adapter:
 
 def _resume_whisper(model: Any, hidden: Tensor) -> Tensor:
     for layer in model.layers:
-        # Whisper's encoder may leave out layers while it trains (LayerDrop).
+        # Whisper's encoder may skip layers in training (LayerDrop).
         if not (model.training and model.layerdrop > 0 and torch.rand([]) < model.layerdrop):
             hidden = layer(hidden, None)
     return model.layer_norm(hidden)
 
 
 def _resume_idefics(model: Any, hidden: Tensor) -> Tensor:
-    # Its forward makes a mask of patches from the size of the pixels, all of them seen.
+    # The forward would derive a patch mask from the pixel size; here all patches are visible.
     return model.post_layernorm(model.encoder(inputs_embeds=hidden).last_hidden_state)
 
 
 def _resume_dinov3(model: Any, hidden: Tensor) -> Tensor:
-    # Its forward tells positions from the size of the pixels.
+    # The forward would derive positions from the pixel size.
     size = height_and_width(model.config.image_size)
     places = model.rope_embeddings(torch.empty(1, 1, *size, device=hidden.device))
     return model.norm(model.model(hidden, position_embeddings=places).last_hidden_state)
@@ -52,7 +52,7 @@ def _embed_pixtral(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _resume_pixtral(model: Any, hidden: Tensor) -> Tensor:
-    # Its forward lays all images in one row, of which each sees itself.
+    # The forward would concatenate all images in one row with a mask per image.
     patch = height_and_width(model.config.patch_size)
     rows, columns = (s // p for s, p in zip(height_and_width(model.config.image_size), patch, strict=True))
     grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(hidden.device)

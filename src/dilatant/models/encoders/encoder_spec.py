@@ -1,4 +1,4 @@
-"""What a user says about an encoder, and the unit that it becomes."""
+"""Encoder specification: the user's settings of an encoder, and the unit built from them."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _CALLED = {
     "after_encoder": ("inputs", "hidden"),
     "after_projector": ("inputs", "hidden"),
 }
-"""What callbacks are given."""
+"""The arguments of callbacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What a user says about one encoder.
+    """The user's specification of one encoder.
 
     model: a transformers model, a config (random weights), or an id or folder; or any module that maps keyword tensors
     [rows, ...] to [rows, tokens, width]. projector: "linear", "mlp", "identity", or a module from the encoder's width
     to the language model's. placeholder_id: the token id that stands for one encoder token in the text; by default an
-    id of its own outside the vocabulary, so that any tokenizer does. merge: at the placeholders, or in front of the
-    text. features: "patch" leaves out class and register tokens. Callbacks: see `Callbacks`. adapter: see `adapters`.
+    id outside the vocabulary, so that any tokenizer works. merge: at the placeholders, or in front of the text.
+    features: "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `encoder_adapters`.
     processor: saved with the model.
 
-    What cannot be told of a module that is no transformers model: kind, "image", "audio" or a word of your own, which
-    our readers of data do not know; input_name, the keyword of its forward (default as in transformers); row_shape, of
-    one encoder row, [channels, height, width] or [mel_bins, frames] or any of another kind; width, of an output token;
-    tokens_per_row, how many of them a row gives. example: in the place of input_name and row_shape, one row of each
+    For a module that is no transformers model, also: kind, "image", "audio" or a word of your own, which the built-in
+    readers do not know; input_name, the keyword of its forward (default as in transformers); row_shape, of one encoder
+    row, [channels, height, width] or [mel_bins, frames] or any of another kind; width, of an output token;
+    tokens_per_row, the number of output tokens per row. example: instead of input_name and row_shape, one row of each
     input, keyword → tensor [1, ...] of any rank and dtype; the layer is measured with it, so ids in it must be valid.
-    tokens_per_row is also what the language model receives of a row where a projector or callback of yours changes
-    their number.
+    tokens_per_row is also the number of tokens that the language model receives per row if a projector or callback of
+    yours changes it.
     """
 
     model: Any
@@ -67,7 +67,7 @@ class Encoder:
 
 
 def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
-    """The unit, with a projector to `hidden_size`; built ones are on the meta device. Raises UserError."""
+    """Build the unit, with a projector to `hidden_size`; new modules are on the meta device. Raises UserError."""
     where = f"encoder {name!r}"
     if isinstance(encoder.model, nn.Module) and not isinstance(encoder.model, PreTrainedModel):
         model: nn.Module = encoder.model

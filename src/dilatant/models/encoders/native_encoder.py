@@ -1,4 +1,4 @@
-"""Encoders of native resolution: images of unlike sizes packed in one row of patches, each seen by itself alone."""
+"""Native-resolution encoders: images of different sizes packed in one row of patches, each attending only to itself."""
 
 from __future__ import annotations
 
@@ -26,29 +26,28 @@ from dilatant.models.encoders.packed_encoder import PackedEncoderUnit
 from dilatant.models.parallel.shared_samples import SharesSamples
 
 MERGERS = ("merger", "deepstack_merger_list")
-"""Modules of a tower that make rows of the text."""
+"""Encoder modules that merge patches into rows of the text."""
 PATCHES_AT_ONCE = 16_384
-"""Patches that go through the blocks at once: beyond some thousands a device is no faster with more, and frozen blocks
-need memory for these alone, however many images or frames a row has."""
+"""Maximum number of patches in one pass of the blocks: beyond some thousands a device is no faster, and frozen blocks
+need memory for one pass only, however many images or frames a row has."""
 TYPICAL_GRID = 32
-"""Patches on each side of an image that layers are measured with."""
+"""Patches on each side of the image with which layers are measured."""
 
 
 class Merger(nn.Module):
-    """What a tower does to its patches at the end: [patches, width * (1 + taps)] to
-    [patches / merged, width of the text * (1 + taps)].
+    """The encoder's patch merger: [patches, width * (1 + taps)] to [patches / merged, width of the text * (1 + taps)].
 
-    tower: the merger is taken out of it, and stand-ins are left. taps: hidden states of inner blocks that have
-    mergers of their own (DeepStack), behind those of the last block.
+    tower: the encoder; its merger moves here, and placeholders are left. taps: hidden states of inner blocks with
+    mergers of their own (DeepStack), which follow those of the last block.
     """
 
     drawn_by: PreTrainedModel
-    """Knows how its weights begin."""
+    """The model that initialises the weights."""
 
     def __init__(self, tower: PreTrainedModel) -> None:
         super().__init__()
         model = cast(Any, tower)
-        # Not registered: the tower is another part of the unit.
+        # Not registered: the encoder is another part of the unit.
         self.__dict__["drawn_by"] = tower
         self.merger = model.merger
         tower._modules["merger"] = StandIn(model.merger)
@@ -66,21 +65,21 @@ class Merger(nn.Module):
 
 
 class _Same(nn.Module):
-    """Gives a block's hidden states on as they are."""
+    """Identity for a block's hidden states."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
 class NativeStage(SharesSamples, EncoderStage):
-    """Layers of a tower and its merger, run on all patches of the samples in one row."""
+    """Layers of an encoder and its merger, run on all patches of the samples in one row."""
 
     taps: tuple[int, ...] = ()
-    """Blocks of the whole tower whose hidden states go on beside those of the last one."""
+    """Blocks of the whole encoder whose hidden states leave beside those of the last block (DeepStack)."""
     first_block = 0
     end_block = 0
     patches_at_once = PATCHES_AT_ONCE
-    """Frames are run in groups of no more patches, but for one that has more by itself."""
+    """Frames run in groups of at most this many patches; a larger single frame runs alone."""
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         samples = self.chosen(data, samples)
@@ -97,11 +96,9 @@ class NativeStage(SharesSamples, EncoderStage):
         return self({self.geometry.input_name: value, **given}) if self.is_first else self(given, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """inputs: `image_grid_thw` int64 [images, 3], and for the first stage pixels [patches, ...]. hidden: [patches,
-        width], and taps behind them.
-
-        Returns such hidden states; after the merger, rows of the text.
-        """
+        """Encode patches. inputs: `image_grid_thw` int64 [images, 3], and for the first stage pixels [patches, ...].
+        hidden: [patches, width], followed by taps. Returns hidden states in the same form; after the merger, rows of
+        the text."""
         inputs = inputs or {}
         if self.model is not None:
             fed = inputs[self.geometry.input_name].flatten(1) if hidden is None else hidden
@@ -120,7 +117,9 @@ class NativeStage(SharesSamples, EncoderStage):
         width = self.geometry.width
         fed, taps = (fed[:, :width], [fed[:, width:]]) if has_taps else (fed, [])
         tower = cast(Any, copy.copy(model))
-        if hasattr(tower, "deepstack_visual_indexes"):  # of the whole tower; none may be of this stage
+        if hasattr(
+            tower, "deepstack_visual_indexes"
+        ):  # block numbers of the whole encoder; the stage may have none
             tower.deepstack_visual_indexes = [block - self.first_block for block in self.taps]
         full = getattr(tower, "fullatt_block_indexes", None)
         if full is not None:
@@ -132,7 +131,7 @@ class NativeStage(SharesSamples, EncoderStage):
         if full is not None:
             hidden = _in_order(tower, hidden, grid)
         made = [*(getattr(output, "deepstack_features", None) or ())]
-        if self.shards is not None:  # of the last block all tokens are there already
+        if self.shards is not None:  # after the last block all tokens are gathered already
             made = [
                 each if block + 1 == self.end_block else self.shards.join_beside(each, hidden.shape[:-1])
                 for block, each in zip(self.taps, made, strict=True)
@@ -141,8 +140,8 @@ class NativeStage(SharesSamples, EncoderStage):
 
 
 class NativeEncoderUnit(PackedEncoderUnit):
-    """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
-    for Qwen's). One that keeps its merger has it as layer `merger`, and another module as projector."""
+    """A native-resolution encoder: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
+    for Qwen's). An encoder that keeps its merger has it as layer `merger`, and another module as projector."""
 
     stage_type = NativeStage
 
@@ -157,8 +156,8 @@ class NativeEncoderUnit(PackedEncoderUnit):
         out: int,
         width_merged: int = 0,
     ) -> None:
-        """side: patches on each side of a group that is one row of the text. frames: in a patch. width: numbers in a
-        hidden state, width_merged: in a row that the tower's own merger makes, and out: in a row of the text."""
+        """side: patches on each side of a group that becomes one row of the text. frames: in a patch. width: of a
+        hidden state, width_merged: of a row from the encoder's own merger, and out: of a row of the text."""
         config = cast(Any, tower).config
         structure = find_structure(tower)
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
@@ -199,7 +198,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         self._freeze_at_start()
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Images of the typical size; what is left makes one smaller."""
+        """Make images of the typical size, and one smaller image from the remainder."""
         side, typical = int(np.sqrt(self.merged)), self._typical
         grids = [(1, typical, typical)] * (tokens // typical**2)
         rest = tokens % typical**2 // (self.merged * typical // side) * side
@@ -253,7 +252,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
 
 
 def merging(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
-    """The unit of one of Qwen's towers with its own language model, whose projector is the tower's merger."""
+    """Build the unit of a Qwen encoder with its own language model; the projector is the encoder's merger."""
     config = cast(Any, tower).config
     side, frames = config.spatial_merge_size, config.temporal_patch_size
     width = _width_of_patches(tower, find_structure(tower).before[0])
@@ -263,7 +262,7 @@ def merging(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
 def merging_inside(
     name: str, tower: PreTrainedModel, projector: nn.Module, hidden_size: int
 ) -> NativeEncoderUnit:
-    """The unit of one of Qwen's towers with another language model, for which `projector` takes merged rows."""
+    """Build the unit of a Qwen encoder with another language model; `projector` takes merged rows."""
     config = cast(Any, tower).config
     side, frames = config.spatial_merge_size, config.temporal_patch_size
     width = _width_of_patches(tower, find_structure(tower).before[0])
@@ -272,13 +271,13 @@ def merging_inside(
 
 
 def width_of_merged(config: Any) -> int:
-    """Numbers in a row that one of Qwen's towers makes of a group of patches."""
+    """Return the width of a row that a Qwen encoder makes of a group of patches."""
     return int(getattr(config, "out_hidden_size", None) or config.hidden_size)
 
 
 def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:
-    """The frames of all items in groups of at most so many patches, one frame at least: (frames, rows, columns) of the
-    items in each. Frames do not see each other, also those of one clip."""
+    """Group the frames of all items to at most `most` patches, at least one frame each: (frames, rows, columns) of the
+    items in each group. Frames do not attend to each other, not even within a clip."""
     groups: list[list[list[int]]] = [[]]
     room = most
     for frames, rows, columns in grids:
@@ -298,13 +297,13 @@ def _rows(unit: str, merged: int, sample: EncodedSample) -> int:
 
 
 def _width_of_patches(tower: PreTrainedModel, embedding: str) -> int:
-    """Numbers of a hidden state, which families call by several names."""
+    """Return the hidden size, whose config key differs between families."""
     weight = next(tower.get_submodule(embedding).parameters())
     return weight.shape[0]
 
 
 def _in_order(tower: Any, hidden: Tensor, grid: Tensor) -> Tensor:
-    """Patches in the order of the images again: the tower moves groups of them into windows."""
+    """Undo the encoder's window order: return patches in the order of the images."""
     from transformers.vision_utils import get_vision_window_index
 
     index, _ = get_vision_window_index(

@@ -1,4 +1,4 @@
-"""Encoders whose items, of unlike sizes, are packed in one row: what their units have in common."""
+"""Packing encoders: common parts of units whose items, of different sizes, are packed in one row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dilatant.models.parallel.shared_samples import SharesSamples
 
 
 class PackedEncoderUnit(SharesSamples, EncoderUnit):
-    """The whole unit runs as the stage that holds all of it."""
+    """A packing encoder unit; it runs as the stage that holds all layers."""
 
     packs = True
 
     def whole_stage(self) -> EncoderStage:
-        """All layers."""
+        """Return the stage of all layers."""
         return self.stage(0, len(self.layers))
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:

@@ -1,6 +1,5 @@
-"""Towers of Qwen-VL and Qwen-Audio as encoders of any language model: items of unlike sizes packed in one row, whose
-tokens the tower itself merges before a projector of ours takes them.
-"""
+"""Patch-merger encoders of Qwen-VL and Qwen-Audio for any language model: items of different sizes are packed in one
+row, and the encoder itself merges tokens before a new projector takes them."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from dilatant.models.encoders.sound_encoder import SoundEncoderUnit
 
 
 def merged_width(config: Any) -> int:
-    """Numbers in a row that the tower hands on."""
+    """Return the width of a row that the encoder outputs."""
     return int(config.d_model) if MERGING_TOWERS[config.model_type] == "audio" else width_of_merged(config)
 
 
@@ -28,7 +27,7 @@ def merging_part(
     hidden_size: int,
     placeholder_id: int,
 ) -> NativeEncoderUnit | SoundEncoderUnit:
-    """The unit. projector: made for the width of the rows that the tower hands on. hidden_size: of the language model.
+    """Build the unit. projector: makes one for the width of the encoder's rows. hidden_size: of the language model.
     placeholder_id: of the token that stands for a row in the text."""
     made = projector(merged_width(tower.config))
     if MERGING_TOWERS[tower.config.model_type] == "audio":
@@ -37,7 +36,7 @@ def merging_part(
 
 
 def refuse_options(where: str, **given: bool) -> None:
-    """Raise UserError that lists the options which need rows of one size. given: option → whether it was asked for."""
+    """Raise UserError that lists the options which need rows of one size. given: option → True if the user set it."""
     problems = [
         f"{option}: its items are of unlike sizes, which this needs to be one; leave it out"
         for option, is_given in given.items()

@@ -1,5 +1,5 @@
-"""Gemma 4's tower: images of unlike sizes without the padding that transformers gives them, groups of whose patches are
-averaged before they are projected."""
+"""Gemma 4's image encoder: images of different sizes without transformers' padding; groups of patches are averaged
+before projection."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from dilatant.models.core.stage import in_dtype_of
 from dilatant.models.encoders.native_encoder import NativeEncoderUnit, NativeStage
 
 BUFFERS = ("std_bias", "std_scale")
-"""What a tower's own end takes from its buffers."""
+"""Buffers that the end of an encoder uses."""
 OF_END = "end."
-"""Before the keys of these in the projector."""
+"""Key prefix of these buffers in the projector."""
 
 
 class PooledMerger(nn.Module):
-    """[patches, width] to [patches / merged, width of the text]: the tower's own forward behind its blocks, around
-    stand-ins for all before, on each group of patches as an image of its own; and the embedder.
+    """Average pooling and embedder: [patches, width] to [patches / merged, width of the text].
 
-    tower: what runs at its end is taken out of it. name, embedder: of the module that projects.
+    Runs the encoder's own forward after its blocks, with placeholders for everything before, on each group of patches
+    as an image of its own. tower: the encoder, whose end moves here. name, embedder: of the module that projects.
     """
 
     drawn_by: PreTrainedModel
-    """Knows how its weights begin."""
+    """The model that initialises the weights."""
 
     def __init__(self, tower: PreTrainedModel, name: str, embedder: nn.Module) -> None:
         super().__init__()
-        # Not registered: the tower is another part of the unit.
+        # Not registered: the encoder is another part of the unit.
         self.__dict__["drawn_by"] = tower
         end: Any = copy.copy(tower)
         own = {"patch_embedder": StandIn(cast(Any, tower).patch_embedder), "encoder": _Passed()}
@@ -60,20 +60,20 @@ class PooledMerger(nn.Module):
 
 
 class _Passed(nn.Module):
-    """Stands for blocks that have run."""
+    """Replaces blocks that have run."""
 
     def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutput:
         return BaseModelOutput(last_hidden_state=cast(Any, inputs_embeds))
 
 
 class PooledStage(NativeStage):
-    """As `NativeStage`; images of as many patches go through the blocks together."""
+    """A `NativeStage` in which images of equally many patches go through the blocks as a batch."""
 
     def _through_blocks(self, model: nn.Module, fed: Tensor, grid: Tensor, is_hidden: bool) -> Tensor:
         tower: Any = model
         side = int(tower.config.pooling_kernel_size)
         grids = grid.tolist()
-        if not is_hidden:  # colours of a pixel together
+        if not is_hidden:  # channels last
             patch = self.geometry.patch_size
             fed = fed.unflatten(1, (-1, patch, patch)).movedim(1, -1).flatten(1)
         parts = fed.split([t * h * w for t, h, w in grids])
@@ -95,7 +95,7 @@ class PooledStage(NativeStage):
 
 
 class PooledEncoderUnit(NativeEncoderUnit):
-    """The tower and its embedder: layers `embedding`, `layers.<i>`, `projector`, which averages first."""
+    """The encoder and its embedder: layers `embedding`, `layers.<i>`, `projector`, which averages first."""
 
     stage_type = PooledStage
 
@@ -103,14 +103,14 @@ class PooledEncoderUnit(NativeEncoderUnit):
 def pooling(
     name: str, tower: PreTrainedModel, embedder: tuple[str, nn.Module], out: int
 ) -> PooledEncoderUnit:
-    """The unit of a tower. embedder: its name, and the module that makes `out` numbers of a row."""
+    """Build the unit of an encoder. embedder: its name, and the module that projects to `out` features."""
     config = cast(Any, tower).config
     merger = PooledMerger(tower, *embedder)
     return PooledEncoderUnit(name, tower, merger, config.pooling_kernel_size, 1, config.hidden_size, out)
 
 
 def _places(grid: Sequence[int], side: int, device: torch.device) -> Tensor:
-    """(column, row) of each patch, groups of `side` by `side` one after the other: int64 [patches, 2]."""
+    """Return (column, row) of each patch, ordered by groups of `side` by `side`: int64 [patches, 2]."""
     frames, rows, columns = grid
     down, across = torch.meshgrid(
         torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
@@ -120,8 +120,8 @@ def _places(grid: Sequence[int], side: int, device: torch.device) -> Tensor:
 
 
 def padded_patches(pixels: Tensor, grids: Tensor, side: int) -> dict[str, Tensor]:
-    """What transformers' own tower takes: as many patches of every image, and where they are. pixels: [patches,
-    channels, height, width]; grids: int64 [images, 3]."""
+    """Pad images to equally many patches, as transformers' encoder takes them, with the patches' positions. pixels:
+    [patches, channels, height, width]; grids: int64 [images, 3]."""
     sizes = grids.prod(1).tolist()
     own = [_places(each, side, pixels.device) for each in grids.tolist()]
     parts = pixels.movedim(1, -1).flatten(1).split(sizes)

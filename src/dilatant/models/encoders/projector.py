@@ -1,4 +1,4 @@
-"""Projectors: what maps an encoder's width to the language model's."""
+"""Projectors: modules that map an encoder's width to the language model's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ProjectorKind = Literal["linear", "mlp", "identity"]
 
 
 def build_projector(kind: str, width: int, hidden_size: int, where: str = "projector") -> nn.Module:
-    """A projector from `width` to `hidden_size`: [..., width] → [..., hidden_size].
+    """Build a projector from `width` to `hidden_size`: [..., width] → [..., hidden_size].
 
     "linear" is one layer; "mlp" is linear, GELU, linear with the language model's width inside (LLaVA-1.5's form);
     "identity" needs equal widths. Raises UserError.

@@ -1,8 +1,8 @@
-"""Encoders of sounds of any length: frames of unlike sounds in one row, none of them padded to a window.
+"""Audio encoders for sounds of any length: the frames of all sounds in one row, without padding to a window.
 
-The Whisper-like towers of Qwen: two convolutions halve the frames, blocks attend inside a sound (or inside chunks of
-it, where the tower has them), neighbours are averaged at the end. A sound is computed as the family does with one that
-is padded to 30 s: what the padding says at the end of a sound comes with its frames (see `data.sound_unit`).
+For Qwen's Whisper-like encoders: two convolutions halve the frames, blocks attend inside a sound (or inside its chunks,
+if the encoder has them), and neighbours are averaged at the end. The result equals the family's, which pads to 30 s:
+the padding frames that influence the end of a sound come with it (see `data.media_units.sound_unit`).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from dilatant.models.parallel.shared_samples import SharesSamples
 
 FEATURES = "input_features"
 TYPICAL_FRAMES = 1000
-"""Frames of a sound that layers are measured with: 10 s."""
+"""Frames of the sound with which layers are measured: 10 s."""
 
 
 class Held(nn.Module):
-    """A module under its name in the whole model, for a linear layer has no place for adapters by itself."""
+    """Holds a module under its name in the whole model, because adapters need a parent of the linear layer."""
 
     drawn_by: PreTrainedModel
-    """Knows how its weights begin."""
+    """The model that initialises the weights."""
 
     def __init__(self, name: str, module: nn.Module, tower: PreTrainedModel) -> None:
         super().__init__()
         self._name = name
         self.add_module(name, module)
-        # Not registered: the tower is another part of the unit.
+        # Not registered: the encoder is another part of the unit.
         self.__dict__["drawn_by"] = tower
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Held(nn.Module):
 
 
 class SoundStage(SharesSamples, EncoderStage):
-    """Layers of a tower and its projector, run on all frames of the samples in one row."""
+    """Layers of an audio encoder and its projector, run on all frames of the samples in one row."""
 
     blocks_path = "layers"
 
@@ -71,11 +71,9 @@ class SoundStage(SharesSamples, EncoderStage):
         return self({FEATURES: value, **given}) if self.is_first else self(given, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """inputs: `feature_lens` int64 [sounds, 2], frames of each and those that come with it; for the first stage
-        `input_features` [all that come, mel bins]. hidden: [rows, width].
-
-        Returns such hidden states; after the norm, half as many; after the projector, rows of the text.
-        """
+        """Encode frames. inputs: `feature_lens` int64 [sounds, 2], frames of each sound without and with its padding;
+        for the first stage `input_features` [frames with padding, mel bins]. hidden: [rows, width]. Returns such hidden
+        states; after the norm, half as many; after the projector, rows of the text."""
         inputs = inputs or {}
         if self.model is not None:
             fed = inputs[FEATURES] if hidden is None else hidden
@@ -93,7 +91,7 @@ class SoundStage(SharesSamples, EncoderStage):
 
 
 class SoundEncoderUnit(PackedEncoderUnit):
-    """A tower of sounds: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
+    """An audio encoder: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
 
     stage_type: type[SoundStage] = SoundStage
 
@@ -128,12 +126,12 @@ class SoundEncoderUnit(PackedEncoderUnit):
         self.width = geometry.width
         self.width_out = width_out
         self.placeholder_id = placeholder_id
-        # Omni's tower has embeddings of beginnings and ends, which the thinker takes from its text.
+        # Omni's encoder has embeddings of audio begin and end, but the thinker takes these from its text.
         self.unused = frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)
         self._freeze_at_start(self.unused)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Sounds of the typical length; what is left makes one shorter."""
+        """Make sounds of the typical length, and one shorter sound from the remainder."""
         one = self.geometry.encoder_tokens
         merges = layer == len(self.layers) - 1
         rows = [one] * (tokens // one) + (
@@ -175,7 +173,7 @@ class SoundEncoderUnit(PackedEncoderUnit):
 
 
 def rows_of(frames: Any) -> Any:
-    """Rows of a sound behind the convolutions."""
+    """Return the number of rows of a sound after the convolutions."""
     return (frames - 1) // 2 + 1
 
 
@@ -184,7 +182,8 @@ def _rows(unit: str, sample: EncodedSample) -> int:
 
 
 def _halved(unit: str, placeholder_id: int, sample: EncodedSample) -> int:
-    """Of several sounds not half of all rows: each may lose its last. Whoever has no sounds has the text."""
+    """Count a sample's rows after averaging, sound by sound, because each may lose its last row; from the text if the
+    sounds are not loaded."""
     if not sample.sizes.get(unit, 0):
         return 0
     frames = sample.media.get(unit, {}).get(FRAMES)
@@ -194,7 +193,7 @@ def _halved(unit: str, placeholder_id: int, sample: EncodedSample) -> int:
 
 
 def _convolved(model: Any, features: Tensor, lengths: Tensor) -> Tensor:
-    """What the embedding makes of [frames, mel bins]: [rows, width]."""
+    """Embed [frames, mel bins] to [rows, width]."""
     own, given = lengths.T.tolist()
     chunk = 2 * model.n_window if hasattr(model, "n_window") else max(given)
     pieces, rows = [], []
@@ -213,7 +212,7 @@ def _convolved(model: Any, features: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _through_blocks(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
-    """[rows, width] both; a sound, or chunk of one, sees itself alone."""
+    """Run the blocks, [rows, width] both; each sound, or chunk of one, attends only to itself."""
     if hasattr(model, "n_window"):
         chunk = 2 * model.n_window
         lengths = [min(chunk, each - at) for each in frames.tolist() for at in range(0, each, chunk)]
@@ -232,7 +231,7 @@ def _through_blocks(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
 
 
 def _averaged(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
-    """Pairs of neighbours as one, normed: [rows, width] to about half as many."""
+    """Average pairs of neighbours and normalise: [rows, width] to about half as many rows."""
     pairs = [sound[: len(sound) // 2 * 2] for sound in hidden.split(rows_of(frames).tolist())]
     norm = model.ln_post if hasattr(model, "ln_post") else model.layer_norm
     return norm(torch.cat(pairs).unflatten(0, (-1, 2)).mean(1))

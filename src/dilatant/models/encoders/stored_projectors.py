@@ -1,4 +1,4 @@
-"""Projectors that go on from where another run left them: in an export, or in a file of their own."""
+"""Stored projectors: projectors that continue from an export, or from a file of their own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KINDS = {
 
 
 def stored_projector(name: str, entry: EncoderConfig) -> Path | None:
-    """The file that the projector of encoder `name` may go on from: the one that `projector` names, or that lies beside
-    the encoder in an export; None where there is none. Raises UserError."""
+    """Return the file from which the projector of encoder `name` continues: the one that `projector` names, or the one
+    beside the encoder in an export; None without one. Raises UserError."""
     if not entry.goes_on:
         place = Path(entry.id or "")
         if entry.id is None or not is_export_of_parts(place.parent):
@@ -38,7 +38,7 @@ def stored_projector(name: str, entry: EncoderConfig) -> Path | None:
 
 
 def kind_of_projector(name: str, entry: EncoderConfig) -> str:
-    """The kind of projector that encoder `name` gets. Raises UserError."""
+    """Return the kind of projector of encoder `name`. Raises UserError."""
     if entry.projector is not None and not entry.goes_on:
         return entry.projector
     file = stored_projector(name, entry)
@@ -51,7 +51,7 @@ def kind_of_projector(name: str, entry: EncoderConfig) -> str:
 
 
 def misfit(file: Path, projector: nn.Module) -> str | None:
-    """Why the weights in `file` are none of `projector`; None where they are. Raises UserError."""
+    """Return the reason why the weights in `file` do not fit `projector`; None if they fit. Raises UserError."""
     own = {key: list(tensor.shape) for key, tensor in projector.state_dict().items()}
     stored = _shapes(file)
     if stored.keys() != own.keys():

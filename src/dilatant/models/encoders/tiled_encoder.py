@@ -1,6 +1,7 @@
-"""Mllama's tower: each image is as many tiles, some of them empty, and its rows go to blocks of the text model.
+"""Mllama's image encoder: each image has a fixed number of tiles, some empty, and its rows go to cross-attention
+blocks.
 
-It is one layer: it gives on what several of its blocks make, so it is not cut.
+The encoder is one layer: several of its blocks contribute to its output, so it is not cut.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dilatant.models.encoders.sound_encoder import Held
 
 
 class TiledStage(EncoderStage):
-    """The tower, its projector, or both."""
+    """The encoder, its projector, or both."""
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         return self({self.geometry.input_name: value, **given}) if self.is_first else self(None, value)
@@ -30,8 +31,8 @@ class TiledStage(EncoderStage):
         pass
 
     def _encode(self, model: nn.Module, inputs: Mapping[str, Tensor], hidden: Tensor | None) -> Tensor:
-        """inputs: pixels [images, tiles, channels, height, width], and what the tiles are. Returns [images, rows,
-        width]."""
+        """Encode images. inputs: pixels [images, tiles, channels, height, width], and the tile layout. Returns [images,
+        rows, width]."""
         pixels = in_dtype_of(model, inputs[self.geometry.input_name])
         with self.recording(model, [pixels]):
             made = model(pixels[None], inputs[RATIOS][None], inputs[TILES][None]).last_hidden_state
@@ -39,7 +40,7 @@ class TiledStage(EncoderStage):
 
 
 class TiledEncoderUnit(EncoderUnit):
-    """The tower and its projector: layers `encoder` and `projector`."""
+    """The encoder and its projector: layers `encoder` and `projector`."""
 
     def __init__(self, name: str, tower: PreTrainedModel, projector: Held, width_out: int) -> None:
         config: Any = tower.config
@@ -77,7 +78,7 @@ class TiledEncoderUnit(EncoderUnit):
         return self.stage(0, len(self.layers))(inputs, hidden)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Whole images, of all tiles."""
+        """Make whole images with all tiles."""
         items = max(1, round(tokens / self.geometry.encoder_tokens))
         if layer > 0:
             return torch.randn(items, self.geometry.encoder_tokens, self.width, device=device), {}
