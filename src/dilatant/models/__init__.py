@@ -1,6 +1,6 @@
-"""What is trained: units, their layers, how Hugging Face models become stages.
+"""Models: units, their layers, and the cut of Hugging Face models into stages.
 
-The names below are imported when they are first used, so that what needs no torch (geometry) imports none.
+The names below are imported lazily, so that torch-free modules (geometry) do not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A multimodal model from the `model:` section of the YAML file."""
+"""Building a multimodal model from the `model:` section of the YAML file."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def build_model(
     hollow: Collection[str] | None = None,
     reads_weights: bool = True,
 ) -> MultimodalModel:
-    """Encoders, projectors and language model as the config says, frozen where it says so.
+    """Build encoders, projectors and language model as the config says, with its frozen parts.
 
-    Random weights depend on `seed`, the unit's name and the layer alone. vocab_size: how many ids the tokenizer can
-    give (default: `len(tokenizer)`); it sizes a language model from scratch whose config does not say. hollow: for a
-    rank of a pipeline, the units whose pretrained weights are not read here; these, and units from scratch, stay on the
-    meta device until a rank materialises its layers. (Units with code of their own are read all the same, unless
+    Random weights depend only on `seed`, the unit's name and the layer. vocab_size: number of ids of the tokenizer
+    (default: `len(tokenizer)`); sets the vocabulary of a language model from scratch whose config does not. hollow: for
+    a pipeline rank, the units whose pretrained weights are not read here; these, and units from scratch, stay on the
+    meta device until the rank materialises its layers. (Units with remote code are read all the same, unless
     `reads_weights` is False.) Raises UserError that names the key.
     """
     if vocab_size is None and tokenizer is not None:
@@ -65,7 +65,7 @@ def build_model(
     language_options = {**options, "trust_remote_code": source.trust_remote_code}
     if source.attn_implementation != "dilatant":
         language_options["attn_implementation"] = source.attn_implementation or attn_implementation
-    # What a checkpoint lacks is drawn; by the seed, so that all ranks draw alike.
+    # Weights that a checkpoint lacks are drawn by the seed, so that all ranks draw the same.
     with seeded(seed, LANGUAGE):
         language_model = load_language_model(
             _hollow(
@@ -124,8 +124,8 @@ def build_model(
 
 
 def _go_on(projector: nn.Module, name: str, entry: EncoderConfig, reads: bool) -> None:
-    """Say which weights a projector goes on from, if it does, and read them. Raises UserError for a file that was named
-    and does not fit."""
+    """Warn which file a projector continues from, if any, and load it. Raises UserError for a named file that does not
+    fit."""
     file = stored_projector(name, entry)
     if file is None:
         return
@@ -142,7 +142,7 @@ def _go_on(projector: nn.Module, name: str, entry: EncoderConfig, reads: bool) -
 
 
 def _mark_four_bit(mllm: MultimodalModel, lora: LoraConfig | None) -> None:
-    """Let units know what their stages hold in four bits. Raises UserError without bitsandbytes."""
+    """Record in the units the weights that stages hold in four bits. Raises UserError without bitsandbytes."""
     if lora is None or not lora.load_in_4bit:
         return
     require_four_bit()
@@ -153,7 +153,8 @@ def _mark_four_bit(mllm: MultimodalModel, lora: LoraConfig | None) -> None:
 def _generators(
     config: ModelConfig, seed: int, tokenizer: Any, hollow: Collection[str] | None
 ) -> dict[str, Generator]:
-    """What the config says of them; hollow: as of `build_model`, and of a whole model all, if any."""
+    """Build the generators of the config. hollow: as in `build_model`; if not None, it covers all generators of a
+    pretrained multimodal model."""
     generators: dict[str, Generator] = {}
     if config.id is not None and not config.generators and (Path(config.id) / "generators.json").is_file():
         warnings.warn(f"model.id: the generators of {config.id!r} are left out", stacklevel=3)
@@ -179,8 +180,7 @@ def _generators(
 
 
 def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
-    """Let what `lora.train` names train whole. Raises UserError for a layer that has an adapter: peft keeps one or the
-    other."""
+    """Make the weights of `lora.train` trainable. Raises UserError for a layer with an adapter: peft keeps only one."""
     layers = {
         name.rpartition(".")[0]: name for name in select(mllm.units, lora.train) if not is_adapter(name)
     }
@@ -200,7 +200,7 @@ def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
 
 
 def picture_nets(config: ModelConfig) -> dict[str, PictureNet]:
-    """What each generator draws, told without weights. Raises UserError that names the key."""
+    """Describe the denoiser of each generator, without weights. Raises UserError that names the key."""
     return {
         name: look_at(source_of_entry(entry, where), where)
         for name, entry in config.generators.items()
@@ -209,13 +209,13 @@ def picture_nets(config: ModelConfig) -> dict[str, PictureNet]:
 
 
 def objective_of(entry: GeneratorConfig, seen: PictureNet) -> Objective:
-    """What a generator learns to say. Raises nothing: without a word of the user's or the source's it is flow."""
+    """Return a generator's training objective: the user's, the source's, or "flow". Raises nothing."""
     return entry.objective or seen.source.objective or "flow"
 
 
 def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) -> int | None:
-    """The id at whose places a generator takes rows; None for learned queries. tokenizer: where there is none, as in
-    planning, any id will do. Raises UserError for what is not one token."""
+    """Return the id at whose positions a generator takes rows; None for learned queries. Without a tokenizer, as in
+    planning, any id will do. Raises UserError if the text is not exactly one token."""
     if entry.token is None:
         return None
     if tokenizer is None:
@@ -230,7 +230,7 @@ def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) 
 
 
 def open_whole(config: ModelConfig, **options: Any) -> Whole:
-    """The whole model that `model.id` or `model.config` says; only its config is read. Raises UserError."""
+    """Open the pretrained multimodal model of `model.id` or `model.config` by its config alone. Raises UserError."""
     where = "model.id" if config.id is not None else "model.config"
     if config.id is not None:
         return Whole.of(load_pretrained_config(config.id, where), where, **options)
@@ -275,7 +275,7 @@ def _build_whole(
 
 
 def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
-    """Unit → the dtype that its source, a pretrained id or a config, keeps weights in."""
+    """Return unit → the dtype in which its source, a pretrained id or a config, stores weights."""
     dtypes = dict.fromkeys(config.generators, torch.float32)
     if config.is_whole:
         whole = open_whole(config)
@@ -294,7 +294,7 @@ def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
 def _hollow(
     source: Any, unit: str, hollow: Collection[str] | None, own_code: bool, reads_weights: bool
 ) -> Any:
-    """The config in the place of a pretrained model whose weights are not wanted."""
+    """Replace a pretrained model by its config if its weights are not wanted here."""
     unwanted = hollow is not None and unit in hollow and not (own_code and reads_weights)
     return load_pretrained_config(source, unit, own_code) if unwanted and isinstance(source, str) else source
 
@@ -310,7 +310,7 @@ def _language_source(config: LanguageModelConfig, vocab_size: int | None, tokeni
 
 
 def _ends_of(tokenizer: Any) -> dict[str, int]:
-    """The tokens that start and end a text, of which a model from scratch would else have its family's default."""
+    """Return the tokenizer's begin and end tokens; otherwise a model from scratch would use its family's defaults."""
     found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")}
     return {name: token for name, token in found.items() if token is not None}
 

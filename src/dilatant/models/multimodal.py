@@ -1,4 +1,4 @@
-"""The multimodal model: encoders with projectors around one language model, whole, in one process."""
+"""The multimodal model in one process: encoders with projectors around one language model."""
 
 from __future__ import annotations
 
@@ -52,18 +52,17 @@ _KEYWORDS = (
 
 
 class MultimodalModel(nn.Module):
-    """Encoders, a language model and what takes its rows, each a unit: `mllm.units`, `mllm["vision"]`,
-    `mllm["language"]`. `mllm.graph` says which feeds which.
+    """Encoders, a language model and generators, each a unit: `mllm.units`, `mllm["vision"]`, `mllm["language"]`.
+    `mllm.graph` says which unit feeds which.
 
     language_model: a transformers causal language model, a config (random weights), or an id or folder; or a `Whole`,
-    which brings its encoders.
-    tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes random weights, each
-    layer's on its own; without it torch's global generator draws them. device "meta": units from configs stay
-    without memory until `materialize` gives some of their layers weights. media_attention: whom the tokens of an image
-    or clip see (see `media_attention.MediaMasks`), by default "causal", which a `Whole` knows itself; others take
-    effect where attention is chosen, in `parallelize` or by `row_attention.use_row_attention`. generators: see
-    `Generator`; they run where steps are executed, not in `forward`. Raises UserError for parts that do not fit
-    together.
+    which brings its encoders. tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes
+    random weights, each layer's independently; without it torch's global generator draws them. device "meta": units
+    from configs stay on the meta device until `materialize` gives some of their layers weights. media_attention: the
+    mask among the tokens of an image or clip (see `media_attention.MediaMasks`), by default "causal", or a `Whole`'s
+    own; other masks take effect once attention is chosen, in `parallelize` or by `row_attention.use_row_attention`.
+    generators: see `Generator`; they run in training steps, not in `forward`. Raises UserError for parts that do not
+    fit together.
     """
 
     units: dict[str, Unit]
@@ -137,17 +136,17 @@ class MultimodalModel(nn.Module):
             for unit in units.values():
                 materialize(unit, 0, len(unit.layers), seed)
         self.units = cast(Any, nn.ModuleDict(units))
-        self._packs_under_mask: str | None = None  # "" where it does, else why not; None: not asked yet
+        self._packs_under_mask: str | None = None  # "" if it does, else the reason; None: not tested yet
 
     def __getitem__(self, name: str) -> Any:
-        """The unit called `name`. Raises KeyError that names the units there are."""
+        """Return the unit called `name`. Raises KeyError that names the existing units."""
         if name not in self.units:
             raise KeyError(f"no unit {name!r}; there are {', '.join(self.units)}")
         return self.units[name]
 
     @property
     def output_ids(self) -> dict[str, int]:
-        """Generator → the id at whose places it takes rows of the language model."""
+        """Generator → the id at whose positions it takes rows of the language model."""
         return {name: given.token_id for name, given in self.generators.items() if given.token_id is not None}
 
     @property
@@ -156,16 +155,17 @@ class MultimodalModel(nn.Module):
         return self[self.graph.anchor]
 
     def weights_of_whole(self) -> Iterator[tuple[Unit, Weight]]:
-        """The weights of a whole model that are its own, each with its unit: not those of generators, nor queries."""
+        """Yield the weights of a pretrained multimodal model with their units, without generators and learned
+        queries."""
         for name, unit in self.units.items():
             if name not in self.generators:
                 yield from ((unit, weight) for weight in unit.weights if weight.part != "queries")
 
     def sizes_of(self, input_ids: Sequence[int], media: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-        """What a sample of your own has as `EncodedSample.sizes`: unit → tokens that the unit processes.
+        """Compute `EncodedSample.sizes` for a sample of your own: unit → tokens that the unit processes.
 
-        media: encoder → keyword → array [encoder rows, ...]. Raises UserError for units whose items are of unlike
-        sizes, of which rows do not tell, or that are no encoders.
+        media: encoder → keyword → array [encoder rows, ...]. Raises UserError for units that are no encoders or whose
+        items differ in size, because rows do not determine their tokens.
         """
         sizes = {LANGUAGE: len(input_ids)}
         for name, inputs in media.items():
@@ -177,17 +177,17 @@ class MultimodalModel(nn.Module):
         return sizes
 
     def freeze(self, patterns: Iterable[str]) -> None:
-        """Stop weights from training, as `model.freeze` of the YAML does: units ("vision"), their parts
-        ("vision.encoder"), layers, or patterns over parameter names ("language.layers.0.*").
+        """Freeze weights, as `model.freeze` of the YAML does: units ("vision"), their parts ("vision.encoder"), layers,
+        or patterns over parameter names ("language.layers.0.*").
 
-        What was frozen before stays so. Raises UserError that lists the patterns without a match.
+        Weights that are frozen already stay so. Raises UserError that lists the patterns without a match.
         """
         if isinstance(patterns, str):
             raise UserError(f"give a list of patterns: freeze([{patterns!r}])")
         freeze(self.units, patterns)
 
     def encode(self, encoder_inputs: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Projected encoder tokens: unit → [encoder tokens, hidden]. Units without rows do not run.
+        """Return projected encoder tokens: unit → [encoder tokens, hidden]. Units without rows do not run.
 
         Raises UserError for inputs of an encoder that does not exist.
         """
@@ -217,19 +217,19 @@ class MultimodalModel(nn.Module):
         num_items_in_batch: float | Tensor | None = None,
         **unknown: Any,
     ) -> MultimodalOutput:
-        """Loss and logits of a packed row or of a padded batch, of the encoders and the language model.
+        """Compute loss and logits of a packed row or of a padded batch, through the encoders and the language model.
 
         input_ids: [1, tokens] with `position_ids` that restart at every sample, which keeps the samples apart; or
-        [batch, tokens] with `attention_mask`. encoder_inputs: unit → keyword → tensor [encoder rows, ...], rows in
-        the order of their placeholders. labels: [batch, tokens], -100 where no loss is wanted, not shifted. The loss
-        is the fp32 sum over targets divided by `loss_denominator` (default: the targets here). Without
-        `return_logits` the head runs only where there are targets. sample_ids and lengths name samples in errors.
-        attention_kwargs: keywords for the attention function; on block tables those of a packed row (what
-        `language.attention_of` makes) are made here if not given.
-        Where an encoder's rows are to be prepended and the batch has no placeholders, every text gets an equal share
-        in front, and logits cover them too. num_items_in_batch: how transformers' Trainer calls `loss_denominator`.
+        [batch, tokens] with `attention_mask`. encoder_inputs: unit → keyword → tensor [encoder rows, ...], rows in the
+        order of their placeholders. labels: [batch, tokens], -100 for no loss, not shifted. The loss is the fp32 sum
+        over targets divided by `loss_denominator` (default: the number of targets). Without `return_logits` the head
+        runs only at targets. sample_ids and lengths name samples in errors. attention_kwargs: keywords for the
+        attention function; for attention plans, those of a packed row (from `language.attention_of`) are computed here
+        if absent.
 
-        Raises UserError when rows and placeholders do not match, and for keywords that mean nothing here.
+        If an encoder's rows are to be prepended and the batch has no placeholders, every text gets an equal share in
+        front, and logits cover them too. num_items_in_batch: the name of `loss_denominator` in transformers' Trainer.
+        Raises UserError if rows and placeholders do not match, and for unknown keywords.
         """
         self._refuse_keywords(unknown)
         if self.language.crossing is not None and encoder_inputs:
@@ -266,11 +266,11 @@ class MultimodalModel(nn.Module):
         attention_mask: Tensor | None = None,
         **generation: Any,
     ) -> Tensor:
-        """New token ids [batch, new tokens] by transformers' `generate`; pad prompts on the left.
+        """Generate token ids [batch, new tokens] by transformers' `generate`; pad prompts on the left.
 
-        input_ids: [batch, tokens]; attention_mask: 0 at padding (default: none); generation: max_new_tokens and so
-        on. A whole model generates as transformers' own, with these weights.
-        Raises UserError when rows and placeholders do not match.
+        input_ids: [batch, tokens]; attention_mask: 0 at padding (default: none); generation: max_new_tokens and so on.
+        A pretrained multimodal model generates through transformers' own class, with these weights. Raises UserError if
+        rows and placeholders do not match.
         """
         if self.whole is not None and not self.generators:
             answers = WholeAnswers(composite_of(self.weights_of_whole(), self.whole), self.whole)
@@ -300,8 +300,8 @@ class MultimodalModel(nn.Module):
             self.train(was_training)
 
     def _read_prompts(self, input_ids: Tensor, embeddings: Tensor, attention_mask: Tensor) -> DynamicCache:
-        """Keys and values of the prompts but for their last tokens, whose media see each other as in training: what
-        comes after is text, which sees everything before it."""
+        """Prefill: compute keys and values of the prompts without their last tokens, under the training mask among
+        media; the remaining tokens are text, which attends to everything before it."""
         before = input_ids.shape[1] - 1
         samples, padding = [], []
         for ids, is_token in zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy(), strict=True):
@@ -322,7 +322,7 @@ class MultimodalModel(nn.Module):
         return cache
 
     def _require_text_sees_all(self, ids: NDArray[np.int64], number: int) -> None:
-        """Raise UserError for a prompt under a mask of one's own where new tokens would see more than in training."""
+        """Raise UserError for a prompt under a user's own mask if new tokens would attend to more than in training."""
         mask = self.language.attention_of([ids])[PLAN_KEYWORD].mask
         last = mask.fields[-1], mask.positions[-1]
         if not all(visible(last[0], field, last[1], at) for field, at in zip(mask.fields, mask.positions)):
@@ -332,13 +332,13 @@ class MultimodalModel(nn.Module):
             )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write every unit in the Hugging Face layout, and what puts them together (see `saving`)."""
+        """Write every unit in the Hugging Face layout, and the manifest that joins them (see `saving`)."""
         units = {name: (encoder, cast(EncoderUnit, self[name])) for name, encoder in self.encoders.items()}
         save_model(Path(folder), self.language, units, self.drawing, self.tokenizer, self.media_attention)
 
     @property
     def drawing(self) -> dict[str, tuple[Generator, GeneratorUnit]]:
-        """Each generator, as it was said and as its unit."""
+        """Each generator's specification and unit."""
         return {name: (given, cast(GeneratorUnit, self[name])) for name, given in self.generators.items()}
 
     @classmethod
@@ -349,10 +349,10 @@ class MultimodalModel(nn.Module):
         before_language_model: BeforeLanguageModel | None = None,
         **options: Any,
     ) -> Self:
-        """Read a model, all of it trainable: what `save_pretrained` wrote, a whole vision-language model or a language
-        model of transformers in a folder, or one of these by its id on the hub.
+        """Read a model, with all weights trainable: an export of `save_pretrained`, or a pretrained vision-language or
+        language model of transformers, as a folder or an id on the hub.
 
-        options: dtype, attn_implementation and, of what `save_pretrained` wrote, code and a mask of one's own as
+        options: dtype, attn_implementation and, for an export of `save_pretrained`, code and a user's own mask as
         media_attention (see `saving.load_model`). Raises UserError.
         """
         is_plain = (Path(folder) / "config.json").is_file() or not Path(folder).is_dir()
@@ -384,7 +384,7 @@ class MultimodalModel(nn.Module):
     def _of_transformers(
         cls, source: str, dtype: torch.dtype | None = None, attn_implementation: str | None = None
     ) -> Self:
-        """Read a whole model, or a language model, of transformers. Raises UserError."""
+        """Read a pretrained multimodal model, or a language model, of transformers. Raises UserError."""
         files = ("tokenizer_config.json", "tokenizer.json")
         has_words = not Path(source).is_dir() or any((Path(source) / name).is_file() for name in files)
         tokenizer = load_tokenizer(source) if has_words else None
@@ -401,13 +401,14 @@ class MultimodalModel(nn.Module):
         return model
 
     def attention_of_batch(self, input_ids: Tensor) -> Mapping[str, Any]:
-        """Keywords for the attention over texts without padding: [batch, tokens]."""
+        """Return the attention keywords for texts without padding: [batch, tokens]."""
         return self._attention_of(input_ids, None, torch.ones_like(input_ids))
 
     def _attention_of(
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Mapping[str, Any]:
-        """Keywords for a batch that came without; who made it on the host gives them and spares the wait."""
+        """Compute a batch's attention keywords; a caller that has the batch on the host can pass them and avoid the
+        device wait."""
         make = self.language.row_attention
         if make is None:
             if position_ids is not None and attention_mask is None and input_ids.shape[0] == 1:
@@ -420,7 +421,7 @@ class MultimodalModel(nn.Module):
         return make([part.numpy() for part in input_ids[0].cpu().tensor_split(begins)])
 
     def _require_apart(self, position_ids: Tensor) -> None:
-        """Raise UserError where samples of this row would reach each other under transformers' own mask."""
+        """Raise UserError if samples of this row would attend to each other under transformers' own mask."""
         if self._packs_under_mask is None:
             self._packs_under_mask = (
                 prove(self.language, self.whole, f"mask {self.media_attention}").packed or ""
@@ -463,7 +464,7 @@ class MultimodalModel(nn.Module):
         labels: Tensor | None,
         is_packed: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Placeholders in front of every text, for encoders that want it where the text has none."""
+        """Prepend placeholders to every text, for encoders with merge "prepend" whose placeholders the text lacks."""
         tokens = {}
         batch = input_ids.shape[0]
         for name, encoded in rows.items():
@@ -488,7 +489,7 @@ def _check_names(
     placeholder_ids: Mapping[str, int],
     vocabulary: int,
 ) -> None:
-    """asked: generators with learned queries, whose ids are ours."""
+    """Check names and ids of the units. asked: generators with learned queries, whose ids are assigned here."""
     names = [*encoders, *generators]
     problems = [
         f"name {name!r} cannot be used; take a plain word such as 'vision'"

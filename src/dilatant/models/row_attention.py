@@ -1,4 +1,4 @@
-"""Attention over packed rows of the language model: what training gives to the attention of every stage."""
+"""Row attention: attention plans over packed rows of the language model, for every stage."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from dilatant.models.language.proven_traits import Proof
 from dilatant.models.multimodal import MultimodalModel
 
 IN_WINDOWS = "in_windows"
-"""The mask of families whose media are bidirectional in layers with a window, and causal in others."""
+"""The mask of families whose media are bidirectional in sliding-window layers, and causal in others."""
 
 _WITHOUT_ITEMS = ("causal", "prefix")
-"""Masks for which media are tokens like others."""
+"""Masks that treat media tokens like text."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """How items stand in `input_ids`: each image or window of sound takes the next `tokens` copies of
-    `placeholder_id`; None: all that stand together."""
+    """The items in `input_ids`: each image or window of sound takes the next `tokens` copies of `placeholder_id`; None:
+    each contiguous run of them is one item."""
 
     placeholder_id: int
     tokens: int | None
@@ -56,11 +56,10 @@ class MediaTokens:
 
 @dataclass(frozen=True, slots=True)
 class RowAttention:
-    """A language unit's `row_attention`: the attention plan of samples packed in one row, as a keyword.
+    """A language unit's `row_attention`: computes the attention plan of samples packed in one row, as a keyword.
 
-    `media` says whom media see (see `media_attention`; families have "prefix" and "in_windows" besides), `units` which
-    tokens of a sample are media. `placement`: how context-parallel ranks share a row, see
-    `attention.placement.place_row`.
+    media: the mask among media (see `media_attention`; families add "prefix" and "in_windows"). units: the media tokens
+    of a sample. placement: how context-parallel ranks divide a row (see `attention.placement.place_row`).
     """
 
     media: MediaMasks
@@ -73,8 +72,8 @@ class RowAttention:
         padding: Sequence[int] | None = None,
         prefixes: Sequence[int] | None = None,
     ) -> dict[str, AttentionPlan]:
-        """`samples`: the `input_ids` of each; `padding`: tokens before each that see and are seen by nobody;
-        `prefixes`: tokens of each that see each other, under "prefix" (default: all).
+        """Plan a packed row. samples: the `input_ids` of each; padding: isolated tokens before each; prefixes: tokens
+        of each that attend to each other, under "prefix" (default: all).
 
         Raises UserError for a sample whose placeholders are not whole items.
         """
@@ -87,7 +86,7 @@ class RowAttention:
     def padded(
         self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64] | None
     ) -> dict[str, AttentionPlan]:
-        """The same for a batch `[samples, tokens]`, whose rows make one row laid end to end; mask 0 at padding."""
+        """Plan a batch [samples, tokens], whose rows are laid end to end; attention_mask is 0 at padding."""
         is_token = np.ones(input_ids.shape, bool) if attention_mask is None else attention_mask != 0
         modality, instance = np.full(input_ids.shape, -1), np.zeros(input_ids.shape, np.int64)
         for number, (ids, at) in enumerate(zip(input_ids, is_token, strict=True)):
@@ -111,7 +110,7 @@ class RowAttention:
         return media_mask(row, self.media)
 
     def layout(self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None) -> RowLayout:
-        """Which tokens of the row are text, which belong to which item, sample by sample."""
+        """Return the row's layout: for each token its sample, and text or the item that it belongs to."""
         if self.media in _WITHOUT_ITEMS and padding is None:
             return RowLayout.of_lengths([len(ids) for ids in samples])
         modality, instance = [], []
@@ -126,7 +125,7 @@ class RowAttention:
         )
 
     def _sample(self, ids: NDArray[np.int64], number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Modality of each token, 0 for text, and the number of its item from 1 on, 0 for text."""
+        """Return each token's modality (0 for text) and its item's number from 1 on (0 for text)."""
         modality = np.zeros(ids.size, dtype=np.int64)
         instance = np.zeros(ids.size, dtype=np.int64)
         if self.media in _WITHOUT_ITEMS:
@@ -150,16 +149,15 @@ class RowAttention:
 
 
 def use_row_attention(model: MultimodalModel) -> None:
-    """Let the language model of `model` attend over plans of its packed rows, media as `model.media_attention` says.
+    """Make the language model of `model` attend by plans of its packed rows, with the mask of `model.media_attention`.
 
-    From then on training passes it the plan of every packed row, at the cost of the sum of its samples' squares;
-    `generate` goes on as before. Call it before the model is cut into stages. Raises UserError for a family that
-    cannot.
+    Training then passes the plan of every packed row, and attention costs the sum of its samples' squares; `generate`
+    is unchanged. Call it before the model is cut into stages. Raises UserError for a family that cannot.
     """
     units = {
         name: MediaTokens(placeholder, None if model[name].packs else model[name].geometry.tokens_per_row)
         for name, placeholder in model.placeholder_ids.items()
-        # Sounds are as text is to the families whose images see themselves in layers with a window.
+        # For families with bidirectional images in sliding-window layers, sounds are like text.
         if model.media_attention != IN_WINDOWS or model[name].geometry.kind == "image"
     }
     _attend_over_plans(model.language, model.media_attention, units)
@@ -170,15 +168,15 @@ def _attend_over_plans(language: LanguageUnit, media: MediaMasks, units: Mapping
         return
     generating = language.model.config._attn_implementation
     use_dilatant_attention(language.model)
-    # States of linear attention pass along the row.
+    # Linear-attention states pass along the row.
     placement = "contiguous" if linear_layers(language.model) else "auto"
     language.row_attention = RowAttention(media, units, placement)
     language.generating_attention = generating
 
 
 def place_rows(model: MultimodalModel, placement: str) -> None:
-    """Let context-parallel ranks share rows as `placement` says (see `attention.placement.place_row`). Raises UserError
-    where they cannot."""
+    """Make context-parallel ranks divide rows by the policy `placement` (see `attention.placement.place_row`). Raises
+    UserError if they cannot."""
     language = model.language
     if language.row_attention is None or placement == "auto":
         return
@@ -191,17 +189,17 @@ def place_rows(model: MultimodalModel, placement: str) -> None:
 
 
 def attend_as_configured(model: MultimodalModel, config: LanguageModelConfig) -> None:
-    """Choose attention as `model.language_model` of a config asks for it (see `choose_attention`). Raises UserError."""
+    """Choose attention by `model.language_model` of a config (see `choose_attention`). Raises UserError."""
     choose_attention(model, "dilatant" if config.needs_plans else config.attn_implementation)
 
 
 def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
-    """Choose how the language model of `model` attends to packed rows, and prove that it trains as it should.
+    """Choose how the language model of `model` attends to packed rows, and prove that training is right under it.
 
-    named: "dilatant" insists on plans of the rows; a name that transformers knows, on transformers' own mask. None
-    takes plans where the family allows them, else transformers' mask, whose cost is the square of the row. Where a
-    small copy of the model shows that samples of a row reach each other (see `proof`), every sample is a row of its
-    own. What is slower than plans is said in a warning. Raises UserError for what was asked for and would be wrong.
+    named: "dilatant" insists on attention plans; a name that transformers knows, on transformers' own mask. None takes
+    plans if the family allows them, else transformers' mask, whose cost is the square of the row. If a small copy of
+    the model shows that samples of a row influence each other (see `training_proof`), every sample is a row of its own.
+    A choice slower than plans is reported by a warning. Raises UserError for a requested attention that would be wrong.
     """
     language, media = model.language, model.media_attention
     if language.row_attention is not None:
@@ -247,20 +245,21 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
 
 
 def own_attention(model: PreTrainedModel) -> str | None:
-    """The name of the attention that somebody chose for a model; None for what transformers takes by itself."""
+    """Return the attention that was chosen explicitly for a model; None for transformers' default."""
     name = model.config._attn_implementation
     return None if name == ("sdpa" if model._supports_sdpa else "eager") else name
 
 
 def _prove(model: MultimodalModel, how: Literal["plans", "mask"]) -> Proof:
-    # The copy has texts alone, which see each other alike under all masks of media.
+    # The copy has only text, which has the same mask under all masks of media.
     media = model.media_attention if isinstance(model.media_attention, str) else "causal"
     attach = partial(_attend_over_plans, media=media, units={}) if how == "plans" else None
     return prove(model.language, model.whole, f"{how} {media}", attach)
 
 
 def _settle(model: MultimodalModel, proof: Proof) -> None:
-    """Note what follows; families of whole models are proven by tests, with their media, where a copy is not made."""
+    """Store the proof and its consequences. Cuts of families of pretrained multimodal models are proven by tests, with
+    media, if no copy can be made."""
     language = model.language
     language.uncut = None if proof.unproven is not None and model.whole is not None else proof.cut
     language.proof = proof

@@ -1,13 +1,13 @@
-"""A multimodal model on disk: every unit in the Hugging Face layout, and one JSON file that puts them together.
+"""A multimodal model on disk: every unit in the Hugging Face layout, and one JSON manifest that joins them.
 
     folder/
-      multimodal.json          what the parts are and how they are joined
+      multimodal.json          the parts and how they are joined
       language/                the language model and its tokenizer, as transformers saves them
       <encoder>/               each encoder and its processor, as transformers saves them
       projectors/<encoder>.safetensors
       <generator>/, connectors/   see `saving_generators`
 
-Nothing is pickled. What is code (callbacks, projectors that are modules of the user's) is named, and must be given
+Nothing is pickled. Code (callbacks, projectors that are modules of the user's own) is only named, and must be given
 again when the model is loaded.
 """
 
@@ -45,7 +45,8 @@ _CODE = ("projector", "adapter", *_CALLBACKS)
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """What a folder holds. projectors: encoder → state dict. What joins generators is read by `read_connectors`."""
+    """The content of a folder. projectors: encoder → state dict. Generators' connectors are read by
+    `read_connectors`."""
 
     encoders: dict[str, Encoder]
     language_model: PreTrainedModel
@@ -56,7 +57,7 @@ class SavedModel:
 
 
 class _EncoderEntry(msgspec.Struct):
-    """What a manifest says of an encoder."""
+    """An encoder's entry in a manifest."""
 
     projector: str | None
     placeholder_id: int
@@ -67,7 +68,7 @@ class _EncoderEntry(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """The form of a manifest, which may be somebody else's."""
+    """Schema of a manifest, which validates untrusted files."""
 
     encoders: dict[str, _EncoderEntry]
     code: list[str]
@@ -83,9 +84,9 @@ def save_model(
     tokenizer: Any,
     media_attention: MediaMasks,
 ) -> None:
-    """Write the layout above into `folder`, made if need be; tokenizer and processors where the model has them.
+    """Write the layout above into `folder`, created if needed; tokenizer and processors if the model has them.
 
-    Raises UserError for an encoder that is no transformers model, and a generator that is not of diffusers.
+    Raises UserError for an encoder that is no transformers model, and for a generator that is not of diffusers.
     """
     own = [name for name, (_, unit) in encoders.items() if unit.structure is None]
     if own:
@@ -133,11 +134,11 @@ def load_model(
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
 ) -> SavedModel:
-    """What `save_model` wrote into `folder`.
+    """Read what `save_model` wrote into `folder`.
 
-    code: encoder → what of it is code ("projector", "adapter" or a callback) and so is not in the folder. dtype: as
-    saved, unless given. media_attention: where it is code. Raises UserError for a folder that is not such a model, and
-    for code that is missing.
+    code: encoder → its parts that are code ("projector", "adapter" or a callback) and so are not in the folder. dtype:
+    default as saved. media_attention: if it is code. Raises UserError for a folder that is not such a model, and for
+    missing code.
     """
     manifest = _read_manifest(folder)
     code = code or {}
@@ -235,7 +236,7 @@ def _load_processor(folder: Path) -> Any:
 
 
 def _load(loader: Any, folder: Path) -> Any:
-    """Without code that the folder may name: a saved model is data. Raises UserError."""
+    """Load without code that the folder may name: a saved model is data. Raises UserError."""
     try:
         return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:

@@ -1,10 +1,10 @@
-"""Generators on disk: nets as diffusers writes them, and beside them what joins them to the language model.
+"""Generators on disk: networks as diffusers saves them, and the weights that join them to the language model.
 
 folder/
-  <generator>/             the net, as diffusers saves it
+  <generator>/             the denoiser, as diffusers saves it
   <generator>/vae/         its autoencoder, if it has one
-  <generator>/target/      the vision model whose features it draws, if it does, as transformers saves it
-  <generator>/scheduler/   which scheduler of diffusers draws with it
+  <generator>/target/      the vision model whose features it generates, if any, as transformers saves it
+  <generator>/scheduler/   the diffusers scheduler that samples with it
   connectors/<generator>.safetensors   connector, learned queries, pooled condition
 """
 
@@ -32,8 +32,8 @@ _TARGET = "target"
 def save_generators(
     folder: Path, language: LanguageUnit, generators: Mapping[str, tuple[Generator, GeneratorUnit]]
 ) -> dict[str, Any]:
-    """Write the layout above into `folder`; returns what the manifest says of them. Raises UserError for a generator
-    that is a module of the user's own."""
+    """Write the layout above into `folder`; return the manifest's entries. Raises UserError for a generator that is a
+    user's own module."""
     entries = {}
     for name, (given, unit) in generators.items():
         if not isinstance(unit.model, Diffusion):
@@ -71,8 +71,8 @@ def save_generators(
 def load_generators(
     folder: Path, entries: Mapping[str, Any], connectors: Mapping[str, Any]
 ) -> dict[str, Generator]:
-    """What `save_generators` wrote, by the manifest's `entries`. connectors: those that are modules of the user's, by
-    name. Raises UserError."""
+    """Read what `save_generators` wrote, by the manifest's `entries`. connectors: name → connector that is a user's own
+    module. Raises UserError."""
     generators = {}
     for name, entry in entries.items():
         where = f"{folder}: {name}"
@@ -99,7 +99,7 @@ def load_generators(
 
 @torch.no_grad()
 def read_connectors(folder: Path, language: LanguageUnit, units: Mapping[str, GeneratorUnit]) -> None:
-    """Give the generators what joins them to the language model. Raises UserError."""
+    """Load the weights that join the generators to the language model. Raises UserError."""
     for name, unit in units.items():
         assert isinstance(unit.model, Diffusion)
         path = folder / "connectors" / f"{name}.safetensors"
@@ -119,7 +119,7 @@ def read_connectors(folder: Path, language: LanguageUnit, units: Mapping[str, Ge
 
 
 def _joining(language: LanguageUnit, name: str, unit: GeneratorUnit, model: Diffusion) -> dict[str, Tensor]:
-    """The weights that are neither the language model's nor the net's."""
+    """Return the weights that belong neither to the language model nor to the denoiser."""
     state = {f"connector.{key}": tensor for key, tensor in unit.connector.state_dict().items()}
     if model.pool is not None:
         state |= {f"pool.{key}": tensor for key, tensor in model.pool.state_dict().items()}

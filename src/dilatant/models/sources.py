@@ -1,4 +1,4 @@
-"""Transformers models from what a user gives: an instance, a config, or an id."""
+"""Sources of transformers models: an instance, a config, or an id."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dilatant.models.families.families import FAMILIES
 
 HUB_TIMEOUT_SECONDS = 10.0
 MOST_BLOCKS = 1_000
-"""More are taken for a mistake, or a trap: making them alone would take minutes."""
+"""Limit against mistakes and traps: allocating more blocks alone would take minutes."""
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
 _WIDTHS = ("hidden_size", "vocab_size")
 _UNLISTED = {
@@ -41,12 +41,12 @@ _TOWERS = ("vision_config", "audio_config")
 
 
 def load_language_model(source: Any, where: str = "language_model", **options: Any) -> PreTrainedModel:
-    """A causal language model with its head.
+    """Load a causal language model with its head.
 
     source: a transformers model, as it is; a config or mapping with `model_type`, on the meta device (see
-    `materialize`); or an id or folder, with its weights. options: dtype (default: fp32 from a config, as saved from
-    an id), attn_implementation (default: sdpa where the family has it, else eager), trust_remote_code.
-    Raises UserError that begins with `where`.
+    `materialize`); or an id or folder, with its weights. options: dtype (default: fp32 from a config, as saved from an
+    id), attn_implementation (default: sdpa if the family has it, else eager), trust_remote_code. Raises UserError that
+    begins with `where`.
     """
     return _load(
         source, where, _build_language_model, _pretrained_language_model, _check_language_model, options
@@ -54,12 +54,12 @@ def load_language_model(source: Any, where: str = "language_model", **options: A
 
 
 def load_encoder(source: Any, where: str = "encoder", **options: Any) -> PreTrainedModel:
-    """An encoder: the vision or audio tower alone where the model has more. See `load_language_model`."""
+    """Load an encoder: only the vision or audio model of a composite one. See `load_language_model`."""
     return _load(source, where, _build_encoder, _pretrained_encoder, _check_encoder, options)
 
 
 def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
-    """A transformers config from `model_type` and settings. Raises UserError for unknown types, keys and values."""
+    """Build a transformers config from `model_type` and settings. Raises UserError for unknown types, keys, values."""
     settings = dict(settings)
     _refuse_absurd(settings, where)
     model_type = settings.pop("model_type", None)
@@ -91,8 +91,7 @@ def _plain_config(path: Path, where: str) -> Any:
 
 
 def _refuse_absurd(settings: Any, where: str) -> None:
-    """Raise UserError for more blocks than any model has, and for one of no width, in the settings or in those of a
-    tower among them."""
+    """Raise UserError for absurdly many blocks or zero width in the settings, or in those of an encoder among them."""
     for key, value in settings.items() if isinstance(settings, Mapping) else ():
         if key in DEPTH_KEYS and isinstance(value, int | float) and not value <= MOST_BLOCKS:
             raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
@@ -103,7 +102,8 @@ def _refuse_absurd(settings: Any, where: str) -> None:
 
 
 def _is_read_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Some families read settings that their config class does not declare (as SigLIP its vision_use_head)."""
+    """Return True for a setting that the model reads but its config class does not declare (SigLIP's
+    vision_use_head)."""
     try:
         module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
         return re.search(rf"""(config\.|["']){re.escape(key)}\b""", inspect.getsource(module)) is not None
@@ -202,7 +202,7 @@ def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedMode
 
 
 def _class_of(config: PreTrainedConfig, where: str) -> Any:
-    """The class of an encoder. Raises UserError."""
+    """Return the class of an encoder. Raises UserError."""
     if type(config) in MODEL_MAPPING:
         return MODEL_MAPPING[type(config)]
     if config.model_type not in _UNLISTED:
@@ -214,7 +214,7 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
 def _told_of_missing(
     loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """An encoder, with one warning of weights that its files lack: a pooler that nothing reads often is not there."""
+    """Load an encoder, with one warning for weights that its files lack: often an unused pooler."""
     model, missing = _from_pretrained(loader, name, where, config, options)
     if missing:
         warnings.warn(
@@ -225,7 +225,7 @@ def _told_of_missing(
 
 
 def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of an id or folder, the cache first. Raises UserError, without long retries when offline."""
+    """Load the config of an id or folder, cache first. Raises UserError, without long retries when offline."""
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         is_adapter = (Path(name) / "adapter_config.json").is_file()
         found = "; it is an adapter: write 'model.lora.adapter' for it, and the id of its model here"
@@ -249,7 +249,7 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
 
 
 def _require_on_hub(name: str, where: str) -> None:
-    """Raise UserError when an id that is not here is not on the hub, or the hub is out of reach."""
+    """Raise UserError if an id that is not cached is not on the hub, or the hub is unreachable."""
     from huggingface_hub import constants, model_info
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -274,8 +274,8 @@ def _require_on_hub(name: str, where: str) -> None:
 def _from_pretrained(
     loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model, and the keys of the weights that its files lack, which are random; without transformers' own table of
-    these and of what belongs to other parts of a larger model. Raises UserError."""
+    """Return a model, and the keys of weights that its files lack and that are random; transformers' own report of
+    missing and unused weights is suppressed. Raises UserError."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -297,9 +297,8 @@ def _from_pretrained(
 
 @contextmanager
 def without_bars(source: str | Path) -> Iterator[None]:
-    """Inside, transformers draws no bars for what it reads or writes in a moment: they would break the lines around
-    them. source: where a model comes from or goes to; of an id on the hub, a terminal is shown how the download goes.
-    """
+    """Suppress transformers' progress bars for local reads and writes, which would break the lines around them. source:
+    where a model comes from or goes to; downloads from the hub keep their bar on a terminal."""
     is_download = not Path(source).is_dir() and sys.stderr is not None and sys.stderr.isatty()
     if is_download or not transformers_logging.is_progress_bar_enabled():
         yield
@@ -312,7 +311,7 @@ def without_bars(source: str | Path) -> Iterator[None]:
 
 
 def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The vision or audio config inside a composite config (CLIP, SigLIP); otherwise the config itself."""
+    """Return the vision or audio config inside a composite config (CLIP, SigLIP); otherwise the config itself."""
     towers = [getattr(config, key) for key in _TOWERS if getattr(config, key, None) is not None]
     return towers[0] if towers else config
 
