@@ -1,1 +1,1 @@
-"""Families of pretrained multimodal models: where their encoders, projectors and language models are."""
+"""Families of pretrained multimodal models: their encoders, projectors, language models and media units."""

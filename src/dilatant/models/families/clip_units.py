@@ -1,4 +1,4 @@
-"""How the towers of whole models see clips: which frames, how large, and what is written around them."""
+"""Video clips of pretrained families: the choice of frames, their size, and the text around them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from dilatant.models.families.pretrained import Whole
 Settings = Mapping[str, Any]
 
 COUNTS = ("num_frames", "fps", "video_fps", "max_frames", "video_maxlen")
-"""What people call how many frames of a clip are seen as images."""
+"""Common setting names for the number of frames that are taken from a clip."""
 SOFT_TOKENS_OF_FRAMES = "video_max_soft_tokens"
 CLIP_KEYS = (*CLIP_SETTINGS, "num_frames", SOFT_TOKENS_OF_FRAMES)
-"""Settings of a processor that are of clips alone."""
+"""Settings of a processor that affect clips only."""
 
 
 def check_clip_settings(whole: Whole, asked: Settings) -> None:
-    """Raises UserError for settings of clips that say nothing to this family."""
+    """Raise UserError for clip settings that this family does not use."""
     style = whole.family.clips
     known: tuple[str, ...] = () if style is None else COUNTS
     if style in ("patches", "patches apart"):
@@ -50,8 +50,8 @@ def check_clip_settings(whole: Whole, asked: Settings) -> None:
 
 
 def clip_unit(whole: Whole, image: MediaUnit, asked: Settings, saved: Settings, tokenizer: Any) -> MediaUnit:
-    """How a tower sees clips that sees images as `image` says. asked: settings of the processor, of images among them;
-    saved: what the model's files say of clips. Raises UserError."""
+    """Build the media unit for clips of the encoder that reads images as `image` says. asked: the user's processor
+    settings, also those of images; saved: the clip settings of the model's files. Raises UserError."""
     style = whole.family.clips
     assert style is not None
     if style in ("patches", "patches apart"):
@@ -87,7 +87,7 @@ def clip_unit(whole: Whole, image: MediaUnit, asked: Settings, saved: Settings, 
 
 
 def frame_choice(style: str, saved: Settings, asked: Settings) -> FrameChoice:
-    """Which frames of clips are seen as images. What is asked goes before what is saved. Raises UserError."""
+    """Return the rule that chooses a clip's frames; requested settings override saved ones. Raises UserError."""
     own, said = ({key: value for key, value in each.items() if value is not None} for each in (asked, saved))
     fps, count = (
         own.get("fps", own.get("video_fps")),
@@ -115,7 +115,7 @@ def frame_choice(style: str, saved: Settings, asked: Settings) -> FrameChoice:
 def _of_patches(
     whole: Whole, name: str, settings: Settings, saved: Settings, tokenizer: Any
 ) -> NativeClipUnit:
-    """How a tower of native resolution sees clips. saved, settings: as of `native_limits`."""
+    """Build the clip unit of a native-resolution encoder. saved, settings: as in `native_limits`."""
     apart = whole.family.frames_apart
     return NativeClipUnit(
         name,
@@ -130,8 +130,8 @@ def _of_patches(
 def native_limits(
     vision: Any, settings: Settings, saved: Settings, apart: bool
 ) -> tuple[PatchProcessor, FrameSampling, int | None]:
-    """How frames are cut into patches, which of them are taken, and the pixels of all together. saved: what the model's
-    files say of clips; settings: all else. apart: whether limits are of all frames."""
+    """Return the patch processor of frames, the frame sampling, and the pixel limit over all frames. saved: clip
+    settings of the model's files; settings: all others. apart: True if limits apply to all frames together."""
     sampling = frame_sampling(settings)
     group = (vision.patch_size * vision.spatial_merge_size) ** 2
     size = saved.get("size") or {}
@@ -143,13 +143,13 @@ def native_limits(
     }
     plain = {k: v for k, v in settings.items() if k not in (*CLIP_KEYS, "size")}
     processor = patches_of(vision, {"image_processor_type": "", **plain, **limits})
-    # 90 % of the context that the families reckon with.
+    # 90 % of the context length that the families assume.
     total = None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group)
     return processor, sampling, total
 
 
 def patches_of(vision: Any, settings: Settings) -> PatchProcessor:
-    """How a tower with this config is shown images. Raises UserError."""
+    """Return the image processor of an encoder with this config. Raises UserError."""
     return patch_processor(
         settings,
         patch=vision.patch_size,
@@ -159,7 +159,7 @@ def patches_of(vision: Any, settings: Settings) -> PatchProcessor:
 
 
 def _whole_frame(whole: Whole, image: MediaUnit, settings: Settings) -> ImageUnit:
-    """A frame as an image of one tile, of a family that cuts images into several."""
+    """Build the image unit of frames for a family that cuts images into tiles: one tile per frame."""
     geometry = whole.encoder(image.name).geometry
     return ImageUnit(
         image.name,
@@ -172,7 +172,7 @@ def _whole_frame(whole: Whole, image: MediaUnit, settings: Settings) -> ImageUni
 
 
 def _square(height: int, width: int, channels: int, settings: Settings) -> PixelProcessor:
-    """Frames of this size, whatever their proportions."""
+    """Build a processor that resizes frames to this size, whatever their aspect ratio."""
     return PixelProcessor(
         height,
         width,
@@ -185,7 +185,7 @@ def _square(height: int, width: int, channels: int, settings: Settings) -> Pixel
 
 
 def _video_token(whole: Whole, tokenizer: Any) -> str:
-    """The token that the chat template writes for a clip; empty where neither tokenizer nor config names one."""
+    """Return the chat template's token for a clip; empty if neither tokenizer nor config names one."""
     own = getattr(tokenizer, "video_token", None)
     return own or _token(getattr(whole.config, "video_token_id", None), tokenizer)
 
@@ -195,7 +195,7 @@ def _token(id_: int | None, tokenizer: Any) -> str:
 
 
 def _written_clip(whole: Whole, tokenizer: Any) -> Written:
-    """The template writes one token between others, which stand around every patch of time where these are apart."""
+    """Return the text of a clip: the template's single token, or start and end tokens around each temporal patch."""
     opens, token, closes = (
         _token(getattr(whole.config, key, None), tokenizer)
         for key in ("vision_start_token_id", "video_token_id", "vision_end_token_id")

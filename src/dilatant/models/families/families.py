@@ -1,7 +1,7 @@
-"""Families of whole vision-language models: where their units are, and what their forwards do besides.
+"""Families of pretrained multimodal models: where their units are, and what is special about their forwards.
 
-Everything else is read off the model. transformers' own code projects the rows of a tower (`Projection`) and computes
-the logits; nothing of a family's forward is repeated here.
+Everything else is read off the model. transformers' own code projects the rows of an encoder (`Projection`) and
+computes the logits; no part of a family's forward is repeated here.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ from dilatant.config.errors import UserError, list_problems
 
 MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix", "in_windows"]
 Clips = Literal["patches", "patches apart", "pooled", "counted", "timed", "introduced"]
-"""Patches of time as one item (Qwen), or apart with text between them; frames of which neighbouring patches are one row
-of the text (LLaVA-OneVision); or frames that are images each, with the texts of this name around them (see
-`data.frame_texts`)."""
+"""A clip's layout in the text: temporal patches as one item (Qwen), or apart with text between them; frames whose
+neighbouring patches are pooled to one row (LLaVA-OneVision); or frames as separate images, with the texts of this name
+around them (see `data.media_units.frame_texts`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """An encoder inside a whole model; paths are those of the ...ForConditionalGeneration class.
+    """An encoder inside a pretrained multimodal model; paths are those of the ...ForConditionalGeneration class.
 
-    path: of the encoder. projector: of the modules and parameters that make its rows fit the text. token: the config's
-    key of the id that stands for one row. features: the method that projects. batched: whether it takes pixels of
+    path: of the encoder. projector: of the modules and parameters that project its rows for the text. token: config key
+    of the id that stands for one row. features: the method that projects. batched: True if the method takes pixels of
     samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in
-    them is the text of the token whose id the config has under this key; written is that of `token` unless said
-    otherwise.
-    settings: of the image processor, that are changed. native: whether images, or sounds, of unlike sizes are
-    packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the tower itself, or,
-    pooled, averaged and then projected (see `PooledEncoderUnit`).
-    conformer: whether a tower of sounds is one (see `ConformerEncoderUnit`).
-    crossing: whether its rows go to blocks of the text model, and not into the text (see `Crossing`).
-    anyres: whether tiles and rows of an image follow from its shape (see `AnyresEncoderUnit`).
+    them is the text of the token whose id the config has under this key; written defaults to the text of `token`.
+    settings: overrides of the image processor. native: True if images, or sounds, of different sizes are packed in one
+    row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the encoder itself or, with pooled,
+    averaged and then projected (see `PooledEncoderUnit`). conformer: True for a conformer of sounds (see
+    `ConformerEncoderUnit`). crossing: True if its rows go to cross-attention blocks of the text model instead of the
+    text (see `Crossing`). anyres: True if an image's shape decides its tiles and rows (see `AnyresEncoderUnit`).
     """
 
     path: str
@@ -57,14 +55,13 @@ class Tower:
 class Family:
     """One `model_type` of transformers.
 
-    towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
-    (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
-    it; "prefix": all tokens before the first that is to be written see each other; "in_windows": those of an item see
-    each other in layers with a window, if the config's `use_bidirectional_attention` says so. first_position: of a
-    sample.
-    behind_time: see `spatial_positions`. seconds: path in the config of how many positions a second of a clip takes;
-    empty where they follow its frames; seconds_keyword: by which the family's forward is given the seconds of a patch
-    of time. clips: how they are seen, if they are (see `Clips`).
+    towers: unit → its encoder. decoder: path of the text model. spatial: True for positions in time, height and width
+    (see `positions`). media_attention: the mask among tokens of an item, as in `model.language_model.media_attention`;
+    "prefix": all tokens before the first target attend to each other; "in_windows": those of an item attend to each
+    other in sliding-window layers, if the config's `use_bidirectional_attention` says so. first_position: of a sample.
+    behind_time: see `spatial_positions`. seconds: config path of the positions per second of a clip; empty if positions
+    follow its frames; seconds_keyword: the forward's keyword for the seconds per temporal patch. clips: their layout,
+    if the family reads clips (see `Clips`).
     """
 
     towers: Mapping[str, Tower]
@@ -79,7 +76,7 @@ class Family:
 
     @property
     def frames_apart(self) -> bool:
-        """Whether texts that say the time stand between the patches of time of a clip."""
+        """True if texts with the time stand between the temporal patches of a clip."""
         return self.clips == "patches apart"
 
 
@@ -165,7 +162,7 @@ FAMILIES: Mapping[str, Family] = {
         media_attention="in_windows",
         clips="timed",
     ),
-    # Of all tokens before the answer each sees every other.
+    # All tokens before the answer attend to each other.
     "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
     "mllama": Family(
         {
@@ -183,8 +180,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Any, where: str) -> Family:
-    """The family of a config. Raises UserError that says what is missing for one that is not known, or that has
-    settings which are not."""
+    """Return the family of a config. Raises UserError for an unknown family, or for unsupported settings."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise UserError(
@@ -192,7 +188,7 @@ def family_of(config: Any, where: str) -> Family:
             "its encoder and its language model under model.encoders and model.language_model, or add a Family to "
             "dilatant.models.families.families: where its towers, projectors and text model are"
         )
-    if getattr(config, "audio_config", None) is None:  # which the large ones of some families lack
+    if getattr(config, "audio_config", None) is None:  # absent in the large models of some families
         family = replace(family, towers={k: t for k, t in family.towers.items() if t.kind != "audio"})
     problems = []
     layer = getattr(config, "vision_feature_layer", None)

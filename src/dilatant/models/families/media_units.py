@@ -1,4 +1,4 @@
-"""How an encoder sees media: its geometry, told to the data room."""
+"""Media units of encoders: encoder geometry in the form that the data room uses to load and count media."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def media_unit(
     marker: str,
     merge: Literal["placeholder", "prepend"],
 ) -> ImageUnit | AudioUnit:
-    """The `MediaUnit` of an encoder. processor: an id, a folder, settings, or None to fit the encoder's shape.
+    """Build the `MediaUnit` of an encoder. processor: an id, a folder, settings, or None to fit the encoder's shape.
 
-    Raises UserError when the processor makes something that the encoder does not take.
+    Raises UserError if the processor's output does not fit the encoder.
     """
     if geometry.kind == "image":
         return ImageUnit(
@@ -90,8 +90,8 @@ def units_of_merging(
     placeholder_id: int,
     marker: str,
 ) -> tuple[MediaUnit, ...]:
-    """The `MediaUnit`s of a tower of items of unlike sizes (see `merging_parts`) before any language model; images and
-    clips have one. processor: as of `media_unit`. Raises UserError."""
+    """Build the `MediaUnit`s of a patch-merger encoder (see `merging_part`) with any language model; images and clips
+    have one each. processor: as in `media_unit`. Raises UserError."""
     settings = whole_settings(processor) if isinstance(processor, str) else dict(processor or {})
     if MERGING_TOWERS[config.model_type] == "audio":
         return (_sound_unit(name, placeholder_id, config, settings, marker, None),)
@@ -114,8 +114,8 @@ def units_of_whole(
     tokenizer: Any,
     source: str | None = None,
 ) -> tuple[MediaUnit, ...]:
-    """The `MediaUnit` of every tower of a whole model. processor: an id, a folder, or settings; settings that name no
-    processor change those of `source`, an id or folder. Raises UserError."""
+    """Build the `MediaUnit`s of every encoder of a pretrained multimodal model. processor: an id, a folder, or
+    settings; settings that name no processor change those of `source`, an id or folder. Raises UserError."""
     if isinstance(processor, Mapping):
         check_clip_settings(whole, processor)
     if processor is None:
@@ -142,7 +142,7 @@ def _sound_unit(
     marker: str,
     written: Written | None,
 ) -> SoundUnit:
-    # A tower with chunks has positions inside them alone.
+    # An encoder with chunks has positions only inside them.
     longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
     mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
     return SoundUnit(name, placeholder_id, mel, longest, 0 if longest is None else 2, marker, written)

@@ -1,6 +1,6 @@
-"""A whole vision-language model of transformers as units: the parts of one composite model, each with its own shell.
+"""Pretrained multimodal models as units: parts of one composite transformers model, each with its own shell.
 
-The weights of all units have the composite's keys, so that reading and exporting them is no more than a rename.
+The weights of all units have the composite's keys, so that reading and exporting them is only a rename.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from dilatant.models.language.side_states import Carried, DeepStack, PerLayer
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A config of a whole model, and its family. attn_implementation: of its text model. lora: what
-    adapters its units have; they train, and the rest does not."""
+    """A pretrained multimodal model: its config and family. attn_implementation: of its text model. lora: the adapters
+    of its units; adapters train, and the rest does not."""
 
     config: Any
     family: Family
@@ -57,7 +57,7 @@ class Whole:
 
     @classmethod
     def of(cls, config: Any, where: str, **options: Any) -> Whole:
-        """Raises UserError for a family that is not known. Of Omni, which also speaks, what listens and writes."""
+        """Recognise the family. Raises UserError for an unknown one. Omni is reduced to its thinker, without speech."""
         config = getattr(config, "thinker_config", config)
         return cls(config, family_of(config, where), **options)
 
@@ -67,14 +67,15 @@ class Whole:
         return {name: int(getattr(self.config, tower.token)) for name, tower in self.family.towers.items()}
 
     def encoders(self) -> dict[str, Encoder]:
-        """What a user would have said about its towers."""
+        """Return the encoders in the form of user specifications."""
         return {
             name: Encoder(self.config, placeholder_id=self.placeholder_ids[name])
             for name, tower in self.family.towers.items()
         }
 
     def composite(self, **options: Any) -> PreTrainedModel:
-        """The model on the meta device, with a config of its own. options: as of `from_config`. Raises UserError."""
+        """Build the model on the meta device, with its own copy of the config. options: of `from_config`. Raises
+        UserError."""
         try:
             with torch.device("meta"):
                 model = auto_class(self.config).from_config(
@@ -93,7 +94,7 @@ class Whole:
         return model
 
     def language_model(self) -> PreTrainedModel:
-        """The composite without its towers and projectors."""
+        """Return the composite without its encoders and projectors."""
         model = self._adapted(attn_implementation=self.attn_implementation)
         for tower in self.family.towers.values():
             for path in (*tower.projector, tower.path):
@@ -101,7 +102,7 @@ class Whole:
         return model
 
     def encoder(self, name: str) -> EncoderUnit:
-        """The unit of a tower and its projector, on the meta device. Raises UserError."""
+        """Build the unit of an encoder and its projector, on the meta device. Raises UserError."""
         tower = self.family.towers[name]
         model = self._adapted()
         if tower.crossing:
@@ -141,7 +142,7 @@ class Whole:
 
     @property
     def anyres_shape(self) -> AnyresShape:
-        """How rows of an image follow from its shape."""
+        """The rule by which an image's shape decides its tiles and rows."""
         vision = self.config.vision_config
         return AnyresShape(
             pinpoints=tuple((int(height), int(width)) for height, width in self.config.image_grid_pinpoints),
@@ -151,7 +152,7 @@ class Whole:
         )
 
     def key_of(self, unit: Unit, weight: Weight) -> str:
-        """What the composite's state dict calls a weight of a unit."""
+        """Return the key of a unit's weight in the composite's state dict."""
         tower = self.family.towers.get(unit.unit)
         key = plain_key(weight.key)
         if tower is None or not (tower.native or tower.crossing or weight.part == "model"):
@@ -163,7 +164,7 @@ class Whole:
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:
-        """What a user calls parts → their paths in the composite."""
+        """The user's names of parts → their paths in the composite."""
         found: dict[str, tuple[str, ...]] = {}
         for name, tower in self.family.towers.items():
             inside = MERGERS if tower.native and tower.kind == "image" and not tower.pooled else ()
@@ -185,7 +186,7 @@ class Whole:
 
     @property
     def positions(self) -> Positions | None:
-        """Where the tokens of a sample are, if not one after another."""
+        """The function that gives the positions of a sample's tokens; None if they are 0, 1, 2, ..."""
         if not self.family.spatial:
             first = self.family.first_position
             return partial(_counted, first) if first else None
@@ -195,7 +196,7 @@ class Whole:
 
     @property
     def crossing(self) -> Crossing | None:
-        """Which rows the text model looks at by cross attention, if it does."""
+        """The cross-attention layout of the text model; None without cross-attention."""
         for name, tower in self.family.towers.items():
             if tower.crossing:
                 return crossing_of(self.config, name, self.placeholder_ids[name])
@@ -203,7 +204,7 @@ class Whole:
 
     @property
     def of_language(self) -> dict[str, Any]:
-        """What the unit of its text model is told beside the model and its placeholders, as keywords."""
+        """Keyword arguments for the text model's unit, beside the model and its placeholders."""
         return {
             "decoder": self.family.decoder,
             "positions": self.positions,
@@ -214,7 +215,7 @@ class Whole:
 
     @property
     def media_attention(self) -> MediaAttention:
-        """Whom the tokens of an item see (see `families.Family`)."""
+        """The mask among the tokens of an item (see `families.Family`)."""
         own = self.family.media_attention
         if own == "in_windows" and not self.config.get_text_config().use_bidirectional_attention:
             return "causal"
@@ -222,7 +223,7 @@ class Whole:
 
     @property
     def reads_as_text(self) -> bool:
-        """Whether rows of encoders have the positions, and are seen as, tokens of a text are."""
+        """True if encoder rows have the positions and the mask of text tokens."""
         family = self.family
         return not (
             family.spatial
@@ -240,31 +241,31 @@ class Whole:
 
     @property
     def units_with_grids(self) -> tuple[str, ...]:
-        """The units of whose items the text model knows more than their tokens."""
+        """The units whose items' shapes the text model needs."""
         crossing = self.crossing
         return (*self.spatial_units, *(() if crossing is None else (crossing.unit,)))
 
     @property
     def seconds_scale(self) -> float | None:
-        """Positions in the text that a second of a clip takes, if they do not follow its frames."""
+        """Positions per second of a clip; None if positions follow its frames."""
         path = self.family.seconds
         return float(attrgetter(path)(self.config)) if path else None
 
     @property
     def taps(self) -> int:
-        """Blocks of the text model, from the first on, that are given rows of the encoder besides."""
+        """Number of first blocks of the text model that receive further encoder rows (DeepStack)."""
         vision = getattr(self.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     @property
     def carried(self) -> Carried | None:
-        """What goes from block to block of the text model beside its hidden states."""
+        """The per-token side states of the text model; None without any."""
         text = self.config.get_text_config()
         return DeepStack(self.taps, text.hidden_size) if self.taps else PerLayer.of(text)
 
 
 def auto_class(config: Any) -> Any:
-    """The Auto class of transformers that builds and loads whole models of such a config."""
+    """Return the Auto class of transformers that builds and loads multimodal models of such a config."""
     images = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if images else AutoModelForSeq2SeqLM
 
@@ -275,17 +276,16 @@ _PARTS = {
     "audio": ("conv1", "conv2", "layers"),
     "conformer": ("subsample_conv_projection", "layers", "output_proj"),
 }
-"""Modules of native towers that are no projector."""
+"""Modules of native encoders that are not part of the projector."""
 _NORMED_LAST = ("internvl",)
-"""Families whose last feature layer (-1) is the normed output, not what the last block made."""
+"""Families whose last feature layer (-1) is the normalised output instead of the last block's."""
 
 
 class Projection(nn.Module):
-    """What a family does to the rows of its tower before they enter the text: [items, tokens, width] to
-    [items, rows, width of the text].
+    """A family's projection of encoder rows for the text: [items, tokens, width] to [items, rows, width of the text].
 
-    The family's own method runs, around a stand-in for the tower which returns the rows that there are; so class
-    tokens, poolings and shuffles are the family's. Keys of its state are the composite's.
+    The family's own method runs around a placeholder encoder that returns the given rows; so class tokens, pooling and
+    shuffles are the family's. Its state has the composite's keys.
     """
 
     def __init__(self, model: PreTrainedModel, tower: Tower, anyres: AnyresShape | None = None) -> None:
@@ -303,11 +303,12 @@ class Projection(nn.Module):
 
     @property
     def drawn_by(self) -> PreTrainedModel:
-        """Knows how its weights begin."""
+        """The model that initialises the weights."""
         return self.model
 
     def forward(self, hidden: Tensor, shapes: Tensor | None = None) -> Tensor:
-        """shapes: of items in tiles, int64 [items, 3] (see `SHAPES`); then the rows of all in one, [rows, width]."""
+        """Project rows. shapes: of items in tiles, int64 [items, 3] (see `SHAPES`); then the rows of all items are
+        concatenated, [rows, width]."""
         if self._anyres is not None and shapes is not None:
             return self._items(hidden, shapes, self._anyres)
         project = getattr(self._around(hidden), self._tower.features)
@@ -316,13 +317,13 @@ class Projection(nn.Module):
         return rows.reshape(len(hidden), -1, rows.shape[-1])
 
     def _around(self, hidden: Tensor) -> Any:
-        """The model with a tower that has made these."""
+        """Return the model with a placeholder encoder that outputs `hidden`."""
         model = copy.copy(self.model)
         model.__dict__["_modules"] = {**self.model._modules, self._place: _Rows(hidden)}
         return model
 
     def _items(self, hidden: Tensor, shapes: Tensor, anyres: AnyresShape) -> Tensor:
-        """Images and clips, each by the family's own method, in their order."""
+        """Project images and clips, each by the family's own method, in their order."""
         of_items = list(hidden.split([anyres.tiles_of(shape) for shape in shapes.tolist()]))
         rows: dict[int, Tensor] = {}
         numbers = (shapes[:, 2] != CLIP).nonzero()[:, 0].tolist()
@@ -339,21 +340,23 @@ class Projection(nn.Module):
             if number in rows:
                 continue
             made = self._around(frames).get_video_features(self._pixels(len(frames))[None]).pooler_output[0]
-            if len(made) < anyres.clip_rows(len(frames)):  # some versions mark the end behind this method
+            if len(made) < anyres.clip_rows(
+                len(frames)
+            ):  # some versions append the end marker after this method
                 made = torch.cat([made, cast(Any, self.model).image_newline[None].to(made.dtype)])
             rows[number] = made
         return torch.cat([rows[number] for number in range(len(of_items))])
 
     def _pixels(self, items: int) -> Tensor:
-        """What stands for the pixels of `items` images, which the stand-in does not read: on the host, where asking
-        about them costs nothing. Not black, for families leave black images out."""
+        """Return dummy pixels of `items` images, which the placeholder does not read: on the host, where shape checks
+        are free. They are not black, because families drop black images."""
         shape = (1, items) if self._tower.batched else (items,)
         patch = self.model.config.vision_config.patch_size
         return torch.ones(*shape, 1, *height_and_width(patch))
 
 
 class _Rows(nn.Module):
-    """Stands for a tower that has run: any layer's hidden states are those that there are."""
+    """Replaces an encoder that has run: the hidden states of every layer are the given ones."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -364,7 +367,7 @@ class _Rows(nn.Module):
 
 
 class _Same(tuple):
-    """One tensor as every item."""
+    """A tuple that returns one tensor at every index."""
 
     def __new__(cls, hidden: Tensor) -> _Same:
         return super().__new__(cls, (hidden,))
@@ -397,8 +400,8 @@ def _spatial(
 
 
 def _used_part(config: Any, encoder: PreTrainedModel) -> PreTrainedModel:
-    """The tower without the blocks and norms behind the layer whose hidden states the family takes: they have no say,
-    never train, and are exported as they were read."""
+    """Return the encoder without blocks and norms after the layer whose hidden states the family takes: these influence
+    no output, never train, and are exported as they were read."""
     layer = getattr(config, "vision_feature_layer", None)
     structure = find_structure(encoder)
     if layer is None or (layer == -1 and config.model_type in _NORMED_LAST):
@@ -416,6 +419,6 @@ def _remove(model: nn.Module, path: str) -> None:
     holder = model.get_submodule(parent)
     if name in holder._modules:
         holder._modules[name] = None
-    else:  # families fill what is empty as they begin, and would stumble over nothing
+    else:  # families initialise empty entries and would fail on None
         del holder._parameters[name]
         holder.__dict__[name] = torch.empty(0, device="cpu")

@@ -1,4 +1,4 @@
-"""A whole model that was exported, as transformers loads it, answering."""
+"""Generation by transformers' own class for an exported pretrained multimodal model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WholeAnswers:
 
     @classmethod
     def open(cls, source: str, whole: Whole, adapter: Path | None = None) -> Self:
-        """The model of a folder or id, with the adapter that lies in another folder merged in. Raises UserError."""
+        """Load the model of a folder or id, and merge the adapter of another folder into it. Raises UserError."""
         folder = source if adapter is None else adapter
         try:
             model = type(whole.composite()).from_pretrained(source)
@@ -38,7 +38,7 @@ class WholeAnswers:
             raise UserError(f"{str(folder)!r} cannot be loaded: {reason}") from None
 
     def to(self, device: torch.device) -> Self:
-        """On this device."""
+        """Move the model to a device."""
         self._model.to(device)
         return self
 
@@ -51,7 +51,7 @@ class WholeAnswers:
         attention_mask: Tensor | None = None,
         **generation: Any,
     ) -> Tensor:
-        """New token ids [batch, new tokens]; prompts are padded on the left."""
+        """Generate token ids [batch, new tokens]; prompts are padded on the left."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         given = composite_inputs(self._whole, input_ids, encoder_inputs or {}, self._model.dtype)

@@ -1,4 +1,4 @@
-"""What transformers' own forward of a whole model is given, from what our units are given."""
+"""Inputs of transformers' own forward of a pretrained multimodal model, converted from our units' inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dilatant.models.families.pretrained import Whole
 def composite_inputs(
     whole: Whole, input_ids: Tensor, encoder_inputs: Mapping[str, Mapping[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Keywords beside the mask of `input_ids` [batch, tokens], floating ones in `dtype`."""
+    """Return the keywords, without the mask, for `input_ids` [batch, tokens]; floating ones in `dtype`."""
     given: dict[str, Tensor] = {"input_ids": input_ids}
     for name, inputs in encoder_inputs.items():
         tower = whole.family.towers[name]
@@ -66,7 +66,7 @@ def composite_inputs(
 def _looked_at(
     whole: Whole, input_ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Of prompts of as many images each."""
+    """Return the inputs of a cross-attention model for prompts with equally many images each."""
     samples = len(input_ids)
     apart = {name: tensor.unflatten(0, (samples, -1)) for name, tensor in inputs.items()}
     (placeholder,) = whole.placeholder_ids.values()
@@ -88,7 +88,7 @@ def _part_clips(
     kinds: Tensor,
     encoder_inputs: Mapping[str, Mapping[str, Tensor]],
 ) -> Tensor:
-    """Let clips stand apart from images in `given`; returns the kind of each token."""
+    """Separate clips from images in `given`; return the kind of each token."""
     (unit,) = whole.spatial_units
     grids, is_clip = given[GRID], given[GRID][:, 0] > 1
     patches = given.pop("pixel_values").split(grids.prod(1).tolist())
@@ -115,7 +115,7 @@ def _part_clips(
 
 
 def _part_tiles(whole: Whole, given: dict[str, Tensor], shapes: list[list[int]]) -> dict[str, Tensor]:
-    """Tiles of images and frames of clips apart, as LLaVA-OneVision has them, and their places in the text."""
+    """Separate the tiles of images from the frames of clips, as LLaVA-OneVision takes them, and mark clip tokens."""
     anyres, kinds = whole.anyres_shape, [kind for _, _, kind in shapes]
     tiles = given.pop("pixel_values").split([anyres.tiles_of(shape) for shape in shapes])
     images = [number for number, kind in enumerate(kinds) if kind != CLIP]
@@ -145,7 +145,7 @@ def _part_tiles(whole: Whole, given: dict[str, Tensor], shapes: list[list[int]])
 
 
 def _sounds(whole: Whole, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Sounds padded to one length, which is a window where the tower asks for one."""
+    """Pad sounds to one length, which is a fixed window if the encoder needs one."""
     config = whole.config.audio_config
     frames, given = inputs[FRAMES].T.tolist()
     sounds = list(inputs["input_features"].to(dtype).split(given))

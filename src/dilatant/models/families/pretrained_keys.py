@@ -1,4 +1,4 @@
-"""The keys that a whole model's files have: those of the hub's first upload, which transformers renames as it loads."""
+"""Stored keys of a pretrained multimodal model: those of the hub's first upload, which transformers renames at load."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from dilatant.models.families.pretrained import Whole
 
 
 def stored_keys(whole: Whole, stored: Iterable[str]) -> dict[str, str]:
-    """Key of the composite's state → the key it is stored under. Weights that transformers computes from several stored
-    ones are left out; so are all where its table of names cannot be read.
-    """
+    """Map keys of the composite's state to the keys under which they are stored. Weights that transformers computes
+    from several stored ones are left out; so are all if its conversion table cannot be read."""
     model = whole.composite()
     own = dict(model.state_dict())
     keys = list(stored)
     found = {key: key for key in keys if key in own}
-    inner = "thinker."  # of Omni's files, which also hold what speaks
+    inner = "thinker."  # of Omni's files, which also hold the speech model
     listens = any(key.startswith(inner) for key in keys)
     try:
-        # No public API: where it changes, whoever asks loads the whole model instead.
+        # No public API: if it changes, the caller loads the whole model instead.
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

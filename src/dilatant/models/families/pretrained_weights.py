@@ -1,4 +1,4 @@
-"""The weights of a whole model's units under the names that transformers' own model has for them."""
+"""Weights of a pretrained multimodal model's units under transformers' own names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dilatant.models.sources import without_bars
 def weights_of(
     weights: Iterable[tuple[Unit, Weight]], whole: Whole
 ) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Weights by the composite's key, what adapters add to them included, and the keys of those that are what they
-    were. weights: see `MultimodalModel.weights_of_whole`."""
+    """Return the weights by the composite's key, with adapters merged in, and the keys of the unchanged ones. weights:
+    see `MultimodalModel.weights_of_whole`."""
     held = tuple(weights)
     merged = {
         (unit, part): merged_state(getattr(unit, part)) for unit, part in {(u, w.part) for u, w in held}
@@ -42,7 +42,7 @@ def weights_of(
 
 
 def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
-    """All weights of a whole model by its own keys, as transformers reads them. Raises UserError."""
+    """Load all weights of a pretrained model by its own keys, as transformers reads them. Raises UserError."""
     try:
         with without_bars(source):
             loader: Any = type(whole.composite())
@@ -61,15 +61,15 @@ def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: Whole) -> PreTrainedModel:
-    """transformers' own model with the very weights of units that are real, on their device; what no unit reads (a
-    block behind the layer that the family looks at) is drawn. Raises UserError."""
+    """Build transformers' own model with the units' own tensors, on their device; weights that no unit reads (a block
+    after the feature layer) are drawn. Raises UserError."""
     composite = whole.composite()
     state, _ = weights_of(weights, whole)
     composite.load_state_dict(state, strict=False, assign=True)
     composite.tie_weights()
     given = [parameter for parameter in composite.parameters() if not parameter.is_meta]
     owners = models_of(composite)
-    with seeded(0, "unread"), kept(given):  # and what is computed, such as rotary frequencies
+    with seeded(0, "unread"), kept(given):  # also computed buffers, such as rotary frequencies
         for module in reversed([*composite.modules()]):
             if give_memory(module):
                 owners[id(module)]._init_weights(module)

@@ -1,7 +1,7 @@
-"""Make a config of a language model small, as a plain dictionary: few blocks, narrow, with every feature it had.
+"""Shrinking: a small config of a language model, as a plain dictionary: few blocks, narrow, with every feature kept.
 
-All kinds of blocks stay, and so do windows, caps and kinds of positions. A multiplier that is 1, which would hide where
-and how often it is applied, becomes another number. Token ids are folded into the small vocabulary.
+All kinds of blocks, windows, caps and kinds of positions are kept. A multiplier of 1, which would hide where it is
+applied, becomes another number. Token ids are folded into the small vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AT_MOST = {
     r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len)$": 1024,
     r"vocab_size": _VOCABULARY,
 }
-"""Settings, by pattern, and the most that they are in a small model. A window is shorter than a sample."""
+"""Limits of settings in a small model, by name pattern. A window is shorter than a sample."""
 _WIDTHS = re.compile(
     r"^(.*hidden_size.*|.*intermediate_size.*|d_model|n_embd|n_inner|.*ffn_dim|.*ffn_hidden_size|d_inner|dim_ff|dff"
     r"|word_embed_proj_dim|embedding_size|embedding_dim|laurel_rank|lru_width)$"
@@ -40,8 +40,8 @@ _MULTIPLIERS = re.compile(r"(multiplier|_scale|_scaling|scaling_factor)$|^scale_
 
 
 def shrink(config: Any) -> dict[str, Any]:
-    """The settings of a small model like that of `config`, as `type(config).from_dict` takes them; of a whole model its
-    text model is made small, and its towers stay."""
+    """Return the settings of a small model like that of `config`, as `type(config).from_dict` takes them; of a
+    multimodal model only the text model is shrunk."""
     settings = config.to_dict()
     for key in ("quantization_config", "dtype", "torch_dtype"):
         settings.pop(key, None)
@@ -55,11 +55,11 @@ def shrink(config: Any) -> dict[str, Any]:
 
 
 def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:
-    """The token ids that settings name, in whatever part."""
+    """Yield the token ids that settings name, in any part."""
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from special_ids(value)
-        elif isinstance(key, str) and _IDS.search(key):  # numbers are those of labels
+        elif isinstance(key, str) and _IDS.search(key):  # non-string keys are label numbers
             yield from (each for each in (value if isinstance(value, list) else [value]) if each is not None)
 
 
@@ -77,7 +77,7 @@ def _shrink_text(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_blocks(small: dict[str, Any], depth: int) -> None:
-    """Keep the first blocks, and one of each kind, in all that is said of single blocks."""
+    """Keep the first blocks, and one of each kind, in all per-block settings."""
     lists = [
         key
         for key, value in small.items()
@@ -107,7 +107,7 @@ def _cut_blocks(small: dict[str, Any], depth: int) -> None:
 
 
 def _narrow(small: dict[str, Any]) -> None:
-    """Fewer heads, narrower ones, and all other widths by one divisor."""
+    """Reduce the heads in number and width, and all other widths by one divisor."""
     heads = next((small[key] for key in ("num_attention_heads", "n_head", "n_heads") if small.get(key)), None)
     wide = next((small[key] for key in ("hidden_size", "d_model", "n_embd") if small.get(key)), 0)
     divisor = max(1, wide // _WIDTH) if isinstance(wide, int) else 1
@@ -121,9 +121,9 @@ def _narrow(small: dict[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             continue
         most = next((most for pattern, most in _AT_MOST.items() if re.search(pattern, key)), None)
-        if most == 2 and value == heads:  # every head has keys of its own
+        if most == 2 and value == heads:  # every head has its own keys
             most = 4
-        if divisor == 1 and "heads" in key:  # whose width may follow from their number
+        if divisor == 1 and "heads" in key:  # the head width may follow from their number
             continue
         if most is not None:
             small[key] = min(value, most)
@@ -141,7 +141,7 @@ def _divided(width: int, divisor: int) -> int:
 
 
 def _narrow_positions(rope: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of rotary positions for narrow heads; those of each kind of layer, where they are told apart."""
+    """Adapt the rotary parameters to narrow heads, also those per kind of layer."""
     pairs = int(_HEAD_WIDTH * float(rope.get("partial_rotary_factor") or 1)) // 2
     narrow = dict(rope)
     for key, value in rope.items():
@@ -156,7 +156,7 @@ def _narrow_positions(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fold_ids(settings: dict[str, Any]) -> None:
-    """Ids beyond the small vocabulary become its last ones, each its own."""
+    """Map ids beyond the small vocabulary to its last ones, each to its own."""
     seen: dict[int, int] = {}
     for key, value in settings.items():
         if _IDS.search(key) and value is not None:

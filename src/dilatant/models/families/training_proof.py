@@ -1,8 +1,8 @@
-"""Prove on a small copy of a language model that packed rows and stages train the model that transformers has.
+"""Training proof: show on a small copy of a language model that packed rows and stages train as transformers does.
 
-The copy has the family and the settings of the user's own model (see `shrink`) and random weights. The loss and all
-gradients of a few samples, each alone in the family's own forward, are held against those of the samples in one packed
-row, and of stages of a single layer each. What was proven is kept in the cache folder, by settings and versions.
+The copy has the family and the settings of the user's model (see `shrink`) and random weights. Loss and all gradients
+of a few samples, each alone in the family's own forward, are compared with those of the samples in one packed row, and
+of single-layer stages. Proofs are cached in the cache folder, by settings and versions.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from dilatant.models.language.proven_traits import Proof
 LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
 _LARGEST = 50_000_000
-"""Parameters of a copy that is still proven; of a family whose widths are not known it may stay wide."""
+"""Limit for the parameters of a copy; if a family's width settings are unknown, the copy may stay wide."""
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
-"""Relative differences that are taken for rounding in fp32: of the loss, and of a gradient to its own largest number or
-to that of all gradients. A wrong mask, position or scale changes them by parts of 1."""
+"""Relative differences that pass as fp32 rounding: of the loss, and of a gradient relative to its own largest element
+or to that of all gradients. A wrong mask, position or scale causes changes of order 1."""
 
 
 def prove(
@@ -50,13 +50,11 @@ def prove(
     how: str,
     attach: Callable[[LanguageUnit], None] | None = None,
 ) -> Proof:
-    """Prove a language model, with the attention that it has now or that `attach` gives it.
-
-    whole: the model that it is the text model of. how: names that attention in the cache.
-    """
+    """Prove a language model, with its current attention or the one that `attach` gives it. whole: the multimodal model
+    that contains it. how: names that attention in the cache."""
     begin = time.perf_counter()
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # of ids that are none of the small model's
+    transformers_logging.set_verbosity_error()  # it warns of ids outside the small vocabulary
     try:
         settings = shrink(unit.model.config)
         path = _path(unit, settings, how)
@@ -70,7 +68,7 @@ def prove(
     finally:
         transformers_logging.set_verbosity(level)
     proof = replace(proof, seconds=time.perf_counter() - begin)
-    with suppress(OSError):  # where the cache cannot be written, it is just not kept
+    with suppress(OSError):  # without a writable cache, the proof is not stored
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(asdict(proof)))
     return proof
@@ -107,7 +105,7 @@ def _prove(
 
 
 def _copy_of(unit: LanguageUnit, whole: Whole | None, settings: Mapping[str, Any]) -> LanguageUnit:
-    """The small model with random weights, none of which is 0 or 1 by chance of its beginning."""
+    """Build the small model with random weights, perturbed so that none keeps an initial value such as 0 or 1."""
     config = type(unit.model.config).from_dict(dict(settings))
     if whole is None:
         with torch.device("meta"):
@@ -152,7 +150,7 @@ def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
 def _of_transformers(
     small: LanguageUnit, samples: Sequence[EncodedSample]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Loss and gradients of each sample alone in the family's own forward."""
+    """Compute loss and gradients of each sample alone in the family's own forward."""
     loss = torch.zeros(())
     for sample in samples:
         ids = torch.as_tensor(sample.input_ids)
@@ -167,7 +165,7 @@ def _of_stages(
     rows: Sequence[tuple[int, ...]],
     stages: Sequence[tuple[int, int]],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The same of packed `rows` of samples that go through `stages` as in training."""
+    """Compute the same for packed `rows` of samples that go through `stages` as in training."""
     sized = [replace(sample, sizes={small.unit: len(sample.input_ids)}) for sample in samples]
     data = StepData.of(sized, {small.unit: small.losses[small.unit]})
     parts = [small.stage(first, end).eval() for first, end in stages]
@@ -196,7 +194,7 @@ def _with_gradients(small: LanguageUnit, loss: Tensor) -> tuple[Tensor, list[Ten
 def _differ(
     wanted: tuple[Tensor, list[Tensor | None]], found: tuple[Tensor, list[Tensor | None]]
 ) -> tuple[str | None, tuple[float, float]]:
-    """What differs, or None, and how much: relative differences of the loss and of a gradient."""
+    """Return a description of the difference, or None, and the relative differences of the loss and of a gradient."""
     loss = float(abs(wanted[0] - found[0]) / abs(wanted[0]))
     nothing = torch.zeros(1)
     pairs = [
