@@ -1,1 +1,1 @@
-"""Generators: diffusion losses, denoisers of diffusers cut in stages, and sampling."""
+"""Generators: diffusion losses, denoisers of diffusers cut into stages, and sampling."""

@@ -1,4 +1,4 @@
-"""Frozen autoencoders of diffusers: pixels to the latents that a net draws, and back."""
+"""Autoencoders: frozen autoencoders of diffusers, from pixels to the latents that a denoiser generates, and back."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def encode(vae: Any, pixels: Tensor, noise: Tensor | None) -> Tensor:
-    """The latents that a net of this autoencoder draws: [items, channels, height, width]. noise: of a variational one;
-    None takes the likeliest."""
+    """Encode pixels to scaled latents: [items, channels, height, width]. noise: samples a variational autoencoder; None
+    takes the mean."""
     return latents_of(vae, spread_of(vae, pixels), noise)
 
 
 def spread_of(vae: Any, pixels: Tensor) -> tuple[Tensor, ...]:
-    """What an autoencoder says of pixels: mean and log-variance of a variational one, or the latents themselves."""
+    """Encode pixels: mean and log-variance of a variational autoencoder, or the latents themselves, unscaled."""
     output = vae.encode(pixels.to(next(vae.parameters()).dtype))
     spread = getattr(output, "latent_dist", None)
     if spread is not None:
@@ -26,7 +26,7 @@ def spread_of(vae: Any, pixels: Tensor) -> tuple[Tensor, ...]:
 
 
 def latents_of(vae: Any, spread: Sequence[Tensor], noise: Tensor | None) -> Tensor:
-    """What a net of this autoencoder draws, of what `spread_of` says."""
+    """Sample and scale latents from the output of `spread_of`."""
     latents, *more = spread
     if more and noise is not None:
         latents = latents + torch.exp(0.5 * more[0]) * noise.to(latents)
@@ -36,7 +36,7 @@ def latents_of(vae: Any, spread: Sequence[Tensor], noise: Tensor | None) -> Tens
 
 
 def decode(vae: Any, latents: Tensor) -> Tensor:
-    """The reverse of `encode`: pixels [items, channels, height, width] of about -1 to 1."""
+    """Decode latents (the reverse of `encode`): pixels [items, channels, height, width] of about -1 to 1."""
     config = vae.config
     shift = getattr(config, "shift_factor", None) or 0.0
     scaled = latents / (getattr(config, "scaling_factor", None) or 1.0) + shift

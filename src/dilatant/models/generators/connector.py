@@ -1,4 +1,4 @@
-"""Connectors: what maps the language model's hidden states to the condition of a net that draws."""
+"""Connectors: modules from the language model's hidden states to a denoiser's condition."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from dilatant.models.encoders.projector import build_projector
 
 HEAD_SIZE = 64
-"""Of the attention between an item's rows, where the width allows it."""
+"""Head size of the attention between an item's rows, if the width allows it."""
 
 
 class TransformerConnector(nn.Module):
-    """[..., width_in] to [..., width]: the rows of an item see each other in pre-norm blocks at the language model's
-    width, and a linear layer takes them to the net's (the order of MetaQueries' encoder before its projection).
+    """Transformer connector, [..., width_in] to [..., width]: the rows of an item attend to each other in pre-norm
+    blocks of the language model's width, then a linear layer projects (the order of MetaQueries: encoder, then
+    projection).
 
-    rows: of an item; the tokens given are those of whole items, one after another.
+    rows: of an item; the input holds the tokens of whole items, concatenated.
     """
 
     def __init__(self, width_in: int, width: int, rows: int, layers: int) -> None:
@@ -53,10 +54,10 @@ class _Block(nn.Module):
 
 
 def build_connector(kind: str, width_in: int, width: int, rows: int, layers: int, where: str) -> nn.Module:
-    """A connector from `width_in` to `width`: [..., width_in] → [..., width].
+    """Build a connector from `width_in` to `width`: [..., width_in] → [..., width].
 
     kind: one of `build_projector`, which map each row by itself, or "transformer" of `layers` blocks, in which the
-    `rows` of an item see each other. Raises UserError.
+    `rows` of an item attend to each other. Raises UserError.
     """
     if kind == "transformer":
         return TransformerConnector(width_in, width, rows, layers)

@@ -1,7 +1,7 @@
-"""Nets that draw, cut between their blocks: what enters the first block, one block, and what leaves the last.
+"""Denoiser cuts: for each family, the part before the blocks, one block, and the part after the blocks.
 
-No forward of diffusers can run a part of itself, since it folds patches by its input's height at the end; so each
-family says here, with the net's own modules, what its forward does before and behind the blocks.
+No forward of diffusers can run in part, because its end unfolds patches by the height of its input; so each family
+defines here, with the denoiser's own modules, what its forward does before and after the blocks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 BLOCKS = "transformer_blocks"
-"""What all of them call the list of their blocks."""
+"""The attribute of the block list in all families."""
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What passes between blocks. patches: [items, patches, width]; condition: [items, k, width]; times: [items, n,
-    width], the embedded moment that blocks and the end are given."""
+    """The values between blocks. patches: [items, patches, width]; condition: [items, k, width]; times: [items, n,
+    width], the timestep embeddings for the blocks and the end."""
 
     patches: Tensor
     condition: Tensor
@@ -29,9 +29,9 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of a family. enter(net, seen, times, rows, pooled): arguments as of `Family.say`. block(net, block, between).
-    leave(net, patches, times): [items, patches, numbers of a patch]. last: the modules and weights that only `leave`
-    uses. moments: rows of `Between.times`. fits(config): whether the settings allow it."""
+    """The cut of one family. enter(net, seen, times, rows, pooled): arguments as in `Family.say`. block(net, block,
+    between). leave(net, patches, times): [items, patches, numbers of a patch]. last: the modules and weights that only
+    `leave` uses. moments: rows of `Between.times`. fits(config): True if the settings allow the cut."""
 
     enter: Callable[..., Between]
     block: Callable[[Any, Any, Between], Between]
@@ -42,17 +42,17 @@ class Cut:
 
 
 def net_width(config: Any) -> int:
-    """Numbers in a row between blocks."""
+    """Return the width of a row between blocks."""
     return int(config.num_attention_heads * config.attention_head_dim)
 
 
 def patches_of(config: Any, shape: tuple[int, int, int]) -> int:
-    """How many patches a picture of `shape` [channels, height, width] has."""
+    """Return the number of patches of a picture of `shape` [channels, height, width]."""
     return shape[1] // config.patch_size * (shape[2] // config.patch_size)
 
 
 def unfolded(patches: Tensor, patch: int, shape: tuple[int, int, int]) -> Tensor:
-    """[items, channels, height, width] of patches [items, patches, patch * patch * channels]; channels as there are."""
+    """Unfold patches [items, patches, patch * patch * channels] to [items, channels, height, width]."""
     height, width = shape[1] // patch, shape[2] // patch
     grid = patches.reshape(len(patches), height, width, patch, patch, -1)
     return grid.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, shape[1], shape[2])
@@ -68,7 +68,7 @@ def _block_sd3(net: Any, block: Any, between: Between) -> Between:
     condition, patches = block(
         hidden_states=between.patches, encoder_hidden_states=between.condition, temb=between.times[:, 0]
     )
-    if condition is None:  # of the last block, behind which nobody needs it
+    if condition is None:  # None after the last block, where it is not needed
         condition = between.condition
     return replace(between, patches=patches, condition=condition)
 
@@ -88,10 +88,10 @@ def _enter_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: T
 
 
 def size_of_pictures(net: Any, seen: Tensor) -> dict[str, Tensor | None]:
-    """What PixArt is given of the size of its pictures."""
+    """Return PixArt's size conditions."""
     if not net.use_additional_conditions:
         return {"resolution": None, "aspect_ratio": None}
-    height, width = 8.0 * seen.shape[-2], 8.0 * seen.shape[-1]  # in pixels of its autoencoder
+    height, width = 8.0 * seen.shape[-2], 8.0 * seen.shape[-1]  # in pixels, for its autoencoder's factor 8
     return {
         "resolution": seen.new_tensor([height, width]).expand(len(seen), 2),
         "aspect_ratio": seen.new_tensor([height / width]).expand(len(seen), 1),

@@ -1,4 +1,4 @@
-"""Families of nets that draw pictures, from diffusers: how wide their conditions are, how each is called."""
+"""Denoiser families of diffusers: condition widths and calling conventions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dilatant.models.generators.denoiser_cuts import PIXART, SANA, SD3, Cut, siz
 from dilatant.models.generators.diffusion import MOMENTS
 
 FOLDED = 2
-"""Places on each side that Flux takes as one."""
+"""Side length of the squares of latents that Flux packs into one position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A class of diffusers. width(config): of a row of its condition. pooled(config): of the condition that it is told
-    once for a picture, None for none. say: how it is called, see `Diffusion`. problems(config): why we cannot. cut: how
-    it runs in parts; None where every block needs what the first ones made. folded: how many numbers on each side of
-    what it draws are one of the places it is given, whose channels are then `folded`² times as many. sample_size: where
-    its config has none."""
+    """A denoiser class of diffusers. width(config): of a row of its condition. pooled(config): width of the pooled
+    condition, None for none. say: calls the denoiser (see `Diffusion`). problems(config): reasons why it is
+    unsupported. cut: runs it in parts; None if every block needs outputs of the first ones. folded: side length of the
+    squares of latents that are packed into one position with `folded`² times the channels. sample_size: default if the
+    config has none."""
 
     width: Callable[[Any], int]
     say: Callable[..., Tensor]
@@ -51,7 +51,7 @@ def _say_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tenso
 
 
 def _say_flux(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
-    """A guided net is told a guidance of 1: that of pictures as they are."""
+    """Call Flux; guidance-distilled models get a guidance of 1, that of unmodified pictures."""
     height, width = (size // FOLDED for size in seen.shape[2:])
     sides = (torch.arange(side, dtype=torch.float32, device=seen.device) for side in (height, width))
     places = torch.cartesian_prod(*sides).reshape(-1, 2)

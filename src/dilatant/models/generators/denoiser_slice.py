@@ -1,7 +1,7 @@
-"""Part of a net that draws: some of its blocks, with what is before them or behind them.
+"""Denoiser slice: some blocks of a denoiser, with the part before or after them.
 
-What passes from one part to the next are rows of one width, as many of every item: patches, condition, moment, and
-what the net is to say in the end, which the first part knows and the last compares with.
+Slices exchange rows of one width, equally many per item: patches, condition, timestep embeddings, and the target, which
+the first slice computes and the last compares with.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dilatant.models.generators.diffusion import Diffusion
 
 
 class NetSlice(nn.Module):
-    """Blocks `first <= block < end` of `whole`, sharing its weights. enters: with what is before the blocks (and what
-    makes targets); leaves: with what is behind them. rows: of an item, those of its condition and
-    those that pass between parts."""
+    """Blocks `first <= block < end` of `whole`, sharing its weights. enters: with the part before the blocks (which
+    makes targets); leaves: with the part after them. rows: per item, those of its condition and those between
+    slices."""
 
     takes_keys = True
 
@@ -48,16 +48,16 @@ class NetSlice(nn.Module):
         self._width = net_width(net.config)
 
     def forward(self, value: Tensor, **targets: Any) -> Tensor:
-        """value: of the first part [items, k, width of a condition], of others what the part before returned. targets:
-        of the first part, as `Diffusion.forward` takes them. Returns rows for the next part [items, rows, width], or of
-        the last the loss of every item, float32 [items]."""
+        """Run the slice. value: for the first slice [items, k, width of a condition], for others the previous slice's
+        output. targets: for the first slice, as `Diffusion.forward` takes them. Returns rows for the next slice [items,
+        rows, width]; the last slice returns the loss of every item, float32 [items]."""
         if self.enters:
             (whole,) = self._whole
             mixed, rows = whole.shown(value, **targets)
             between, target = self.enter(mixed.seen, mixed.times, rows), mixed.target
         else:
             *parts, target = value.split([*self._parts, value.shape[1] - sum(self._parts)], dim=1)
-            # As the whole net has them: kernels round otherwise over memory with gaps.
+            # Contiguous as in the uncut denoiser: kernels round differently on strided memory.
             between = Between(*(part.contiguous() for part in parts))
         for block in getattr(self.net, BLOCKS).children():
             between = self._cut.block(self.net, block, between)
@@ -69,27 +69,27 @@ class NetSlice(nn.Module):
         return (self.leave(between) - wanted).square().flatten(1).mean(dim=1)
 
     def enter(self, seen: Tensor, times: Tensor, rows: Tensor) -> Between:
-        """What the first block is shown; see `Diffusion.say`."""
+        """Return the input of the first block; see `Diffusion.say`."""
         pooled = None if self.pool is None else self.pool(rows.mean(dim=1))
         return self._cut.enter(self.net, seen.to(rows.dtype), times, rows, pooled)
 
     def leave(self, between: Between) -> Tensor:
-        """What the net says, float32 [items, channels, height, width]. (Of a net that also says how sure it is, the
-        first half.)"""
+        """Return the prediction, float32 [items, channels, height, width], without a learned variance (the second
+        half)."""
         shape = self._whole[0].shape
         patches = self._cut.leave(self.net, between.patches, between.times)
         return unfolded(patches, self._patch, shape)[:, : shape[0]].float()
 
 
 def rows_between(model: Diffusion, cut: Cut, tokens: int, dtype: torch.dtype) -> int:
-    """How many rows of an item pass between parts."""
+    """Return the number of rows of an item between slices."""
     config: Any = model.net.config
     target = math.ceil(math.prod(model.shape) * _pieces(dtype) / net_width(config))
     return patches_of(config, model.shape) + tokens + cut.moments + target
 
 
 def pack(target: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """float32 [items, ...] as rows [items, n, width] of `dtype`, of which they are sums: nothing is rounded."""
+    """Split float32 [items, ...] exactly into summands of `dtype`, as rows [items, n, width]."""
     rest, pieces = target.detach().flatten(1), []
     for _ in range(_pieces(dtype)):
         pieces.append(rest.to(dtype))
@@ -100,23 +100,23 @@ def pack(target: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 
 
 def unpack(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The reverse of `pack`: float32 [items, *shape]."""
+    """Undo `pack`: float32 [items, *shape]."""
     count, size = _pieces(rows.dtype), math.prod(shape)
     numbers = rows.detach().flatten(1)[:, : count * size].float().unflatten(1, (count, size))
     total = numbers[:, -1]
-    for piece in reversed(range(count - 1)):  # from the smallest, each sum exact
+    for piece in reversed(range(count - 1)):  # from the smallest, so each sum is exact
         total = numbers[:, piece] + total
     return total.unflatten(1, shape)
 
 
 def _pieces(dtype: torch.dtype) -> int:
-    """How many numbers of a format hold the 24 bits of a float32."""
+    """Return how many numbers of a dtype hold the 24 bits of a float32."""
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return math.ceil(24 / bits)
 
 
 def _shell(net: Any, cut: Cut, first: int, end: int, enters: bool, leaves: bool) -> nn.Module:
-    """The net without what others have; blocks keep their numbers, and so their keys."""
+    """Copy the denoiser without the modules of other slices; blocks keep their numbers, and so their keys."""
     shell: nn.Module = copy.copy(net)
     blocks = getattr(net, BLOCKS)
 

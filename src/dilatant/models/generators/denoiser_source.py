@@ -1,4 +1,4 @@
-"""What a net that draws is made of: settings and stored weights in diffusers' layout, found without building it."""
+"""Denoiser sources: settings and stored weights in diffusers' layout, found without building the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilatant.models.generators.diffusion import Objective
 from dilatant.models.generators.image_features import FeatureSource
 
 _SUBFOLDERS = ("transformer", "unet")
-"""Where a pipeline of diffusers keeps its net."""
+"""Subfolders of a diffusers pipeline that may hold the denoiser."""
 _PREDICTIONS: dict[str, Objective] = {
     "epsilon": "epsilon", "v_prediction": "velocity", "flow_prediction": "flow",
 }  # fmt: skip
@@ -24,10 +24,10 @@ _PREDICTIONS: dict[str, Objective] = {
 
 @dataclass(frozen=True, slots=True)
 class PictureSource:
-    """What a net is made of. settings, vae_settings: of diffusers, with `_class_name`. folder, vae_folder: what their
-    pretrained weights are in, as (id or folder, subfolder); None begins at random. features: of what vision model's it
-    draws, instead of an autoencoder's latents. objective: what the net was trained
-    for, as far as its source says. sample_size: height and width of what it draws, if not the net's own."""
+    """The source of a denoiser. settings, vae_settings: of diffusers, with `_class_name`. folder, vae_folder: location
+    of the pretrained weights, as (id or folder, subfolder); None initialises at random. features: the vision model
+    whose features it generates, instead of an autoencoder's latents. objective: of the pretraining, if the source says.
+    sample_size: height and width of what it generates, if not in the settings."""
 
     settings: Mapping[str, Any]
     folder: tuple[str, str] | None = None
@@ -39,7 +39,7 @@ class PictureSource:
 
     @property
     def has_weights(self) -> bool:
-        """Whether any of it is stored."""
+        """True if any part has stored weights."""
         features = self.features is not None and self.features.id is not None
         return self.folder is not None or self.vae_folder is not None or features
 
@@ -52,9 +52,9 @@ def read_source(
     encoder: str | Mapping[str, Any] | None = None,
     sample_size: int | None = None,
 ) -> PictureSource:
-    """The settings of a net: of a folder or hub id, one net's or a whole pipeline's, or given. vae: an id, a folder or
-    settings; None takes the pipeline's own, if there is one. encoder: a vision model of transformers, whose features
-    are drawn instead. sample_size: as of `PictureSource`. Raises UserError."""
+    """Read the settings of a denoiser: from a folder or hub id of a denoiser or a pipeline, or as given. vae: an id, a
+    folder or settings; None takes the pipeline's own, if there is one. encoder: a vision model of transformers, whose
+    features are generated instead. sample_size: as in `PictureSource`. Raises UserError."""
     if config is not None:
         settings, folder, objective, own_vae = dict(config), None, None, None
     else:
@@ -78,7 +78,7 @@ def read_source(
 
 
 def source_of_entry(entry: GeneratorConfig, where: str) -> PictureSource:
-    """What the config says of a generator. Raises UserError."""
+    """Read the source of a generator's config entry. Raises UserError."""
     encoder = None if entry.target is None else entry.target.encoder
     return read_source(where, entry.id, entry.config, entry.vae, encoder, entry.sample_size)
 
@@ -97,7 +97,7 @@ def _settings_of(
 
 
 def _stored_json(source: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a folder, or of a hub id as far as it is here or can be fetched."""
+    """Read a JSON file of a folder, or of a hub id (cached or downloaded); None if it cannot be read."""
     try:
         path: Any = Path(source, name)
         if not Path(source).is_dir():
@@ -115,7 +115,7 @@ def _objective_of(scheduler: Mapping[str, Any]) -> Objective | None:
 
 
 def scheduler_settings(objective: Objective) -> dict[str, Any]:
-    """The scheduler of diffusers that draws with a net of this objective, as its config file has it."""
+    """Return the config of the diffusers scheduler that samples with this objective."""
     if objective == "flow":
         return {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
     return {
@@ -131,6 +131,6 @@ def scheduler_settings(objective: Objective) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A config file as diffusers writes it."""
+    """Write a config file as diffusers does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

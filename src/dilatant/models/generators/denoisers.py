@@ -1,4 +1,4 @@
-"""Nets that draw pictures, from diffusers: looked at without their weights, and built.
+"""Denoisers: image-generation models of diffusers, inspected without their weights, and built.
 
 diffusers is an extra and is imported inside functions: models without generators never need it.
 """
@@ -25,14 +25,14 @@ from dilatant.models.sources import MOST_BLOCKS
 
 INSTALL = 'pip install "dilatant[generators]"'
 WIDEST = 1 << 20
-"""More is taken for a mistake."""
+"""Larger widths are treated as a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class PictureNet:
-    """A net that was looked at without its weights. width: of a row of its condition. pooled: of what it is told once,
-    or None. shape: of what it draws, [channels, height, width]; pixels: of the picture, the same without an
-    autoencoder. settings, vae_settings: every setting, as diffusers has them."""
+    """A denoiser inspected without its weights. width: of a row of its condition. pooled: width of its pooled
+    condition, or None. shape: of what it generates, [channels, height, width]; pixels: of the picture, the same without
+    an autoencoder. learned_variance: True if it outputs twice the channels."""
 
     source: PictureSource
     family: Family = field(repr=False)
@@ -44,8 +44,8 @@ class PictureNet:
 
 
 def look_at(source: PictureSource, where: str) -> PictureNet:
-    """What the settings say, proven by building everything without memory. Raises UserError that lists what does not
-    fit, also where diffusers is not installed."""
+    """Inspect a source by building the models on the meta device. Raises UserError that lists what does not fit, or if
+    diffusers is not installed."""
     with torch.device("meta"):
         net = _build(source.settings, where, tuple(FAMILIES))
         vae = None
@@ -94,7 +94,7 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
 
 @torch.no_grad()
 def _draw_nothing(net: nn.Module, family: Family, shape: tuple[int, int, int], where: str) -> None:
-    """One forward without memory. Raises UserError where the settings of a net do not fit one another."""
+    """Run one forward on the meta device. Raises UserError if a denoiser's settings do not fit each other."""
     config: Any = net.config
     pooled = family.pooled(config)
     with torch.device("meta"):
@@ -116,7 +116,7 @@ def _draw_nothing(net: nn.Module, family: Family, shape: tuple[int, int, int], w
 
 
 def _pixels_of(vae: Any, shape: tuple[int, int, int], where: str) -> tuple[int, int, int]:
-    """The picture whose latents have `shape`, found by trying one. Raises UserError for other channels."""
+    """Return the picture shape whose latents have `shape`, by a test picture. Raises UserError for other channels."""
     channels, tried = int(vae.config.in_channels), 64
     with torch.no_grad():
         latents, *_ = spread_of(vae, torch.zeros(1, channels, tried, tried, device="meta"))
@@ -137,8 +137,8 @@ def build_diffusion(
     hollow: bool,
     keeps_latents: bool = False,
 ) -> Diffusion:
-    """The module that learns. hollow: on the meta device; `materialize` or stored weights make it real. Raises
-    UserError where pretrained weights cannot be read."""
+    """Build the trainable module. hollow: on the meta device; `materialize` or stored weights fill it. Raises UserError
+    if pretrained weights cannot be read."""
     source = seen.source
 
     def fresh() -> tuple[nn.Module, nn.Module | None]:
@@ -175,14 +175,14 @@ def build_diffusion(
 
 
 def _seen_by(source: PictureSource) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
-    """`encode` and `of_spread` of a `Diffusion`."""
+    """Return `encode` and `of_spread` of a `Diffusion`."""
     if source.features is not None:
         return features, None
     return (None, None) if source.vae_settings is None else (encode, latents_of)
 
 
 def pretrained_weights(source: PictureSource, where: str) -> dict[str, Tensor]:
-    """The stored weights of net and autoencoder, as `Diffusion` calls them. Raises UserError."""
+    """Load the stored weights of denoiser and encoder under the names of a `Diffusion`. Raises UserError."""
     weights: dict[str, Tensor] = {}
     net = _pretrained(source.settings, source.folder, where)
     if source.features is None:
@@ -198,7 +198,7 @@ def pretrained_weights(source: PictureSource, where: str) -> dict[str, Tensor]:
 def pretrained_autoencoder(
     source: PictureSource, where: str, dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
-    """The autoencoder with its stored weights; None where it has none. Raises UserError."""
+    """Load the autoencoder with its stored weights; None if it has none. Raises UserError."""
     return _pretrained(source.vae_settings, source.vae_folder, where, dtype)
 
 
@@ -212,7 +212,7 @@ def _pretrained(
         return None
     kind = _class_of(settings, where, (*FAMILIES, *AUTOENCODERS))
     place, below = folder
-    if Path(place).is_dir():  # diffusers takes weights of the folder above, where there are any
+    if Path(place).is_dir():  # diffusers would prefer weights in the parent folder
         place, below = str(Path(place, below)), ""
     try:
         return kind.from_pretrained(place, subfolder=below or None, torch_dtype=dtype)
@@ -222,7 +222,7 @@ def _pretrained(
 
 
 def _first_half(say: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of a net that also says how sure it is, what it says."""
+    """Drop the learned variance from a denoiser's output."""
 
     def said(*given: Any) -> Tensor:
         return say(*given).chunk(2, dim=1)[0]
@@ -243,7 +243,7 @@ def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> A
     for key, value in given.items():
         if "layers" in key and isinstance(value, int) and value > MOST_BLOCKS:
             raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
-    if problems and "_diffusers_version" not in settings:  # what diffusers wrote, it knows
+    if problems and "_diffusers_version" not in settings:  # diffusers knows the settings that it wrote
         raise list_problems(f"{where}:", problems)
     try:
         return kind.from_config(dict(settings))

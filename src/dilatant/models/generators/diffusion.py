@@ -1,7 +1,7 @@
-"""Learning to draw: what is added to a picture, what a net is to say of it, and the loss between them.
+"""Diffusion training: noising of pictures, the denoiser's targets, and the loss.
 
-The noise of an item, its moment and whether its condition is dropped follow from the run's seed and the item's key
-alone. They are drawn on the host by Philox, which numpy keeps stable, so that CPUs and GPUs draw the same.
+An item's noise, its timestep and whether its condition is dropped follow from the run's seed and the item's key alone.
+They are drawn on the host by numpy's Philox, which is stable, so that CPUs and GPUs get the same numbers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dilatant.models.generators.denoiser_cuts import Cut
 
 Objective = Literal["flow", "epsilon", "velocity"]
 MOMENTS = 1000
-"""Moments between picture and noise that nets are told as numbers; of epsilon and velocity, as many steps."""
+"""Scale of the timesteps passed to denoisers; the number of steps for epsilon and velocity."""
 _BETAS = 0.00085, 0.012
-"""First and last variance of the noise that a step adds, their roots evenly spaced (Stable Diffusion)."""
+"""First and last variance of the noise per step, evenly spaced in their square roots (Stable Diffusion)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What is drawn for items. moments: float32 [items], normal; see `mix`. values: float32 [items, ...], normal. kept:
-    bool [items], whether the net is told the item's condition. latent: as `values`, or None; what a variational encoder
-    draws by."""
+    """Random numbers of items. moments: float32 [items], normal; `mix` turns them into timesteps. values: float32
+    [items, ...], normal. kept: bool [items], False if the item's condition is dropped. latent: like `values`, the noise
+    of a variational encoder, or None."""
 
     moments: Tensor
     values: Tensor
@@ -42,8 +42,8 @@ class Noise:
 def draw_noise(
     seed: int, keys: Sequence[str], shape: Sequence[int], drop: float, place: str, latent: bool = False
 ) -> Noise:
-    """The noise of items of `shape`, by their keys. drop: how likely a condition is dropped. place: where in the model,
-    so that two generators draw apart."""
+    """Draw the noise of items of `shape` by their keys. drop: probability of dropping a condition. place: the unit, so
+    that two generators get different numbers."""
     moments, values, kept, latents = [], [], [], []
     for key in keys:
         random = generator_of(seed, key, place)
@@ -61,21 +61,21 @@ def draw_noise(
 
 
 def generator_of(seed: int, key: str, place: str) -> np.random.Generator:
-    """What draws for a key in one place of the model, the same on every machine."""
+    """Return the random generator of a key at one place of the model, the same on every machine."""
     digest = blake2b(f"{seed}/{key}/{place}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def alphas() -> NDArray[np.float64]:
-    """The share of the picture, squared, that is left at each of `MOMENTS` steps: float64 [moments]."""
+    """Return the cumulative product of alphas (squared signal share) at each of `MOMENTS` steps: float64 [moments]."""
     first, last = np.sqrt(_BETAS)
     return np.cumprod(1 - np.linspace(first, last, MOMENTS) ** 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """seen: what the net is shown, target: what it is to say of it, both as the picture; times: float32 [items], what
-    it is told of the moment."""
+    """Noised pictures. seen: the denoiser's input, target: its target, both shaped like the picture; times: float32
+    [items], the timestep passed to it."""
 
     seen: Tensor
     target: Tensor
@@ -83,11 +83,11 @@ class Mixed:
 
 
 def mix(objective: Objective, picture: Tensor, noise: Tensor, moments: Tensor) -> Mixed:
-    """A picture with noise: [items, ...] all in float32, moments [items] normal.
+    """Mix pictures with noise: [items, ...] all in float32, moments [items] normal.
 
-    flow: a point of the straight line from picture to noise, whose direction is the target; logit-normal (Stable
-    Diffusion 3). epsilon: the noise. velocity: noise and picture, turned by the moment (Salimans and Ho). Moments of
-    the last two are steps, each as likely.
+    flow: a point on the straight line from picture to noise, whose direction is the target; timesteps are logit-normal
+    (Stable Diffusion 3). epsilon: the target is the noise. velocity: the target is v-prediction (Salimans and Ho).
+    Timesteps of the last two are uniform over the steps.
     """
     each = (-1, *[1] * (picture.dim() - 1))
     if objective == "flow":
@@ -102,17 +102,16 @@ def mix(objective: Objective, picture: Tensor, noise: Tensor, moments: Tensor) -
 
 
 class Diffusion(nn.Module):
-    """A net that learns to draw from rows of the language model.
+    """A denoiser that is trained to generate from rows of the language model.
 
     say(net, seen [items, channels, height, width], times [items], rows [items, k, width], pooled [items, width] or
-    None) → [items, channels, height, width]: how the net is called. encoder: frozen; what is drawn are its latents or
-    features: encode(encoder, pixels, noise) makes them, where noise is what a variational one draws by, and
-    of_spread(encoder, latents, noise) of what it said before. pool: the
-    pooled condition of the rows' mean, for nets that want one. drop: how likely an item's condition is dropped to
-    zeros, which is what guidance is against. shape: of what is drawn, pixels: of the picture that it stands for,
-    [channels, height, width]. fresh: makes the net and the encoder really, with the weights that they begin with, for a
-    module on the meta device. cut: how the net runs in parts, where it can. keeps_latents:
-    whether it is given what the autoencoder said instead of pixels.
+    None) → [items, channels, height, width]: calls the denoiser. encoder: frozen; its latents or features are
+    generated: encode(encoder, pixels, noise) makes them, with a variational encoder's noise, and of_spread(encoder,
+    latents, noise) makes them from its stored output. pool: maps the rows' mean to the pooled condition, for denoisers
+    with one. drop: probability that an item's condition is zeroed, for classifier-free guidance. shape: of what is
+    generated, pixels: of the picture that it stands for, [channels, height, width]. fresh: builds denoiser and encoder
+    in memory with initial weights, for a module on the meta device. cut: runs the denoiser in parts, if possible.
+    keeps_latents: True if targets are stored encoder outputs instead of pixels.
     """
 
     takes_keys = True
@@ -153,10 +152,10 @@ class Diffusion(nn.Module):
     def forward(
         self, rows: Tensor, *, seed: int, keys: Sequence[str], place: str, **target: Tensor
     ) -> Tensor:
-        """The loss of every item, a mean over its own numbers: float32 [items].
+        """Return the mean squared error of every item: float32 [items].
 
-        rows: [items, k, width]; keys: of the items. target: `pixel_values` [items, channels, height, width], or what
-        the autoencoder said of them, `latents` [items, parts, channels, height, width].
+        rows: [items, k, width]; keys: of the items. target: `pixel_values` [items, channels, height, width], or the
+        stored output of the autoencoder, `latents` [items, parts, channels, height, width].
         """
         mixed, condition = self.shown(rows, seed=seed, keys=keys, place=place, **target)
         said = self.say(mixed.seen, mixed.times, condition)
@@ -172,7 +171,7 @@ class Diffusion(nn.Module):
         pixel_values: Tensor | None = None,
         latents: Tensor | None = None,
     ) -> tuple[Mixed, Tensor]:
-        """What the net is shown and is to say, and the rows that it is told: those of dropped conditions are zeros."""
+        """Return the denoiser's input and target, and the condition rows: zeros for dropped conditions."""
         noise = draw_noise(seed, keys, self.shape, self.drop, place, self._of_spread is not None)
         device = rows.device
         drawn = None if noise.latent is None else noise.latent.to(device)
@@ -192,11 +191,11 @@ class Diffusion(nn.Module):
 
     @property
     def draws_features(self) -> bool:
-        """Whether what it draws are features of an encoder, of which nobody here makes a picture."""
+        """True if it generates features of an encoder, which cannot be decoded to a picture here."""
         return self.encoder is not None and self._of_spread is None
 
     def example(self, items: int, device: torch.device) -> dict[str, Any]:
-        """Targets and keys to measure it with."""
+        """Make targets and keys for measuring."""
         keyed: dict[str, Any] = {"seed": 0, "keys": [str(item) for item in range(items)], "place": ""}
         if self.keeps_latents:
             return {"latents": torch.randn(items, 1, *self.shape, device=device), **keyed}
@@ -206,21 +205,22 @@ class Diffusion(nn.Module):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """What is drawn of pixels [items, channels, height, width]: float32 [items, *shape]. noise: as that, what a
-        variational autoencoder draws by; None takes the likeliest."""
+        """Encode pixels [items, channels, height, width]: float32 [items, *shape]. noise: of the same shape, for a
+        variational autoencoder; None takes the mean."""
         assert self._encode is not None
         return self._encode(self.encoder, pixels, noise).float()
 
     def say(self, seen: Tensor, times: Tensor, rows: Tensor) -> Tensor:
-        """What the net says of [items, channels, height, width] at the moments `times` [items], told `rows`."""
+        """Return the prediction for `seen` [items, channels, height, width] at the timesteps `times` [items],
+        conditioned on `rows`."""
         pooled = None if self.pool is None else self.pool(rows.mean(dim=1))
         return self._say(self.net, seen.to(rows.dtype), times, rows, pooled)
 
     @torch.no_grad()
     def draw_weights(self, names: Collection[str] | None = None) -> None:
-        """Give all or some parameters and buffers, which have memory, the numbers that they begin with; called by
-        `materialize`, with torch's generator seeded. All are drawn, so that each hangs on the seed alone. (Buffers that
-        are computed once, as of positions, are lost on the meta device.)"""
+        """Initialise all or the named parameters and buffers, which have memory; called by `materialize`, with torch's
+        generator seeded. All are drawn, so that each depends on the seed alone. (Buffers that are computed once, such
+        as positions, are lost on the meta device.)"""
         assert self._fresh is not None
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         net, encoder = self._fresh()

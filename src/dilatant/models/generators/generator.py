@@ -1,4 +1,4 @@
-"""Units behind the language model: a connector and a module that makes losses of its rows."""
+"""Generator units: a connector and a module that computes losses from the language model's rows."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from dilatant.models.generators.diffusion import Diffusion
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """What a user says about a unit behind the language model.
+    """The user's specification of a generator.
 
     model: a module, `model(rows, **targets)` → losses [items]; rows: [items, tokens_per_item, width], targets: the
-    samples' media under the unit's name, keyword → [items, ...]. One that draws random numbers says `takes_keys = True`
-    and is also given `seed`, `keys` (one for each item, whatever the layout) and `place` (its unit). token_id: the
-    token of the text at whose places the language model's last hidden states are taken, `tokens_per_item` of them for
-    an item; None: learned queries stand there, a weight of the language model's embedding layer, and the id is one
-    beyond the vocabulary. connector: "linear", "mlp",
-    "identity", "transformer" of `connector_layers` blocks in which the rows of an item see each other, or a module from
-    the language model's width to `width`. The loss is the sum over all items of the global batch over their number, and
-    counts `loss_weight` times.
+    samples' media under the unit's name, keyword → [items, ...]. A module that draws random numbers sets `takes_keys =
+    True` and also receives `seed`, `keys` (one per item, whatever the layout) and `place` (its unit). token_id: the
+    token at whose positions the language model's last hidden states are taken, `tokens_per_item` of them per item;
+    None: learned queries are the inputs there, a weight of the language model's embedding layer, and the id is outside
+    the vocabulary. connector: "linear", "mlp", "identity", "transformer" of `connector_layers` blocks in which the rows
+    of an item attend to each other, or a module from the language model's width to `width`. The loss is the sum over
+    all items of the global batch divided by their number, with weight `loss_weight`.
     """
 
     model: nn.Module
@@ -49,8 +48,8 @@ class Generator:
 
 
 class GeneratorStage(Stage):
-    """connector: None after the first stage. model: None before the last. source: the unit that gives rows. token_id,
-    tokens_per_item: see `Generator`."""
+    """Layers of a generator. connector: None after the first stage. model: None before the last. source: the unit that
+    sends rows. token_id, tokens_per_item: see `Generator`."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class GeneratorStage(Stage):
         self.tokens_per_item = tokens_per_item
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        """All items of the samples in one batch; nothing where none of them has any."""
+        """Run all items of the samples in one batch; returns nothing if no sample has any."""
         rows = inbound[self.unit if self.connector is None else self.source]
         if data.predicts or not rows.shape[0]:
             return StageOutput()
@@ -94,18 +93,18 @@ class GeneratorStage(Stage):
 
     @property
     def enters(self) -> bool:
-        """Whether it is the stage that is given targets, not one that goes on behind it."""
+        """True for the stage that receives targets, at the denoiser's start."""
         return self.model is not None and getattr(self.model, "enters", True)
 
     @property
     def leaves(self) -> bool:
-        """Whether losses leave it."""
+        """True for the stage that returns losses."""
         return self.model is not None and getattr(self.model, "leaves", True)
 
     def _keys(
         self, data: StepData, samples: tuple[int, ...], own: NDArray[np.int64] | None
     ) -> dict[str, Any]:
-        """What random numbers of the items follow from."""
+        """Return the seed and keys of the items' random numbers."""
         items = zip(samples, self.spread(data, samples).lengths)
         keys = [f"{data.draws[sample]} item {item}" for sample, count in items for item in range(count)]
         return {
@@ -115,7 +114,7 @@ class GeneratorStage(Stage):
         }
 
     def _check_items(self, samples: Sequence[EncodedSample]) -> None:
-        """Raise UserError for samples whose places in the text are not those of their targets."""
+        """Raise UserError for samples whose placeholders in the text do not match their targets."""
         problems = []
         for sample in samples:
             places = _rows(self.unit, sample)
@@ -142,11 +141,8 @@ class GeneratorStage(Stage):
         return made.sum() if self.leaves else made
 
     def forward(self, rows: Tensor, **targets: Any) -> Tensor:
-        """The losses of items: [items]; of a part of a net that others follow, rows for the next. rows: of the items
-        one after another, behind the connector.
-
-        Raises UserError where the module does not return one loss for each item.
-        """
+        """Return the losses of items, [items]; from a denoiser slice before the last, rows for the next. rows: of the
+        items, concatenated, after the connector. Raises UserError if the module does not return one loss per item."""
         assert self.model is not None
         each = self.tokens_per_item if self.enters else cast(NetSlice, self.model).rows
         given = in_dtype_of(self.model, rows).unflatten(0, (-1, each))
@@ -162,7 +158,7 @@ class GeneratorStage(Stage):
 
 
 class GeneratorUnit(Unit, GeneratorStage):
-    """A connector and a module: layers `connector` and `generator`; or, of a net that can be cut, `connector`,
+    """A connector and a module: layers `connector` and `generator`; or, for a denoiser that can be cut, `connector`,
     `embedding`, `layers.0` and so on, and `head`."""
 
     parts = ("connector", "model")
@@ -228,7 +224,7 @@ class GeneratorUnit(Unit, GeneratorStage):
 
     @property
     def rows_see_each_other(self) -> bool:
-        """Whether its connector takes the rows of whole items."""
+        """True if its connector needs the rows of whole items."""
         return isinstance(self.connector, TransformerConnector)
 
     def part_name(self, part: str) -> str:
@@ -265,7 +261,7 @@ class GeneratorUnit(Unit, GeneratorStage):
 
     @property
     def rows_between(self) -> int:
-        """How many rows of an item pass between parts of its net."""
+        """Rows of an item that pass between denoiser slices."""
         if self.cut is None:
             return self.tokens_per_item
         return rows_between(cast(Diffusion, self.model), self.cut, self.tokens_per_item, self.row_dtype)
@@ -309,12 +305,12 @@ class GeneratorUnit(Unit, GeneratorStage):
 
 
 def net_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a `Diffusion` whose net can be cut."""
+    """Return the blocks of a `Diffusion` whose denoiser can be cut."""
     return list(model.get_submodule(f"net.{BLOCKS}").children())
 
 
 def _net_weights(unit: str, layers: Sequence[str], model: nn.Module, cut: Cut) -> tuple[Weight, ...]:
-    """Every weight of a `Diffusion` whose net is cut, in layer order."""
+    """Return every weight of a `Diffusion` whose denoiser is cut, in layer order."""
     found: dict[str, list[Weight]] = {layer: [] for layer in layers}
     for key in model.state_dict():
         part, name, *rest = key.split(".")

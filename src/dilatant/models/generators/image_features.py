@@ -1,5 +1,5 @@
-"""Features of a frozen vision model as what a net draws: its patches, without class and register tokens, as a picture
-with as many channels as a feature has numbers."""
+"""Image-feature targets: patches of a frozen vision model, without class and register tokens, as a picture with one
+channel per feature."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from dilatant.models.sources import load_encoder, load_pretrained_config, parse_
 
 @dataclass(frozen=True, slots=True)
 class FeatureSource:
-    """A vision model. id: of its weights, an id or a folder; None begins at random. config: of transformers."""
+    """A vision model. id: of its weights, an id or a folder; None initialises at random. config: of transformers."""
 
     config: Any
     id: str | None = None
 
     @classmethod
     def read(cls, source: str | Mapping[str, Any], where: str) -> FeatureSource:
-        """Raises UserError."""
+        """Read the config. Raises UserError."""
         if isinstance(source, str):
             return cls(load_pretrained_config(source, where), source)
         return cls(parse_config(source, where))
 
     def build(self, where: str) -> nn.Module:
-        """With the weights that it begins with; on the meta device inside of `torch.device`. Raises UserError."""
+        """Build the model with initial weights; on the meta device inside of `torch.device`. Raises UserError."""
         hollow: Any = load_encoder(self.config, where)
         return type(hollow)(hollow.config)
 
     def pretrained(self, where: str) -> nn.Module | None:
-        """With its stored weights; None where it has none. Raises UserError."""
+        """Load the model with its stored weights; None if it has none. Raises UserError."""
         return None if self.id is None else load_encoder(self.id, where)
 
     def shapes(self, where: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(what is drawn, the picture that it is seen in), both [channels, height, width]. Raises UserError for an
-        encoder of something else."""
+        """Return the shapes of features and picture, both [channels, height, width]. Raises UserError for an encoder of
+        something else."""
         model: Any = self.build(where)
         geometry = encoder_geometry(model.config)
         side = math.isqrt(_patches(geometry))
@@ -50,8 +50,8 @@ class FeatureSource:
 
 
 def features(model: Any, pixels: Tensor, noise: Tensor | None) -> Tensor:
-    """[items, width, height, width of the grid] of pixels [items, channels, height, width], prepared as the model's
-    processor does. Nothing is drawn at random: noise is not used."""
+    """Return the features [items, width, height, width of the grid] of pixels [items, channels, height, width],
+    prepared as the model's processor does. noise is unused: features are deterministic."""
     geometry = encoder_geometry(model.config)
     seen = model(**{geometry.input_name: pixels.to(next(model.parameters()).dtype)}).last_hidden_state
     patches = seen[:, seen.shape[1] - _patches(geometry) :]

@@ -1,4 +1,4 @@
-"""Drawing: from noise to a picture, step by step, by what a net says."""
+"""Sampling: from noise to a picture in denoising steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from dilatant.models.generators.diffusion import MOMENTS, Diffusion, alphas
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How pictures are drawn. steps: of the way from noise to picture. guidance: how far beyond what the net says
-    without the condition; 1 takes what it says with it."""
+    """Sampling settings. steps: denoising steps. guidance: classifier-free guidance scale; 1 turns guidance off."""
 
     steps: int = 20
     guidance: float = 2.0
@@ -24,8 +23,8 @@ class Drawing:
 
 @torch.no_grad()
 def draw(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
-    """Pictures of the conditions `rows` [items, k, width] from `noise` [items, *model.shape]: float32 [items, channels,
-    height, width] of -1 to 1, of pixels; of a net that draws features, these as they are."""
+    """Sample pictures for the conditions `rows` [items, k, width] from `noise` [items, *model.shape]: pixels, float32
+    [items, channels, height, width] in -1 to 1; for a denoiser of features, the features."""
     latents = _flow(model, rows, noise, how) if model.objective == "flow" else _turns(model, rows, noise, how)
     if model.draws_features:
         return latents.float()
@@ -34,7 +33,7 @@ def draw(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
 
 
 def _flow(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
-    """Euler steps along the direction from noise to picture."""
+    """Take Euler steps from noise to picture."""
     seen = noise.float()
     shares = np.linspace(1.0, 0.0, how.steps + 1)
     for share, following in itertools.pairwise(shares):
@@ -43,7 +42,7 @@ def _flow(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor
 
 
 def _turns(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
-    """Steps of DDIM without new noise (Song, Meng and Ermon): each says picture and noise, and mixes them anew."""
+    """Take deterministic DDIM steps (Song, Meng and Ermon): predict picture and noise, then mix them anew."""
     left = alphas()
     moments = (np.arange(how.steps) * (MOMENTS // how.steps)).round()[::-1].astype(int)
     seen = noise.float()
