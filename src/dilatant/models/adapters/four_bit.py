@@ -1,6 +1,6 @@
-"""A frozen linear layer whose weight is held in four bits (NF4 of QLoRA, Dettmers et al. 2023), by bitsandbytes.
+"""Four-bit linear layers: frozen weights in NF4 (QLoRA, Dettmers et al. 2023), by bitsandbytes.
 
-Scales stay in fp32, so that a weight that was quantised gives the same bits when it is quantised again.
+Scales stay in fp32, so that quantising a dequantised weight again gives the same bits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 BLOCK = 64
-"""Numbers of a weight that have one scale."""
+"""Number of weight elements that share one scale."""
 KIND = "nf4"
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer with `weight` in the place of its own, frozen, on the weight's device."""
+    """A linear layer with `weight` quantised in place of `linear`'s own, frozen, on the weight's device."""
 
     packed: Tensor
     scales: Tensor
@@ -29,7 +29,7 @@ class FourBitLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        # As one row: bitsandbytes' kernel for CPUs (0.50) takes wrong scales where rows are no whole blocks.
+        # As one row: bitsandbytes' CPU kernel (0.50) uses wrong scales if rows are not whole blocks.
         packed, state = quantize_4bit(weight.reshape(1, -1), blocksize=BLOCK, quant_type=KIND)
         for name, tensor in (("packed", packed), ("scales", state.absmax), ("code", state.code)):
             self.register_buffer(name, tensor, persistent=False)
@@ -37,7 +37,7 @@ class FourBitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What it computes with, made anew at each call: [out, in], in the dtype that the weight had."""
+        """The dequantised weight, computed at each access: [out, in], in the original dtype."""
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         row = torch.Size((1, self.out_features * self.in_features))
@@ -49,12 +49,12 @@ class FourBitLinear(nn.Module):
 
 
 def four_bit_linear(input: Tensor, layer: FourBitLinear, bias: Tensor | None) -> Tensor:
-    """Of inputs and the layer's weight, plus a frozen bias."""
+    """Multiply the input by the layer's weight, and add a frozen bias."""
     return _Linear.apply(input, layer, bias)
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps nothing: the weight is made again in the backward."""
+    """Linear product that saves nothing: backward dequantises the weight again."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: FourBitLinear, bias: Tensor | None) -> Tensor:
@@ -67,6 +67,6 @@ class _Linear(torch.autograd.Function):
 
 
 def is_four_bit(module: nn.Module, key: str) -> bool:
-    """Whether the weight of this key is held in four bits, and so is no tensor of the module."""
+    """Return True if the weight of this key is held in four bits, and so is not a tensor of the module."""
     path, _, last = key.rpartition(".")
     return last == "weight" and isinstance(module.get_submodule(path), FourBitLinear)

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024) by peft.
 
-Its layers are put into a model before it is cut, and its files are read and written. Only peft's own modules compute;
-names of weights are those of the plain model, so checkpoints and freezing know nothing of it.
+peft's layers are injected into a model before it is cut, and peft's files are read and written. Only peft's own modules
+compute; names of weights are those of the plain model, so checkpoints and freezing need not know of adapters.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
 
 ADAPTER = "default"
-"""What peft calls the only adapter there is."""
+"""peft's name of the only adapter."""
 PREFIX = "base_model.model."
-"""Before every key of an adapter's file."""
+"""Prefix of every key of an adapter's file."""
 MAGNITUDE = ".lora_magnitude_vector."
-"""In the keys of what DoRA adds: the length of each row of the weight that an adapter lies beside."""
+"""Part of the keys of DoRA's magnitudes: the norm of each row of the adapted weight."""
 
 
 def plain_key(key: str) -> str:
-    """A key of a model with adapters as it would be without; an adapter's own weight as its file has it."""
+    """Return the key that a weight has in the plain model; for an adapter's own weight, the key in its file."""
     return (
         key.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".") if ".base_layer." in key else _own(key)
     )
 
 
 def is_adapter(key: str) -> bool:
-    """Whether this is the key, or logical name, of an adapter's own weight."""
+    """Return True for the key, or logical name, of an adapter's own weight."""
     return ".lora_A." in key or ".lora_B." in key or MAGNITUDE in key
 
 
 def beside(key: str) -> str:
-    """The plain weight that a weight belongs to: itself, or the one that an adapter lies beside."""
+    """Return the plain weight of a key: itself, or for an adapter's weight the one that it adapts."""
     return re.sub(r"\.lora_([AB]|magnitude_vector)\.", ".", plain_key(key))
 
 
 def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> None:
-    """Put adapters beside the linear layers that `config` means; from then on these alone train.
+    """Add adapters to the linear layers that `config` selects; afterwards only adapters train.
 
-    parts: what `config.units` may name → paths in `model` that it stands for. Raises UserError where nothing is meant.
+    parts: names that `config.units` may use → paths in `model`. Raises UserError if nothing is selected.
     """
     peft = _peft()
     names = targets(model, config, parts)
@@ -70,7 +70,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
         ),
         model,
         adapter_name=ADAPTER,
-        # Memory comes with the layers' own.
+        # Allocated together with the layers' own weights.
         low_cpu_mem_usage=any(parameter.is_meta for parameter in model.parameters()),
     )
 
@@ -78,14 +78,14 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
 def inject_parts(
     language: PreTrainedModel, encoders: Mapping[str, PreTrainedModel], config: LoraConfig
 ) -> None:
-    """As `inject`, into the models that a user put together. Raises UserError."""
+    """Call `inject` on the models of a user-composed multimodal model. Raises UserError."""
     for place in dict.fromkeys(name.removesuffix(".encoder") for name in config.units):
         own = config.model_copy(update={"units": (place,)})
         inject(encoders.get(place, language), own, {place: ("",)})
 
 
 def save_plain(model: PreTrainedModel, folder: Path) -> None:
-    """Save a model as transformers does, what adapters add to its weights merged into them."""
+    """Save a model as transformers does, with adapters merged into the weights."""
     if not any(True for _ in layers_of(model)):
         model.save_pretrained(folder)
         return
@@ -98,12 +98,12 @@ def save_plain(model: PreTrainedModel, folder: Path) -> None:
         if key in known and key not in tied
     }
     dtype: Any = main_dtype(state.values())  # transformers types `to` wrongly
-    plain.to(dtype)  # on the meta device; what the config is to say
+    plain.to(dtype)  # on the meta device, for the dtype in the config
     plain.save_pretrained(folder, state_dict=state)
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The floating dtype that most of the numbers have; fp32 where there are none."""
+    """Return the floating dtype of most elements; fp32 if there are none."""
     counts = Counter({torch.float32: 0})
     for tensor in tensors:
         counts[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
@@ -111,7 +111,7 @@ def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def tied_keys(model: nn.Module) -> dict[str, str]:
-    """Key of a weight that is held a second time → the key that it is stored under."""
+    """Return key of each second holding of a weight → the key under which the weight is stored."""
     first: dict[int, str] = {}
     held = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -120,7 +120,7 @@ def tied_keys(model: nn.Module) -> dict[str, str]:
 
 
 def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> list[str]:
-    """Paths of the linear layers that get an adapter. Raises UserError where there are none."""
+    """Return the paths of the linear layers that get an adapter. Raises UserError if there are none."""
     unknown = [unit for unit in config.units if unit not in parts]
     if unknown:
         raise UserError(
@@ -157,7 +157,7 @@ def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[s
 
 
 def _fused_experts(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> list[str]:
-    """Paths of the modules that hold the weights of all their experts as one tensor."""
+    """Return the paths of the modules that hold the weights of all their experts as one tensor."""
     roots = [path for unit in config.units for path in parts[unit]]
     return [
         name
@@ -169,33 +169,32 @@ def _fused_experts(model: nn.Module, config: LoraConfig, parts: Mapping[str, Ite
 
 
 def layers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, layer) of peft's layers in a module."""
+    """Yield (path, layer) of peft's layers in a module."""
     for name, inner in module.named_modules():
         if has_adapter(inner):
             yield name, inner
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Whether this is a layer of peft's, with an adapter beside a plain one."""
+    """Return True for a peft layer that wraps a plain layer and its adapter."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
 def plain_linear(module: nn.Module, path: str) -> nn.Module:
-    """The layer at `path` without what peft put around it."""
+    """Return the layer at `path` without peft's wrapper."""
     found: Any = module.get_submodule(path)
     return found.base_layer if has_adapter(found) else found
 
 
 def adapter_of(module: nn.Module, path: str) -> tuple[nn.Module, nn.Module] | None:
-    """The two linear layers of the adapter at `path`, in the order in which they run; None where there is none."""
+    """Return the two linear layers of the adapter at `path`, in running order; None without an adapter."""
     found: Any = module.get_submodule(path)
     return (found.lora_A[ADAPTER], found.lora_B[ADAPTER]) if has_adapter(found) else None
 
 
 @torch.no_grad()
 def reset_adapters(module: nn.Module) -> None:
-    """Let adapters begin as peft does: A by chance, B at 0, magnitudes as the weights have them, so that nothing is
-    changed yet."""
+    """Initialise adapters as peft does: A at random, B at 0, magnitudes from the weights; outputs are unchanged."""
     for _, layer in layers_of(module):
         layer.reset_lora_parameters(ADAPTER, True)
         if ADAPTER in layer.lora_magnitude_vector:
@@ -203,13 +202,13 @@ def reset_adapters(module: nn.Module) -> None:
 
 
 def magnitude_of(weight: Tensor) -> Tensor:
-    """The length of each row of a weight [out, in], with which DoRA begins: [out], in the weight's dtype."""
+    """Return the norm of each row of a weight [out, in], DoRA's initial magnitude: [out], in the weight's dtype."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).to(weight.dtype)
 
 
 @torch.no_grad()
 def merged_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module as if it had been trained without adapters: what they add is in the weights."""
+    """Return the state of a module with its adapters merged into the weights."""
     state = {plain_key(key): tensor for key, tensor in module.state_dict().items() if not is_adapter(key)}
     for name, layer in layers_of(module):
         key = f"{name}.weight" if name else "weight"
@@ -223,7 +222,7 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(config: LoraConfig, names: Iterable[str], saved: Iterable[str], base: str | None) -> Any:
-    """What peft's `adapter_config.json` holds. names: paths with an adapter; saved: of modules that trained whole."""
+    """Return the content of peft's `adapter_config.json`. names: paths with adapters; saved: fully trained modules."""
     return _peft().LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,
@@ -238,7 +237,7 @@ def adapter_config(config: LoraConfig, names: Iterable[str], saved: Iterable[str
 
 
 def merged_by_peft(model: PreTrainedModel, folder: Path) -> Any:
-    """A plain model with an adapter of peft merged in. Raises what peft does, and UserError without it."""
+    """Merge an adapter of peft into a plain model. Raises peft's exceptions, and UserError without peft."""
     return _peft().PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
