@@ -1,4 +1,4 @@
-"""Random functions of torch, while a stage runs: those that drop draw by key, others are refused."""
+"""Intercepted random functions of torch while a stage runs: dropout is keyed, other functions are refused."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws
 
 @dataclass(slots=True)
 class Running:
-    """A microbatch on its way through a stage of `unit`.
+    """The state of a forward of one microbatch through a stage of `unit`.
 
-    trains: layers with a weight that trains; others drop nothing. shapes: place → what one token or item had there
-    in any microbatch. layer: that which runs now; "" where the slice does what is another stage's, None outside of
-    layers. outermost: the module whose end is that of all layers. calls: layer → how often it has drawn.
-    keeps_layers: the model can leave layers out by chance, and its config says that it does not.
+    trains: layers with a trainable weight; others drop nothing. shapes: place → the shape per token or item seen there
+    in any microbatch. layer: the running layer; "" in code that belongs to another stage's layer, None outside of
+    layers. outermost: the module whose end is the end of all layers. calls: layer → index of its last draw.
+    keeps_layers: the model supports LayerDrop, but its config disables it.
     """
 
     unit: str
@@ -37,11 +37,11 @@ class Running:
     keeps_layers: bool = False
 
     def again(self) -> Running:
-        """This moment once more, for a layer that is computed a second time."""
+        """Copy the current state, for the recomputation of a layer."""
         return replace(self, calls=dict(self.calls))
 
     def drops(self, what: str) -> bool:
-        """Whether what runs now drops anything. Raises UserError outside of layers."""
+        """Return True if the running layer drops anything. Raises UserError outside of layers."""
         self.has_drawn = True
         if self.layer is None:
             raise UserError(
@@ -51,13 +51,13 @@ class Running:
         return self.layer in self.trains
 
     def next_place(self) -> str:
-        """The place in the model that draws now."""
+        """Return the key of the next draw: layer and call index."""
         assert self.layer
         number = self.calls[self.layer] = self.calls.get(self.layer, -1) + 1
         return f"{self.layer}/{number}"
 
     def uniform(self, what: str, shape: torch.Size, device: torch.device) -> Tensor:
-        """Numbers of this call. Raises UserError where they cannot be tied to samples."""
+        """Return the numbers of this call. Raises UserError if they cannot be assigned to samples."""
         place = self.next_place()
         try:
             numbers, each = self.draws.uniform(place, shape, device)
@@ -67,12 +67,12 @@ class Running:
         return numbers
 
     def require_same(self, place: str, each: tuple[int, ...], what: str, shape: torch.Size) -> None:
-        """Raise UserError if a token or item had another shape here before: then it was none."""
+        """Raise UserError if a token or item had another shape at this place before: the match was accidental."""
         if self.shapes.setdefault(place, each) != each:
             raise self.misfit(what, shape)
 
     def misfit(self, what: str, shape: torch.Size) -> UserError:
-        """The error for a tensor that is not made of samples."""
+        """Return the error for a tensor that is not divided by samples."""
         parts = f"{self.draws.total} {'tokens of a row' if self.draws.packed else 'items'}"
         return UserError(
             f"{self.layer}: {what} of a tensor of shape {[*shape]}, in which {parts} cannot be told apart; what is "
@@ -81,7 +81,7 @@ class Running:
 
 
 class HearsDropout(TorchFunctionMode):
-    """While it is entered, functions that drop draw by key, and other random ones raise UserError."""
+    """Context in which dropout functions draw keyed numbers, and other random functions raise UserError."""
 
     def __init__(self, running: Running) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class HearsDropout(TorchFunctionMode):
 
 
 class _Masked(torch.autograd.Function):
-    """Keeps one byte a number for the backward, as torch's own dropout."""
+    """Dropout that saves one byte per element for backward, as torch's own does."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -159,7 +159,7 @@ def _alpha_dropout_by(cut: Callable[[torch.Size], torch.Size]) -> Any:
         if not running.drops("alpha dropout"):
             return input
         keep = running.uniform("alpha dropout", cut(input.shape), input.device) < 1 - p
-        low = -1.7580993408473766  # SELU for large negative numbers
+        low = -1.7580993408473766  # SELU's limit for large negative numbers
         scale = ((1 - p) * (1 + p * low**2)) ** -0.5
         output = torch.where(keep, input, low) * scale - scale * low * p
         return input.copy_(output) if inplace else output
@@ -179,7 +179,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Samples of a packed row one by one, under their part of the mask: they never see each other."""
+    """Run attention with dropout sample by sample in a packed row, each under its own part of the mask."""
     what = "dropout of attention weights"
     if not 0 < dropout_p <= 1 or not running.drops(what):
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -231,7 +231,7 @@ def _refuse(name: str) -> Any:
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         if running.keeps_layers and func is torch.rand and args == ([],):
-            # LayerDrop's draw, which transformers 5.17 compares with a rate of 0, too.
+            # LayerDrop's draw, which transformers 5.17 makes even at rate 0.
             return func(*args, **kwargs, generator=torch.Generator())
         raise UserError(
             f"{running.layer or running.unit}: {name} draws random numbers that belong to no sample (noise, layers "

@@ -1,7 +1,7 @@
-"""Dropout by keys: what a layer drops of a sample follows from the run's seed, the sample's draw and the layer's name.
+"""Keyed dropout: what a layer drops of a sample follows from the run's seed, the sample's draw and the layer's name.
 
-So neither the layout nor the other samples of a microbatch change it, and nothing of it need be saved. It works on any
-model: torch's own functions are heard through `TorchFunctionMode` while a stage runs. CPUs and GPUs draw other numbers.
+So neither layout nor the other samples of a microbatch change it, and no random state need be saved. It works on any
+model: `TorchFunctionMode` intercepts torch's functions while a stage runs. CPUs and GPUs draw different numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _DROPOUTS = (
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
 _INSIDE_TORCH = (nn.MultiheadAttention, nn.RNNBase)
-"""Modules whose dropout is a step of one function of torch."""
+"""Modules whose dropout happens inside one function of torch."""
 _LAYERDROP = ("layerdrop", "encoder_layerdrop")
 _LEFT_OUT_BY_CHANCE = (*_LAYERDROP, "drop_path_rate")
-"""Settings of transformers configs that draw for a layer or a batch, not for a sample."""
+"""Settings of transformers configs that draw per layer or batch, not per sample."""
 
 
 def refuse_random_depth(units: Iterable[Unit]) -> None:
-    """Raise UserError that lists the settings of training units by which layers are left out by chance."""
+    """Raise UserError that lists the stochastic-depth settings of training units."""
     problems = []
     for unit in units:
         if unit.structure is None or not any(p.requires_grad for p in unit.model.parameters()):
@@ -49,10 +49,8 @@ def refuse_random_depth(units: Iterable[Unit]) -> None:
 
 
 class KeyedDropout:
-    """Dropout of one stage by keys: `running` goes around its forwards. `close` takes its hooks off the modules.
-
-    unit: which the stage is of. Make it when the stage's modules are those that will run.
-    """
+    """Keyed dropout of one stage: `running` surrounds its forwards; `close` removes its hooks from the modules. unit:
+    the stage's unit. Create it once the stage's modules are final."""
 
     def __init__(self, stage: Stage, unit: Unit) -> None:
         self._stage = stage
@@ -78,9 +76,9 @@ class KeyedDropout:
             self._hook(projector, unit.layers[-1], None)
 
     def running(self, data: StepData, samples: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Around a forward of `samples` that trains; costs nothing once one has shown that nothing is drawn.
+        """Return the context of a training forward of `samples`; free once a forward has shown that nothing is drawn.
 
-        The forward raises UserError for random numbers that cannot be tied to samples.
+        The forward raises UserError for random numbers that cannot be assigned to samples.
         """
         if not (self._hooks and self._stage.training) or data.predicts:
             return nullcontext()
@@ -97,7 +95,7 @@ class KeyedDropout:
         return self._around(running, data.device)
 
     def close(self) -> None:
-        """Leave the modules as they were."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         for module in self._hooked:
@@ -127,8 +125,8 @@ class KeyedDropout:
             self.close()
 
     def _hook_model(self, model: nn.Module, unit: Unit) -> None:
-        """Around the blocks of a transformers model, and what its containers do before and behind them, which every
-        slice does: only the stage that holds the layer drops there."""
+        """Hook the blocks of a transformers model, and its containers, whose code around the blocks runs in every
+        slice: only the stage that holds the layer drops there."""
         structure = unit.structure
         assert structure is not None
         own = self._stage.layers
@@ -150,7 +148,7 @@ class KeyedDropout:
             self._hook_container(model.get_submodule(path), head)
 
     def _hook(self, module: nn.Module, layer: str, behind: str | None) -> None:
-        """`layer` runs in the module, `behind` when it has ended."""
+        """Mark `layer` as running inside the module, and `behind` after it."""
         self._hooks.append(module.register_forward_pre_hook(self._entering(layer)))
         self._hooks.append(module.register_forward_hook(self._entering(behind)))
         self._hooked.append(module)
@@ -176,7 +174,7 @@ class KeyedDropout:
         self._hooks.append(module.register_forward_hook(leave))
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For the forward of a module that runs now, and for the same again in its backward: see `recompute`."""
+        """Return the contexts for a module's forward that runs now and for its recomputation (see `recompute`)."""
         if self._running is None:
             return nullcontext(), nullcontext()
         return nullcontext(), HearsDropout(self._running.again())
@@ -193,7 +191,7 @@ def _training_layers(stage: Stage) -> frozenset[str]:
 
 
 def _may_draw(stage: Stage) -> bool:
-    """Whether another forward may draw although the first did not: modules of the user's own may do anything."""
+    """Return True if another forward may draw although the first did not: a user's own modules may do anything."""
     ours = ("torch", "transformers", "dilatant")
     return any(
         (isinstance(module, _DROPOUTS) and module.p > 0)
@@ -214,7 +212,7 @@ def _refuse_inside_torch(stage: Stage) -> None:
 
 
 def _generators(device: torch.device) -> tuple[bytes, ...]:
-    """Where the generators are that models draw from."""
+    """Return the states of the generators from which models draw."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     _, words, position, *_ = cast(Any, np.random.get_state())  # noqa: NPY002  # transformers draws from it
     return (*(state.numpy().tobytes() for state in states), words.tobytes(), bytes(str(position), "ascii"))
