@@ -52,7 +52,7 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
     ) -> None:
         config: Any = tower.config
-        # transformers 5.17 builds a right mask with this one alone; later versions support only the other.
+        # transformers 5.17 builds a right mask only for sdpa; later versions support only eager.
         config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
         structure = find_structure(tower)
         layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
