@@ -124,8 +124,8 @@ def build_model(
 
 
 def _go_on(projector: nn.Module, name: str, entry: EncoderConfig, reads: bool) -> None:
-    """Warn which file a projector continues from, if any, and load it. Raises UserError for a named file that does not
-    fit."""
+    """Warn which file a projector continues from, if any, and load it. Raises UserError for a named file of another
+    form."""
     file = stored_projector(name, entry)
     if file is None:
         return

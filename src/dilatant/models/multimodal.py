@@ -155,8 +155,7 @@ class MultimodalModel(nn.Module):
         return self[self.graph.anchor]
 
     def weights_of_whole(self) -> Iterator[tuple[Unit, Weight]]:
-        """Yield the weights of a pretrained multimodal model with their units, without generators and learned
-        queries."""
+        """Yield the weights of a pretrained multimodal model with their units, without generators and queries."""
         for name, unit in self.units.items():
             if name not in self.generators:
                 yield from ((unit, weight) for weight in unit.weights if weight.part != "queries")
@@ -407,8 +406,8 @@ class MultimodalModel(nn.Module):
     def _attention_of(
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Mapping[str, Any]:
-        """Compute a batch's attention keywords; a caller that has the batch on the host can pass them and avoid the
-        device wait."""
+        """Compute a batch's attention keywords; callers that have the batch on the host pass them and avoid a device
+        wait."""
         make = self.language.row_attention
         if make is None:
             if position_ids is not None and attention_mask is None and input_ids.shape[0] == 1:

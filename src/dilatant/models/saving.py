@@ -45,8 +45,7 @@ _CODE = ("projector", "adapter", *_CALLBACKS)
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """The content of a folder. projectors: encoder → state dict. Generators' connectors are read by
-    `read_connectors`."""
+    """The content of a folder. projectors: encoder → state dict. `read_connectors` reads generators' connectors."""
 
     encoders: dict[str, Encoder]
     language_model: PreTrainedModel

@@ -102,8 +102,7 @@ def _refuse_absurd(settings: Any, where: str) -> None:
 
 
 def _is_read_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Return True for a setting that the model reads but its config class does not declare (SigLIP's
-    vision_use_head)."""
+    """Return True for a setting that the model reads but its config class lacks (SigLIP's vision_use_head)."""
     try:
         module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
         return re.search(rf"""(config\.|["']){re.escape(key)}\b""", inspect.getsource(module)) is not None

@@ -69,8 +69,8 @@ class Crossing:
         return torch.cat([hidden, rows])[order.to(hidden.device)]
 
     def token_of_rows(self, sample: EncodedSample, tokens: int) -> NDArray[np.int64]:
-        """Map each encoder row of a sample to the token whose rank holds it: context-parallel ranks hold even shares of
-        both."""
+        """Map each encoder row of a sample to the token whose context-parallel rank holds it, spread evenly over
+        tokens."""
         rows = self.count(sample)
         return np.arange(rows) * tokens // max(1, rows)
 

@@ -17,8 +17,7 @@ from dilatant.config.errors import UserError
 
 @torch.random.fork_rng(devices=[])
 def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> int:
-    """Return the tokens that an encoder returns for one row of `row_shape`. Raises UserError if the encoder does not
-    run."""
+    """Return the tokens that an encoder makes of one row of `row_shape`. Raises UserError if it does not run."""
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(config)

@@ -25,8 +25,7 @@ class ModelGraph:
 
     @classmethod
     def of(cls, units: Iterable[Unit], anchor: str) -> ModelGraph:
-        """Build the graph from the units' `inputs`. Raises UserError if a unit takes rows of a unit that is not listed
-        before."""
+        """Build the graph from the units' `inputs`. Raises UserError if a unit takes rows of a unit that follows it."""
         units = tuple(units)
         names = tuple(unit.unit for unit in units)
         for index, unit in enumerate(units):

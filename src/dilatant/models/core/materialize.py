@@ -1,4 +1,4 @@
-"""Random initialisation of meta-device layers, determined by seed and layer alone, whoever holds the other layers."""
+"""Random initialisation of meta-device layers, determined by seed and layer alone, whatever rank holds other layers."""
 
 from __future__ import annotations
 

@@ -133,8 +133,7 @@ class KeyedDraws:
 
 
 def seed_of(seed: int, key: str, place: str) -> int:
-    """Return a 64-bit seed for torch's generators: CUDA's Philox uses all bits, the CPU's Mersenne Twister the lower
-    32."""
+    """Return a 64-bit seed for torch's generators: CUDA's Philox uses all bits, the CPU's generator the lower 32."""
     return int.from_bytes(blake2b(f"{seed}/{key}/{place}".encode(), digest_size=8).digest(), "little")
 
 

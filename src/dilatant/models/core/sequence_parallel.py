@@ -29,8 +29,7 @@ from dilatant.attention.recompute_cache import exchange_kept
 
 
 class Ranks(Protocol):
-    """The tensor-parallel ranks of a stage, as in `comm.tensor_group.TensorGroup`. index: this rank's place in the
-    group."""
+    """The tensor-parallel ranks of a stage, as in `comm.tensor_group.TensorGroup`. index: this rank's index."""
 
     size: int
     index: int
@@ -68,7 +67,7 @@ class TokenShards:
         return _Split.apply(hidden, self.ranks)
 
     def split_beside(self, beside: Tensor) -> Tensor:
-        """Slice a further block input, [items, tokens, ...], to this rank's rows; call before `split` of the hidden
+        """Slice a further block input, [items, tokens, ...], to this rank's rows, before `split` of the hidden
         states."""
         return _Split.apply(beside.flatten(2), self.ranks).unflatten(-1, beside.shape[2:])
 
@@ -78,8 +77,7 @@ class TokenShards:
         return _Join.apply(own, self.ranks, shape)
 
     def join_beside(self, own: Tensor, shape: Sequence[int]) -> Tensor:
-        """All-gather a further output of the blocks after `join` of the hidden states, whose shape was [*shape,
-        width]."""
+        """All-gather a further output of the blocks, after `join`; the hidden states had shape [*shape, width]."""
         return _Join.apply(own, self.ranks, tuple(shape))
 
     def gather(self, own: Tensor) -> Tensor:
@@ -138,8 +136,7 @@ class TokenShards:
         return _own_rows(whole.flatten(0, lead - 1), self.ranks)[(None,) * (lead - 1)]
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts for a block's forward that runs now and for its recomputation in backward (see
-        `recompute`)."""
+        """Return the contexts of a block's forward that runs now and of its recomputation (see `recompute`)."""
         return nullcontext(), self._again(self._shape)
 
     @contextmanager
@@ -321,8 +318,7 @@ class _Await(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Start the reduce-scatter of a chunk of products, for `_Arrive`. Backward waits for the chunk's gathered
-    gradient."""
+    """Start the reduce-scatter of a chunk of products, for `_Arrive`. Backward waits for its gathered gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, travel: _Travel, number: int) -> Tensor:

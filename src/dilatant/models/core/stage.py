@@ -92,7 +92,7 @@ class StageOutput:
     rows: [rows, width] of the samples in order, the same for every consumer or by consumer (the stage's own unit for
     the next stage); None if there are none. losses: name → these samples' sum divided by the global batch's count, a
     scalar, or [routers], the terms of this stage's routers. predicted: predictions instead of a loss. sample_losses:
-    name → [samples], each sample's detached contribution to the undivided sum, where known.
+    name → [samples], each sample's detached contribution to the undivided sum, if known.
     """
 
     rows: Tensor | Mapping[str, Tensor] | None = None
@@ -107,8 +107,7 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The shape of the rows that leave a stage for one consumer, derived from sizes and ids alone, so both ends know
-    it.
+    """The shape of the rows that leave a stage for one consumer, derived from sizes and ids alone, at both ends.
 
     width: numbers in a row. dtype: of the rows as they are sent. rows_of: number of rows of a sample here, 0 if it has
     nothing for this unit.
@@ -243,8 +242,7 @@ def _quiet_frozen(module: nn.Module) -> None:
 
 
 def share_evenly(counts: Sequence[int], size: int) -> list[NDArray[np.integer]]:
-    """Return, by sample, the rank (of `size`) that has each of its `counts` items: contiguous, equally many per
-    rank."""
+    """Return, by sample, the rank (of `size`) of each of its `counts` items: contiguous, equally many per rank."""
     total = sum(counts)
     return np.split(np.arange(total) * size // max(1, total), np.cumsum(counts)[:-1])
 
@@ -315,8 +313,8 @@ def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def stage_tensors(stage: Stage) -> dict[str, Tensor]:
-    """Return every weight and persistent buffer of a stage by logical name, tied ones once, uncopied, without four-bit
-    ones."""
+    """Return every weight and persistent buffer of a stage, uncopied, by logical name; tied ones once, four-bit ones
+    never."""
     parts = {weight.part for weight in stage.weights}
     held = {part: getattr(stage, part).state_dict() for part in parts}
     tensors: dict[str, Tensor] = {}

@@ -57,8 +57,7 @@ class Unit(Stage):
 
     @abstractmethod
     def boundary(self, end: int, consumer: str) -> Boundary:
-        """Return the boundary after layer `end - 1` towards `consumer`: this unit, or after the last layer another
-        one."""
+        """Return the boundary after layer `end - 1` towards `consumer`: this unit, or after the last layer another."""
 
     @abstractmethod
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:

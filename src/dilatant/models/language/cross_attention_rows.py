@@ -71,8 +71,7 @@ class RowsHere:
         return self.crossing.join(hidden, self.rows, [len(tokens) for tokens in self.tokens], self.counts)
 
     def look(self, first: int, end: int, always: bool) -> CrossRows | None:
-        """Build the cross-attention inputs of blocks `first <= block < end`. always: even if there are no encoder
-        rows."""
+        """Build the cross-attention inputs of blocks `first <= block < end`. always: even without encoder rows."""
         rows = self.rows
         if not any(first <= block < end for block in self.crossing.blocks):
             return None

@@ -168,8 +168,7 @@ class LanguageUnit(Unit, LanguageStage):
         return token_places([sample], other, self.outputs[other])
 
     def reads(self, first: int, end: int) -> frozenset[str]:
-        # The first stage reads ids, the last one labels, and the stages between keep the samples of a row apart by
-        # them.
+        # The first stage reads ids, the last one labels; stages between separate the samples of a row by them.
         return frozenset({TOKENS}) | self.grids
 
     def boundary(self, end: int, consumer: str) -> Boundary:

@@ -16,8 +16,7 @@ OwnMask = Callable[[RowLayout], AttentionMask]
 `instance` numbers items. Called on every rank that attends to the sample; equal segments must give equal masks."""
 
 MediaMasks = str | Mapping[str, str] | OwnMask
-"""A word of `MediaMask` (or of a family, see `families`) for all encoders, encoder → word, or a user's own mask
-function."""
+"""A word of `MediaMask` (or of a family, see `families`) for all encoders, encoder → word, or a mask function."""
 
 
 def read_media_attention(said: MediaMasks | None, encoders: Collection[str]) -> MediaMasks:

@@ -77,7 +77,7 @@ def _explain(
     lengths: Sequence[int] | None,
     sample_ids: Sequence[str] | None,
 ) -> str:
-    """Describe both counts, and the sample at which the rows run out (or every sample with placeholders if rows are
+    """Describe both counts, and the sample at which rows run out (or all samples with placeholders if rows are
     left)."""
     tokens = 0 if rows is None else rows.shape[0]
     flat = mask.reshape(-1).cpu()

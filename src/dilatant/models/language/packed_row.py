@@ -19,8 +19,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.core.loss import IGNORED, shift_labels
 
 Positions = Callable[[EncodedSample], NDArray[np.int64]]
-"""Returns the positions of a sample's tokens: [tokens], or [kinds, tokens] for a family with several kinds of
-positions."""
+"""Returns the positions of a sample's tokens: [tokens], or [kinds, tokens] for families with several kinds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class DeepStack:
 
 
 class SharedStates(NamedTuple):
-    """Keys and values that later blocks reuse. store: the block that computes them. last: the last block that reuses
+    """Keys and values that later blocks reuse. store: the block that computes them. last: the last one that reuses
     them."""
 
     kind: str
@@ -89,8 +89,8 @@ class SharedStates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PerLayer:
-    """Side states of Gemma 4. each: width of a block's own per-token input; 0 without such inputs. config: of the whole
-    text model."""
+    """Side states of Gemma 4. each: width of a block's per-token input; 0 without one. config: of the whole text
+    model."""
 
     config: Any
     blocks: int
@@ -163,16 +163,14 @@ class PerLayer:
 
     def prepare(self, decoder: nn.Module) -> nn.Module:
         model: Any = copy.copy(decoder)
-        # Otherwise the model would project its inputs again, and look up its blocks by their numbers in the whole
-        # model.
+        # Otherwise the model would project its inputs again, and count its blocks as the whole model does.
         model.hidden_size_per_layer_input = 0
         model.first_kv_shared_layer_idx = -1
         return model
 
 
 def _own_heads(pair: Tensor, shards: TokenShards) -> Tensor:
-    """Slice keys and values of all heads, [..., heads, width], replicated on all ranks, to those that this rank's
-    queries use."""
+    """Slice replicated keys and values of all heads, [..., heads, width], to those of this rank's queries."""
     ranks = shards.ranks
     first, end = Part(pair.shape[-2]).interval(ranks.size, ranks.index)
     return ranks.copy(pair)[..., first:end, :]

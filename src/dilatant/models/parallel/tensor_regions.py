@@ -17,7 +17,7 @@ class Part:
     size: int = 1
 
     def interval(self, tp: int, index: int) -> tuple[int, int]:
-        """Return the numbers that rank `index` of `tp` holds. With fewer pieces than ranks, several ranks hold one
+        """Return the numbers of rank `index` of `tp`. With fewer pieces than ranks, several ranks hold the same
         piece."""
         if self.count < tp:
             first = self.count * index // tp
