@@ -1,4 +1,4 @@
-"""What happens in a step: assignments, schedules, and the engine that times them."""
+"""Schedules: the Assignment and Schedule of a step, schedule families, and the simulator that times them."""
 
 from dilatant.schedule.assignment.assign import Microbatches, assign_microbatches
 from dilatant.schedule.assignment.distribute import assign
@@ -30,7 +30,7 @@ FAMILIES = {
     "zb-h1": zero_bubble_h1,
     "zb-h2": zero_bubble_h2,
 }
-"""Schedule families by the name users write: (plan, assignment, trainability) -> Schedule."""
+"""Schedule families by the name that users write: (plan, assignment, trainability) -> Schedule."""
 
 __all__ = [
     "FAMILIES",

@@ -1,7 +1,7 @@
-"""What each action needs from others: the messages of a step, derived from Plan, Assignment and Schedule.
+"""Messages between stages: derived from Plan, Assignment and Schedule, never written down.
 
-Nothing is written down about sends and receives. Both ends of a directed edge derive the same messages in the same
-order from the same three values, and from the sample numbers each knows every shape.
+Both ends of a directed edge derive the same messages in the same order from the same three values, and compute every
+shape from the sample numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Rows of `samples` from `producer`'s stage to `consumer`'s; gradients of rows where the producer is B or I.
+    """Rows of `samples` sent from the producer's stage to the consumer's; gradients of rows if the producer is B or I.
 
-    Within a unit these are all samples of the piece; between units those that both actions share, in the order of
-    the producer's microbatch.
+    Within a unit the message holds all samples of the piece. Between units it holds the samples that both actions
+    share, in the order of the producer's microbatch.
     """
 
     producer: Action
@@ -31,18 +31,18 @@ class Message:
 
 
 def messages(plan: Plan, assignment: Assignment, schedule: Schedule) -> Mapping[Edge, tuple[Message, ...]]:
-    """The messages of every directed edge (from stage, to stage), in the order they are sent and received.
+    """Return the messages of every directed edge (from stage, to stage), in the order they are sent and received.
 
-    The order is the producer's, and for several consumers of one action theirs. A consumer that needs a later
-    message first keeps the earlier ones, which have been sent already; so in-order receives cannot deadlock.
-    Edges between stages on the same ranks are included: their rows stay where they are. Raises ScheduleError for a
-    schedule that cannot run.
+    Messages of an edge follow the producer's action order; several consumers of one action follow the consumers' order.
+    A consumer that needs a later message first keeps the earlier ones, which have already been sent, so in-order
+    receives cannot deadlock. Edges between stages on the same ranks are included, although their rows stay where they
+    are. Raises ScheduleError if the schedule cannot run.
     """
     return graph_messages(build(plan, assignment, schedule))
 
 
 def graph_messages(graph: ScheduleGraph) -> dict[Edge, tuple[Message, ...]]:
-    """The messages of a compiled schedule, as `messages` gives them."""
+    """Return the messages of a compiled schedule in the form of `messages`."""
     found: dict[Edge, list[Message]] = {}
     stages, pieces = graph.stage.tolist(), graph.piece.tolist()
     sources, targets = graph.edge_source.tolist(), graph.edge_target.tolist()
@@ -58,7 +58,7 @@ def graph_messages(graph: ScheduleGraph) -> dict[Edge, tuple[Message, ...]]:
 
 
 def shared_samples(graph: ScheduleGraph, source: int, target: int) -> tuple[int, ...]:
-    """The samples whose rows, or their gradients, pass from one op to another."""
+    """Return the samples whose rows (or gradients of rows) pass from op `source` to op `target`."""
     pieces = graph.packed.pieces
     made, used = int(graph.piece[source]), int(graph.piece[target])
     if made == used:

@@ -1,7 +1,7 @@
-"""Importing this loads what numba compiled for the planning of a step, by planning a small one.
+"""Preload numba's compiled step-planning kernels by planning a tiny step at import.
 
-A process that does so for the first time spends most of a second on numba's registries and its cache on disk. The
-server that ranks are forked from imports this once for all of them.
+The first such call in a process spends most of a second on numba's registries and its cache on disk. The fork server of
+the ranks imports this module once for all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was measured of a step: one row for every action that a rank ran, and what the step was."""
+"""Measured steps: the step that ran, with one row for every action that a rank ran."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule,
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAction:
-    """`start`: seconds since the epoch, at which the rank turned to the action. It then waited `waited_seconds` for
-    rows, most of them for `waited_for` (a rank, or None when nothing was awaited), and computed for `seconds`.
+    """One action as it ran on one rank.
 
-    samples: positions in the global batch.
+    The rank turned to the action at `start` (seconds since the epoch), waited `waited_seconds` for rows, longest for
+    rank `waited_for` (None if it awaited nothing), and computed for `seconds`. `samples` are positions in the global
+    batch.
     """
 
     rank: int
@@ -32,7 +33,7 @@ class MeasuredAction:
         return self.start + self.waited_seconds + self.seconds
 
     def to_row(self) -> list[Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         action = self.action
         return [
             self.rank,
@@ -47,7 +48,7 @@ class MeasuredAction:
 
     @classmethod
     def from_row(cls, row: list[Any]) -> MeasuredAction:
-        """Read what `to_row` wrote, also after a turn through JSON."""
+        """Read what `to_row` wrote, also after a round trip through JSON."""
         rank, unit, (kind, stage, microbatch, part), samples, *times = row
         action = Action(ActionKind(kind), stage, microbatch, None if part is None else tuple(part))
         return cls(rank, unit, action, tuple(samples), *times)
@@ -55,8 +56,8 @@ class MeasuredAction:
 
 @dataclass(frozen=True, slots=True)
 class DataWait:
-    """How long a rank waited for samples before its actions. start: as of `MeasuredAction`. slowest: of its samples
-    those that took longest to decode, with their seconds, the slowest first."""
+    """Time that a rank waited for samples before its actions. `start` is in seconds since the epoch. `slowest` lists
+    the samples that took longest to decode, with their seconds, slowest first."""
 
     rank: int
     start: float
@@ -64,20 +65,20 @@ class DataWait:
     slowest: tuple[tuple[str, float], ...] = ()
 
     def to_row(self) -> list[Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return [self.rank, self.start, self.seconds, [list(one) for one in self.slowest]]
 
     @classmethod
     def from_row(cls, row: list[Any]) -> DataWait:
-        """Read what `to_row` wrote, also after a turn through JSON."""
+        """Read what `to_row` wrote, also after a round trip through JSON."""
         rank, start, seconds, slowest = row
         return cls(rank, start, seconds, tuple((str(name), float(took)) for name, took in slowest))
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step that ran: enough to predict the very same step. `tokens[unit][sample]` are those of the global batch.
-    waits: of its ranks."""
+    """A step that ran, with everything needed to predict the very same step. `tokens[unit][sample]` covers the global
+    batch; `waits` are the data waits of its ranks."""
 
     assignment: Assignment
     schedule: Schedule
@@ -86,7 +87,7 @@ class MeasuredStep:
     waits: tuple[DataWait, ...] = ()
 
     def to_json(self) -> str:
-        """A JSON document that `from_json` reads back to an equal value."""
+        """Return a JSON document that `from_json` reads back to an equal value."""
         document = {
             "assignment": json.loads(self.assignment.to_json()),
             "schedule": json.loads(self.schedule.to_json()),
@@ -98,7 +99,7 @@ class MeasuredStep:
 
     @classmethod
     def from_json(cls, text: str) -> MeasuredStep:
-        """Read what `to_json` wrote. Raises ValueError when it is something else."""
+        """Read what `to_json` wrote. Raises ValueError for anything else."""
         try:
             document = json.loads(text)
             return cls(

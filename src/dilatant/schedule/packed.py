@@ -24,10 +24,10 @@ KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """`microbatch[piece]` and its samples, `samples[offsets[piece]:offsets[piece + 1]]`.
+    """All pieces of a step: piece p is of `microbatch[p]` and has samples `samples[offsets[p]:offsets[p + 1]]`.
 
-    `part[piece]` is the tuple of samples an action names, None where the piece is the whole microbatch.
-    `first[chain] <= piece < first[chain + 1]` are the pieces of a chain.
+    `part[piece]` is the tuple of samples that an action names, or None if the piece is the whole microbatch. Chain c
+    has the pieces `first[c] <= piece < first[c + 1]`.
     """
 
     microbatch: NDArray[np.int64]
@@ -41,10 +41,10 @@ class Pieces:
 
 
 class PackedActions(Mapping[int, tuple[Action, ...]]):
-    """`Schedule.actions` kept as arrays; the `Action` values of a rank are made when they are asked for.
+    """`Schedule.actions` kept as arrays; the `Action` values of a rank are created on first access.
 
-    `rows` of rank `ranks[i]` are `offsets[i] <= row < offsets[i + 1]`, with `kind` (a code into `KINDS`),
-    `stage` and `piece` for each.
+    The rows of rank `ranks[i]` are `offsets[i] <= row < offsets[i + 1]`; each row has a `kind` (a code into `KINDS`), a
+    `stage` and a `piece`.
     """
 
     __slots__ = ("_decoded", "kind", "offsets", "piece", "pieces", "ranks", "stage")
@@ -100,7 +100,7 @@ def pieces_of(
     assignment: Assignment,
     parts: list[list[tuple[int, tuple[int, ...] | None]]],
 ) -> Pieces:
-    """Number the pieces: `parts[chain]` lists (microbatch, named samples or None for all), in execution order."""
+    """Number the pieces. `parts[chain]` lists (microbatch, named samples or None for all) in execution order."""
     microbatch: list[int] = []
     named: list[tuple[int, ...] | None] = []
     members: list[tuple[int, ...]] = []
@@ -125,9 +125,9 @@ def pieces_of(
 
 
 def pack(arrays: PlanArrays, assignment: Assignment, schedule: Schedule) -> PackedActions:
-    """The arrays of `schedule`, whichever way it was written.
+    """Return `schedule` as arrays, whichever representation it has.
 
-    Raises UserError listing the actions on a stage or a microbatch that plan and assignment do not have.
+    Raises UserError listing the actions on a stage that the plan lacks or a microbatch that the assignment lacks.
     """
     actions = schedule.actions
     if isinstance(actions, PackedActions):

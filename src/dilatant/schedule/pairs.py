@@ -1,4 +1,4 @@
-"""Which pieces of one unit consume samples of which pieces of another: the edges between units, from samples alone."""
+"""Edges between units, derived from samples: which pieces of one unit consume samples of which pieces of another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dilatant.schedule.packed import Pieces
 from dilatant.schedule.plan_arrays import PlanArrays
 
 
-@lru_cache(maxsize=8)  # of a few steps for several families
+@lru_cache(maxsize=8)  # a few steps under several families
 def unit_pairs(arrays: PlanArrays, pieces: Pieces) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Producer and consumer piece of every pair that shares a sample, unit edge by unit edge, ascending.
+    """Return the (producer, consumer) pieces of every pair that shares a sample, ascending within each unit edge.
 
     A sample that only the consumer has (text without an image) makes no pair: no rows travel for it.
     """

@@ -1,8 +1,8 @@
-"""Parts: how an encoder microbatch is cut when its samples go to several consumer microbatches.
+"""Parts: an encoder microbatch is split when its samples go to several consumer microbatches.
 
-Each part is its own autograd graph, so its backward runs as soon as its own gradients are back; a backward over a
-slice of one graph would cost the whole graph again. A unit replica without a backward, or whose microbatches are each
-consumed whole, is not cut.
+Each part is its own autograd graph, so its backward runs as soon as its own gradients are back; a backward over a slice
+of one graph would cost the whole graph again. A unit replica is not split if it has no backward or if each of its
+microbatches is consumed whole.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dilatant.schedule.schedule import Assignment, Microbatch
 from dilatant.schedule.trainability import Trainability
 
 
-@lru_cache(maxsize=8)  # of a few steps for several families
+@lru_cache(maxsize=8)  # a few steps under several families
 def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainability) -> Pieces:
-    """All pieces of a step. Samples of a microbatch that go to the same consumers stay together, in the order of
-    their first consumer, then of the microbatch. Empty microbatches have no piece, hence no actions.
+    """Return all pieces of a step. Samples of a microbatch that go to the same consumers form one piece; pieces are
+    ordered by their first consumer, samples as in the microbatch. Empty microbatches have no piece, hence no actions.
 
-    Consumers are followed to the end: a part that a consumer's own parts split is split as well.
+    Consumers are followed transitively: a part is split further wherever its consumer is split into parts.
     """
     consumers: dict[int, list[int]] = {}
     for source, target in arrays.feeds:
@@ -51,7 +51,7 @@ def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainab
 
 
 def _parts(batch: Microbatch, by_consumer: list[dict[int, int]]) -> list[tuple[int, ...] | None]:
-    """Samples grouped by the places of all their consumers, in the order of places; [None] for one group."""
+    """Group samples by their places in all consumers, in the order of places; return [None] if there is one group."""
     if len(by_consumer) == 1:
         place = by_consumer[0]
         keys: list[tuple[int, ...]] = [(place.get(sample, -1),) for sample in batch]

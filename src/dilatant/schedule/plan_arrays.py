@@ -1,7 +1,7 @@
-"""A Plan as arrays: which stage comes before which, on which ranks, for which unit replica.
+"""A Plan as arrays: the order of stages, their ranks and their unit replicas.
 
-Everything that walks a plan many thousand times (families, the simulator) reads these arrays; they hold nothing
-that `Plan` does not say.
+Code that walks a plan many thousand times (families, the simulator) reads these arrays. They hold nothing that `Plan`
+does not say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dilatant.plan.plan import PlacedStage, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanArrays:
-    """Stage numbers are `PlacedStage.index`; chain numbers count unit replicas in plan order.
+    """A plan's stages and chains. Stage numbers are `PlacedStage.index`; chain numbers count unit replicas in plan
+    order.
 
     `unit_of[chain]` indexes `units`; `stages_of[chain]` is the half-open range of its stages. `before[stage]` and
     `after[stage]` are the neighbours in the same chain, -1 at its ends. `feeds` lists pairs of unit indices.
@@ -41,13 +42,13 @@ class PlanArrays:
         return len(self.unit_of)
 
     def chains_of(self, unit: int) -> list[int]:
-        """The chain numbers of a unit's replicas, in replica order."""
+        """Return the chain numbers of a unit's replicas, in replica order."""
         return [int(chain) for chain in np.flatnonzero(self.unit_of == unit)]
 
 
-@lru_cache(maxsize=4)  # of one plan for many schedules
+@lru_cache(maxsize=4)  # many schedules share one plan
 def plan_arrays(plan: Plan) -> PlanArrays:
-    """The arrays of `plan`. Raises ValueError when a unit feeds one that the plan lacks or that comes earlier."""
+    """Return the arrays of `plan`. Raises ValueError if a unit feeds one that the plan lacks or that comes earlier."""
     placed = plan.stages()
     units = tuple(unit.name for unit in plan.units)
     number = {name: index for index, name in enumerate(units)}

@@ -1,4 +1,4 @@
-"""Scoring a plan: its steps on measured samples, simulated with the cost model, memory and gradient sync."""
+"""Plan scoring: simulate a plan's steps on measured samples with the cost model, memory and gradient sync."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from dilatant.schedule.trainability import trainability_of
 WHOLE: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
 SPLIT: Mapping[str, Family] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
 TRIED = {**WHOLE, **SPLIT}
-"""The families among which a plan is given the quickest that fits memory, by the names of `schedule.FAMILIES`."""
+"""The candidate families by their names in `schedule.FAMILIES`; a plan gets the fastest one that fits memory."""
 
 ROUNDS: Mapping[str, Family] = {"interleaved": interleaved}
-"""The same for a plan whose replicas go round their ranks several times."""
+"""The candidate families for a plan whose ranks hold several stages of a replica (interleaved)."""
 
 PROMISING = ("eager", "zb-h2")
-"""On many devices, of which steps take long to simulate, the others count only where these overflow memory."""
+"""On many devices, whose steps take long to simulate, the other families are tried only if these overflow memory."""
 
 FIRST, FRUGAL = "eager", "1f1b"
-"""The family that is simulated before others, and tells the least that these take; and that for memory too small."""
+"""FIRST is simulated before the others and yields lower bounds for them; FRUGAL is for memory that is too small."""
 
 
 def families_for(plan: Plan, splits: bool = True) -> Mapping[str, Family]:
-    """The families that suit a plan. splits: those that split backwards, too."""
+    """Return the candidate families for a plan; `splits` includes those that split the backward."""
     goes_round = any(
         len({stage.ranks for stage in replica.stages}) < len(replica.stages)
         for unit in plan.units
@@ -72,10 +72,11 @@ def plan_scorer(
     families: Mapping[str, Family] | None = None,
     splits: bool = True,
 ) -> PlanScorer:
-    """The function that scores plans for `plan.search`: the mean over the global batches in `workload`.
+    """Return the function that scores plans for `plan.search`: the mean over the global batches in `workload`.
 
-    `workload` holds a whole number of global batches (`Workload.batches`), one step each. `row_tokens`: as in
-    `Microbatching`. families: as in `best_steps`, else `families_for` a plan, with `splits`. Raises PlanError if not.
+    `workload` must hold a whole number of global batches (`Workload.batches`), one step each; otherwise PlanError is
+    raised. `row_tokens` is as in `Microbatching`. `families` is as in `best_steps`; the default is `families_for` the
+    plan with `splits`.
     """
     parts = workload.steps(global_batch)
 
@@ -107,7 +108,7 @@ def simulated_steps(
     row_tokens: int | None = None,
     families: Mapping[str, Family] | None = None,
 ) -> list[Step]:
-    """One step for every global batch."""
+    """Simulate one step for every global batch."""
     return best_steps(
         plan,
         model,
@@ -122,8 +123,9 @@ def simulated_steps(
 def step_costs(
     plan: Plan, model: ModelSpec, costs: CostModel, cluster: Cluster | None, rules: ParameterBytes = BF16
 ) -> StepCosts:
-    """The costs of this plan's steps on `cluster`; without one, nothing travels and no gradient is summed. Squares of
-    items and dense rows are the caller's to add. Raises UserError when the cost model lacks a layer type or degree."""
+    """Return the costs of this plan's steps on `cluster`; without a cluster, messages and gradient sync take no time.
+    The caller adds the squares of items and dense rows. Raises UserError if the cost model lacks a layer type or
+    degree."""
     return StepCosts(
         stage_costs(plan, model, costs, rules, cluster),
         cluster=cluster,
@@ -133,7 +135,7 @@ def step_costs(
 
 
 def origin_text(costs: CostModel) -> str:
-    """Where the costs are from, in words."""
+    """Say in words where the costs come from."""
     if costs.groups:
         return ", ".join(dict.fromkeys(map(origin_text, costs.groups.values())))
     if costs.origin == "measured":
@@ -147,7 +149,8 @@ def origin_text(costs: CostModel) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `schedule.FAMILIES`."""
+    """One simulated step. `seconds` lasts until all gradients are summed; `schedule` is a key of
+    `schedule.FAMILIES`."""
 
     timeline: Timeline
     seconds: float
@@ -163,10 +166,13 @@ def best_steps(
     how: Microbatching,
     families: Mapping[str, Family] | None = None,
 ) -> list[Step]:
-    """One step for every batch, all of one family: the quickest of `families`, on average, that stays in memory in each
-    of them (on many devices of those that are `PROMISING`, if one does); the most frugal if none does. `how` says the
-    rest: its own family is not looked at. Raises ValueError for a family that cannot run this plan. bytes_per_device:
-    of all, or by rank of `Plan.ranks`."""
+    """Simulate one step per batch, all under one family: the fastest of `families` on average that fits memory in every
+    step.
+
+    If none fits, the most frugal family is returned. On many devices only the `PROMISING` families are candidates if
+    one of them fits. `how` gives the remaining settings; its own family is ignored. `bytes_per_device` is one number
+    for all, or an array in the order of `Plan.ranks`. Raises ValueError for a family that cannot run this plan.
+    """
     families = families or families_for(plan)
     trainability = trainability_of(plan, model.trainable)
     anchor = roles_of(model).language
@@ -188,8 +194,7 @@ def best_steps(
             found.append(time_step(graph, costs, batch))
         return found
 
-    # A search of samples for every family would take the most time by far: which one to search for is told by samples
-    # placed by the quick policy.
+    # Running a searching policy for every family would dominate the time: the quick policy chooses the family first.
     searches = how.policy in DEPENDS_ON_FAMILY
     quickly = replace(how, policy="balanced") if searches else how
     quick: dict[str, list[TimedStep]] = {}
@@ -198,7 +203,7 @@ def best_steps(
         quick[name] = timed(name, quickly)
         return sum(one.seconds_synced for one in quick[name])
 
-    known = dict.fromkeys(families, 0.0)  # seconds, or what they are at least
+    known = dict.fromkeys(families, 0.0)  # seconds, or a lower bound of them
     if FIRST in families:
         first = time_all(FIRST)
         whole, split = map(sum, zip(*map(least_seconds, quick[FIRST]), strict=True))
@@ -208,7 +213,7 @@ def best_steps(
         (many and name not in PROMISING, known[name], number, name) for number, name in enumerate(families)
     ]
     heapq.heapify(queue)
-    # The memory sweep costs more than all the rest: only the quickest family is swept, unless it overflows.
+    # The memory sweep costs more than all the rest: only the fastest family is swept, unless it overflows.
     frugal: list[Step] = []
     while queue:
         is_late, seconds, number, name = heapq.heappop(queue)
@@ -226,7 +231,7 @@ def best_steps(
 
 
 def _peaks(step: Step) -> NDArray[np.float64]:
-    """By rank, in the order of `Plan.ranks`."""
+    """Return peak bytes in the order of `Plan.ranks`."""
     assert step.timeline.peak_bytes is not None, "the sweep was asked for"
     return step.timeline.peak_bytes
 

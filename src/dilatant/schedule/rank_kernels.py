@@ -1,4 +1,4 @@
-"""Inner loops over what ranks do in the order of time, compiled by numba and cached on disk.
+"""Compiled loops over each rank's events in time order, cached on disk by numba.
 
 Importing this module imports numba.
 """
@@ -11,8 +11,8 @@ from numba import njit
 
 @njit(cache=True, nogil=True)
 def order_within(offsets, key):
-    """The places of `key` [offsets[-1]], those of each segment between two offsets by key, equal ones as they come:
-    neighbouring ascending runs are merged until one is left."""
+    """Return the indices that stably sort each segment of `key` [offsets[-1]] ascending; `offsets` bounds the segments.
+    Natural merge sort: neighbouring ascending runs are merged until one is left."""
     size = offsets[-1]
     order, other = np.arange(size), np.empty(size, dtype=np.int64)
     bounds = np.empty(size + 2, dtype=np.int64)
@@ -45,8 +45,8 @@ def order_within(offsets, key):
 
 @njit(cache=True, nogil=True)
 def most_held(rank, when, taken, num_ranks):
-    """The most that each rank holds, of what events take or, below 0, give back: in the order of time, at one moment
-    what is given back first."""
+    """Return each rank's peak of the running sum of `taken` (negative: released), by `when`; at equal times only the
+    sum after all events counts."""
     offsets = np.zeros(num_ranks + 1, dtype=np.int64)
     for event in range(len(rank)):
         offsets[rank[event] + 1] += 1
@@ -60,12 +60,12 @@ def most_held(rank, when, taken, num_ranks):
         fill[rank[event]] = at + 1
     order = order_within(
         offsets, time
-    )  # actions and messages of a rank come in the order in which it runs them
+    )  # mostly sorted already: actions and messages of a rank come in its run order
     peak = np.zeros(num_ranks)
     for index in range(num_ranks):
         held = 0.0
         for at in range(offsets[index], offsets[index + 1]):
             held += delta[order[at]]
             if at + 1 == offsets[index + 1] or time[order[at + 1]] > time[order[at]]:
-                peak[index] = max(peak[index], held)  # in between, less is held than before or than now
+                peak[index] = max(peak[index], held)
     return peak

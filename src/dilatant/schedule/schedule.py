@@ -15,7 +15,7 @@ Microbatch = tuple[int, ...]
 
 
 class ActionKind(StrEnum):
-    """F forward, B whole backward, I its input-gradient half, W its weight-gradient half."""
+    """F is forward, B the whole backward, I its input-gradient half, W its weight-gradient half."""
 
     F = "F"
     B = "B"
@@ -39,16 +39,16 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which samples form which microbatch of which unit replica.
+    """The samples of every microbatch of every unit replica.
 
-    `microbatches[unit][replica][k]` are the samples of microbatch k, in execution order. Units may draw
-    different borders; a sample without work in a unit is absent there.
+    `microbatches[unit][replica][k]` are the samples of microbatch k, in execution order. Units may group samples
+    differently; a sample without work in a unit is absent there.
     """
 
     microbatches: dict[str, tuple[tuple[Microbatch, ...], ...]]
 
     def __hash__(self) -> int:
-        """Of its shape alone, which is quick, for a few that are known."""
+        """Hash only the numbers of replicas: this is fast, and caches hold few assignments."""
         return hash(tuple((unit, len(replicas)) for unit, replicas in self.microbatches.items()))
 
     def to_json(self) -> str:
@@ -66,9 +66,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`actions[rank]`: the ordered actions of every rank. Receives and sends are derived, never written.
+    """The ordered actions of every rank, `actions[rank]`. Receives and sends are derived, never written.
 
-    Schedule families keep the actions as arrays and make the values when a rank is asked for, so a schedule of a
+    Schedule families keep the actions as arrays and create `Action` values when a rank is accessed, so a schedule of a
     hundred thousand actions costs milliseconds until somebody reads it.
     """
 
@@ -101,7 +101,8 @@ class Schedule:
 
 
 def whole(value: Any) -> int:
-    """A number that was read from a file: of a sample, stage or microbatch, or a count. Raises ValueError."""
+    """Return a sample, stage or microbatch number, or a count, read from a file. Raises ValueError unless an int in [0,
+    2^31)."""
     if type(value) is not int or not 0 <= value < 1 << 31:
         raise ValueError(f"{value!r} where a whole number from 0 on was expected")
     return value

@@ -1,4 +1,4 @@
-"""What the fullest of context-parallel ranks has of a microbatch, where they share items that cannot be divided."""
+"""Context-parallel load imbalance: the fullest rank's load of a microbatch if ranks share indivisible items."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dilatant.schedule.simulator.graph import ScheduleGraph
 def unevenness(
     graph: ScheduleGraph, items_per_token: NDArray[np.float64], tokens: Sequence[NDArray[np.float64]]
 ) -> NDArray[np.float64] | None:
-    """By op: how many times the mean of its stage's ranks the fullest of them has to do, [ops]; None where it is once
-    everywhere. items_per_token: [stages], as in `UnitSpec`. tokens: by unit, of each sample."""
+    """Return, per op, the fullest rank's load over the mean load of its stage's ranks, [ops]; None if it is 1
+    everywhere. `items_per_token` [stages] is as in `UnitSpec`; `tokens` holds one array [samples] per unit."""
     arrays, pieces = graph.arrays, graph.packed.pieces
     cp = np.asarray([placed.stage.cp for placed in arrays.placed])
     uneven = np.flatnonzero((cp > 1) & (items_per_token < 1.0))
@@ -39,7 +39,7 @@ def unevenness(
 def _of_chain(
     pieces: Pieces, chain: int, tokens: NDArray[np.float64], items_per_token: float, cp: int
 ) -> NDArray[np.float64]:
-    """By piece of a chain."""
+    """Return the fullest rank's load over the mean load for every piece of a chain."""
     found = []
     for piece in range(int(pieces.first[chain]), int(pieces.first[chain + 1])):
         samples = pieces.samples[pieces.offsets[piece] : pieces.offsets[piece + 1]]
@@ -48,8 +48,9 @@ def _of_chain(
 
 
 def fullest_share(tokens: NDArray[np.float64], items_per_token: float, ranks: int) -> float:
-    """The part of all tokens that the fullest of some ranks has, of samples with so many each: as few items as can be,
-    or with 0 items a token whole samples, the largest first (as `models.shared_samples` deals them)."""
+    """Return the fraction of all tokens on the fullest of `ranks` ranks. The items are the fewest that
+    `items_per_token` gives, dealt evenly; with 0, whole samples are dealt largest first (as `models.shared_samples`
+    deals them)."""
     total = float(tokens.sum())
     if not total:
         return 1.0 / ranks

@@ -1,7 +1,7 @@
 """The Timeline: a schedule with the seconds at which every action starts and ends.
 
-The simulator predicts one; a runtime that measures its actions writes the same value, so a prediction can be held
-against the measurement of the very same actions.
+The simulator predicts a timeline; a runtime that measures its actions writes the same value, so that a prediction can
+be compared with the measurement of the very same actions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WAITING_FOR_DATA = "waiting for data"
 
 
 def waiting_for(unit: str) -> str:
-    """The name of the idle cause "this rank waited for that unit"."""
+    """Return the name of the idle cause "this rank waited for that unit"."""
     return f"waiting for {unit}"
 
 
@@ -48,7 +48,7 @@ class Timeline:
     arrows: NDArray[np.int64]
 
     def of_rank(self, rank: int) -> list[tuple[Action, float, float]]:
-        """Every action of `rank` with its start and end in seconds."""
+        """Return every action of `rank` with its start and end in seconds."""
         index = self.ranks.index(rank)
         rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return list(
@@ -57,11 +57,11 @@ class Timeline:
 
     @property
     def idle_by_cause(self) -> dict[str, float]:
-        """Idle seconds summed over ranks, cause by cause."""
+        """Idle seconds summed over ranks, by cause."""
         return dict(zip(self.causes, self.idle.sum(axis=0).tolist(), strict=True))
 
     @property
     def bubble(self) -> float:
-        """The idle share of all rank seconds, between 0 and 1."""
+        """The idle fraction of all rank seconds, between 0 and 1."""
         total = self.seconds * len(self.ranks)
         return float(self.idle.sum() / total) if total else 0.0

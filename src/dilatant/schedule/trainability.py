@@ -1,8 +1,8 @@
-"""Which stages have a backward at all, and which have weight gradients: the frozen rule, stage by stage.
+"""The frozen rule: which stages have a backward at all, and which have weight gradients.
 
-A layer has a weight gradient if it trains, and passes an input gradient on if anything before it, on any path through
-any unit, trains (Cornstarch, thesis eq. 3.2, with the exclusive prefix: the layer itself does not count, and the
-language model looks back at all encoders and projectors). A stage with neither runs forward only.
+A layer has a weight gradient if it trains. It passes an input gradient on if anything before it, on any path through
+any unit, trains. (Cornstarch, the thesis, eq. 3.2, with the exclusive prefix: the layer itself does not count, and the
+language model looks back at all encoders and projectors.) A stage with neither runs forward only.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dilatant.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Trainability:
-    """By stage number: does the stage run a backward, does it have weight gradients."""
+    """By stage number: whether the stage runs a backward and whether it has weight gradients."""
 
     backward: tuple[bool, ...]
     weight_gradient: tuple[bool, ...]
 
 
 def trainability_of(plan: Plan, trainable: Mapping[str, Sequence[bool]]) -> Trainability:
-    """The frozen rule over a plan; `trainable[unit][layer]` says which layers train.
+    """Apply the frozen rule to a plan; `trainable[unit][layer]` says which layers train.
 
-    Raises ValueError when a unit is missing or has fewer layers than its stages cover.
+    Raises ValueError if a unit is missing or has fewer layers than its stages cover.
     """
     before: dict[str, bool] = {unit.name: False for unit in plan.units}
     for unit in plan.units:
@@ -47,7 +47,7 @@ def trainability_of(plan: Plan, trainable: Mapping[str, Sequence[bool]]) -> Trai
 
 
 def all_trainable(plan: Plan) -> Trainability:
-    """Every layer of every unit trains."""
+    """Return the trainability of a plan in which every layer of every unit trains."""
     return trainability_of(
         plan, {unit.name: [True] * max(s.end for r in unit.replicas for s in r.stages) for unit in plan.units}
     )

@@ -1,4 +1,4 @@
-"""Is this schedule one that runs? Everything that is wrong with it, at once, before any process starts."""
+"""Schedule validation: list everything that is wrong with a schedule before any process starts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def validate(
     samples: Mapping[str, Collection[int]] | None = None,
     look_ahead: int | None = None,
 ) -> None:
-    """Return if the schedule runs; else raise ScheduleError listing all that is wrong.
+    """Raise ScheduleError listing every problem if the schedule cannot run.
 
-    Checked: the assignment fits the plan and puts no sample into a unit twice (exactly the `samples[unit]`, where
-    given); the parts of every microbatch cover it once and are the same on all stages of its replica; every rank of
-    a stage runs every action exactly once, with a backward exactly where `trainability` asks for one (without it,
-    where the schedule has one, for all microbatches alike); and there is an order of all actions that respects ranks
-    and data, else the circle of waits is printed. With `look_ahead`, such an order must exist even if every directed
-    edge holds at most that many messages that were not consumed yet.
+    Checked: the assignment fits the plan and puts no sample into a unit twice (exactly `samples[unit]`, if given); the
+    parts of every microbatch cover it once and are the same on all stages of its replica; every rank of a stage runs
+    every action exactly once, with a backward exactly where `trainability` asks for one (without it, where the schedule
+    has one, for all microbatches alike); and some order of all actions respects rank order and data edges, else the
+    cycle of waits is printed. With `look_ahead`, such an order must exist even if every directed edge buffers at most
+    that many unconsumed messages.
     """
     problems = schedule_problems(
         plan, assignment, schedule, trainability, samples=samples, look_ahead=look_ahead
@@ -57,7 +57,7 @@ def schedule_problems(
     samples: Mapping[str, Collection[int]] | None = None,
     look_ahead: int | None = None,
 ) -> list[str]:
-    """Everything `validate` would complain about."""
+    """Return every problem that `validate` would raise."""
     problems = assignment_problems(plan, assignment, samples)
     if problems:
         return problems
@@ -78,7 +78,7 @@ def schedule_problems(
 def assignment_problems(
     plan: Plan, assignment: Assignment, samples: Mapping[str, Collection[int]] | None = None
 ) -> list[str]:
-    """How an assignment fails to fit a plan: units, replicas, samples twice, samples missing or too many."""
+    """List how an assignment fails to fit a plan: units, replicas, duplicated samples, missing or extra samples."""
     problems = []
     names = [unit.name for unit in plan.units]
     for name in sorted(set(assignment.microbatches) - set(names)):
@@ -116,7 +116,7 @@ def _name(arrays: PlanArrays, chain: int) -> str:
 
 
 def _part_problems(arrays: PlanArrays, assignment: Assignment, packed: PackedActions) -> list[str]:
-    """Microbatches whose parts do not cover them exactly once; empty ones that are run."""
+    """List microbatches whose parts do not cover them exactly once, and empty microbatches that are run."""
     problems = []
     pieces = packed.pieces
     for chain in range(arrays.num_chains):
@@ -141,7 +141,7 @@ def _part_problems(arrays: PlanArrays, assignment: Assignment, packed: PackedAct
 
 
 def _rank_problems(arrays: PlanArrays, packed: PackedActions) -> list[str]:
-    """Actions on ranks that do not hold their stage, twice on a rank, or missing on some rank of a stage."""
+    """List actions on ranks that do not hold their stage, twice on a rank, or missing on some rank of a stage."""
     problems = []
     row_rank = np.repeat(np.asarray(packed.ranks, dtype=np.int64), np.diff(packed.offsets))
     num_pieces = max(len(packed.pieces.microbatch), 1)
@@ -177,7 +177,7 @@ def _rank_problems(arrays: PlanArrays, packed: PackedActions) -> list[str]:
 def _presence_problems(
     arrays: PlanArrays, packed: PackedActions, trainability: Trainability | None
 ) -> list[str]:
-    """Actions that every stage must have for every piece, and kinds that a stage must not have."""
+    """List actions that a stage lacks for a piece, and kinds of action that a stage must not have."""
     problems = []
     pieces = packed.pieces
     there = np.zeros((len(arrays.placed), 4, len(pieces.microbatch)), dtype=bool)

@@ -1,4 +1,4 @@
-"""Which samples share a microbatch, and in which order microbatches run: five policies for one pipeline.
+"""Microbatch policies: which samples share a microbatch of one pipeline, and in which order microbatches run.
 
 Every policy is deterministic: ranks that know the sizes of all samples derive the same microbatches.
 """
@@ -34,15 +34,15 @@ POLICIES: tuple[Policy, ...] = ("random", "disttrain", "entrain", "balanced", "s
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """Samples of every microbatch of one pipeline.
+    """The samples of every microbatch of one pipeline.
 
-    `microbatches[unit]`, by column number or name, are as many tuples of sample numbers as were asked for, in
-    execution order, or more where a policy's microbatches were cut to the capacity; each sample is once in every unit.
-    Empty ones (there may be fewer samples than microbatches, and Entrain may use fewer) are not run. `seconds` is the
-    simulated step, None for policies that do not simulate; `lower_bound` a time no assignment beats; `load_bound[unit]`
-    the least that the largest microbatch of a unit can take and `largest_load[unit]` what it takes, in seconds per
-    stage. `depths` are the in-flight microbatches by stage for which it was made. `wall_seconds` takes no part in
-    comparisons.
+    `microbatches[unit]`, keyed by column number or name, has one tuple of sample numbers per requested microbatch, in
+    execution order (more if a policy's microbatches were split to fit the capacity); each sample occurs once in every
+    unit. Empty microbatches (fewer samples than microbatches, or Entrain's K_eff) are not run. `seconds` is the
+    simulated step, None for policies that do not simulate; `lower_bound` a time that no assignment beats;
+    `load_bound[unit]` the least that a unit's largest microbatch can take and `largest_load[unit]` what it takes, in
+    seconds per stage. `depths` are the in-flight microbatches by stage that the result assumes. `wall_seconds` is
+    ignored in comparisons.
     """
 
     microbatches: Mapping[int | str, tuple[Microbatch, ...]]
@@ -58,7 +58,7 @@ class Microbatches:
 
     @property
     def gap(self) -> float:
-        """How far the largest microbatch is above its bound, in the unit where that is most; 0.005 is 0.5 %."""
+        """Relative excess of the largest microbatch over its bound, in the worst unit; 0.005 is 0.5 %."""
         pairs = zip(self.largest_load, self.load_bound, strict=True)
         return max((load / bound - 1 for load, bound in pairs if bound > 0), default=0.0)
 
@@ -79,23 +79,21 @@ def assign_microbatches(
 
     `seconds[sample, unit]` is what a sample costs each stage of a unit, forward and backward together, 0 where it has
     no work there; `names` names the columns. `shape` describes the pipeline, by default four stages per unit, all
-    feeding the last, backward twice the forward, eager 1F1B. `weight[sample]` of a microbatch add up to at most
-    `capacity` (row tokens, say). Policies:
+    feeding the last, backward twice the forward, eager 1F1B. In each microbatch the sum of `weight[sample]` (for
+    example row tokens) is at most `capacity`. Policies:
 
     - `random`: equal counts, in an order drawn from `seed`.
-    - `disttrain`: random groups in the order of DistTrain's inter-microbatch reordering (Alg. 3, repaired), that for
-      interleaved 1F1B where it runs (6.2), if it is quicker by simulation.
-    - `entrain`: Alg. 4 of Entrain (thesis 4.5) with pairwise deferral, at the K asked for and at K_eff, the quicker
-      of the two by simulation (planning notes E3). The unit that the others feed defers; what it feeds
-      follows it.
+    - `disttrain`: random groups in the order of DistTrain's inter-microbatch reordering (Alg. 3, repaired; its variant
+      for interleaved 1F1B where that runs, section 6.2), if the simulated step gets faster.
+    - `entrain`: Alg. 4 of Entrain (the thesis, 4.5) with pairwise deferral, at the requested K and at K_eff, whichever
+      simulates faster. The unit that the others feed defers; the units that it feeds follow it.
     - `balanced`: each sample, largest first, to the microbatch whose largest load grows least.
     - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
       `evaluations` simulated steps.
 
-    `balanced` groups samples within `capacity`; of the other policies a microbatch that exceeds it is cut into several,
-    beside each other in the order of execution. Raises UserError for input that is not
-    an array of finite non-negative seconds `[samples, units]`, a microbatch count below 1, an unknown policy, or
-    samples that cannot be grouped within `capacity`.
+    `balanced` groups samples within `capacity`; the other policies split a microbatch that exceeds it into several that
+    are neighbours in execution order. Raises UserError for seconds that are not a finite non-negative array `[samples,
+    units]`, a microbatch count below 1, an unknown policy, or samples that do not fit `capacity`.
     """
     began = time.perf_counter()
     table = np.array(seconds, dtype=np.float64)
@@ -131,7 +129,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """`slot_of [samples]` where all units share their microbatches."""
+    """A policy's result; `slot_of [samples]` is set if all units share their microbatches."""
 
     by_unit: ByUnit
     slot_of: NDArray[np.int64] | None = None
@@ -157,9 +155,9 @@ def _check(
 
 
 def _cut(problem: _Problem, found: _Found) -> _Found:
-    """Cut each of the anchor's microbatches that exceeds the capacity into as few as hold its samples. The microbatches
-    of one number are cut alike in all units, since schedules pair them by their numbers. Raises UserError for a sample
-    that exceeds the capacity alone."""
+    """Split each of the anchor's microbatches that exceeds the capacity into the fewest that hold its samples.
+    Microbatches with the same number are split alike in all units, since schedules pair them by number. Raises
+    UserError for a sample that exceeds the capacity alone."""
     # A sum of a few hundred weights may exceed the limit by rounding alone.
     limit = problem.capacity * (1 + 1e-12)
     anchor = found.by_unit[problem.shape.anchor]
@@ -184,7 +182,7 @@ def _cut(problem: _Problem, found: _Found) -> _Found:
 
 
 def _shared(problem: _Problem, slot_of: NDArray[np.int64]) -> _Found:
-    """The same microbatches for every unit: samples ascending within one, empty ones last."""
+    """Return the same microbatches for every unit: samples ascending within each, empty microbatches last."""
     count = problem.num_microbatches
     sizes = np.bincount(slot_of, minlength=count)
     if not sizes.all():
@@ -200,7 +198,7 @@ def _shared(problem: _Problem, slot_of: NDArray[np.int64]) -> _Found:
 
 
 def _random(problem: _Problem) -> NDArray[np.int64]:
-    """Equal counts of samples in an order drawn from the seed."""
+    """Return the slots of samples dealt in equal counts, in an order drawn from the seed."""
     num_samples = len(problem.seconds)
     slot_of = np.empty(num_samples, dtype=np.int64)
     order = np.random.default_rng(problem.seed).permutation(num_samples)
@@ -209,13 +207,13 @@ def _random(problem: _Problem) -> NDArray[np.int64]:
 
 
 EVEN = 0.002
-"""How far above its bound the largest microbatch may be without samples being swapped for it."""
+"""Samples are swapped only while a unit's largest microbatch exceeds its bound by more than this fraction."""
 SWAPS_TRIED = 2_000_000
 
 
 def _balanced(problem: _Problem) -> NDArray[np.int64]:
-    """The greedy placement, and then swaps of samples until the largest microbatch of each unit is within `EVEN` of its
-    bound, or nothing helps: with a dozen samples in a microbatch the greedy alone leaves 5 %."""
+    """Place samples greedily, then swap them until each unit's largest microbatch is within `EVEN` of its bound or
+    nothing helps: with a dozen samples per microbatch, the greedy placement alone leaves 5 %."""
     from dilatant.schedule.assignment import assign_kernels as kernels
 
     slot_of = _greedy(problem)
@@ -229,8 +227,8 @@ def _balanced(problem: _Problem) -> NDArray[np.int64]:
 
 
 def _greedy(problem: _Problem) -> NDArray[np.int64]:
-    """The greedy over all units at once (planning notes 2e): loads relative to each unit's mean microbatch, largest
-    sample first, each to the microbatch whose largest relative load stays smallest."""
+    """Place samples greedily, balancing all units at once: largest sample first (relative to each unit's mean
+    microbatch), to the microbatch whose largest relative load stays smallest."""
     from dilatant.schedule.assignment import assign_kernels as kernels
 
     num_samples, num_units = problem.seconds.shape
@@ -248,7 +246,7 @@ def _greedy(problem: _Problem) -> NDArray[np.int64]:
     room = np.full(count, problem.capacity)
     refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
     if refused >= 0:
-        # Bin packing first: heaviest first finds room where it exists more often than costliest first.
+        # Retry by weight: heaviest first fits more often than costliest first.
         room = np.full(count, problem.capacity)
         order = _descending(problem.weight)
         refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
@@ -267,10 +265,10 @@ def _greedy(problem: _Problem) -> NDArray[np.int64]:
 
 
 def _descending(key: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Sample numbers by descending non-negative key, to 32 bits of it, equals by descending number.
+    """Return sample numbers by descending non-negative key (compared to 32 bits), equal keys by descending number.
 
-    The number is put into the low bits of the key, so that one plain sort of integers gives an order that does not
-    depend on the sort's stability, which is not the same on all machines.
+    The number is put into the low bits of the key, so that one plain integer sort gives an order that does not depend
+    on the sort's stability, which differs between machines.
     """
     bits = max(1, int(len(key) - 1).bit_length())
     mask = (1 << bits) - 1
@@ -285,8 +283,8 @@ def _loads(problem: _Problem, slot_of: NDArray[np.int64]) -> NDArray[np.float64]
 
 
 def _disttrain(problem: _Problem) -> _Found:
-    """Random groups, reordered where that shortens the step that is to run. Of interleaved pipelines no order is always
-    the best: those for 1F1B of as many stages are tried, too."""
+    """Return random groups, reordered if that shortens the simulated step. No order is always the best for interleaved
+    pipelines, so the order for 1F1B with as many stages is tried, too."""
     from dilatant.schedule.assignment.disttrain import inter_reorder
 
     shape, slot_of = problem.shape, _random(problem)
@@ -325,7 +323,8 @@ def _fill(batches: list[Microbatch], count: int) -> tuple[Microbatch, ...]:
 
 
 def _searched(problem: _Problem, evaluations: int | None) -> _Found:
-    """The best of all policies, after a search from the best one whose units share their microbatches."""
+    """Return the best of all policies and of a search that starts from the best policy with microbatches shared by all
+    units."""
     from dilatant.schedule.assignment.joint_search import default_evaluations, joint_search, step_model
 
     model = step_model(problem.shape, problem.num_microbatches)
@@ -354,8 +353,8 @@ def _searched(problem: _Problem, evaluations: int | None) -> _Found:
 
 
 def _shallowest(problem: _Problem, found: _Found) -> _Found:
-    """The same microbatches with as few in flight as cost no time: from the shape's depths down to 1F1B's. A family
-    that is to run has its own."""
+    """Return the same microbatches with the fewest in flight that cost no time, from the shape's depths down to 1F1B's.
+    A shape with a schedule family keeps the family's depths."""
     if problem.shape.family is not None:
         return found
     plan = problem.shape.plan()

@@ -1,6 +1,7 @@
 """Inner loops of the microbatch policies, compiled by numba and cached on disk.
 
-Only additions, multiplications and comparisons of doubles: every machine derives the same result from the same seed.
+They use only additions, multiplications and comparisons of doubles, so that every machine derives the same result from
+the same seed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 _EXCHANGE_SAMPLES, _EXCHANGE_SLOTS = 2, 3
-"""Of four equally likely changes; the two others move one sample to any slot."""
+"""Two of four equally likely changes of `anneal`; the two others move one sample to any slot."""
 
 
 @njit(cache=True, nogil=True)
 def _draw(state, bound):
-    """A whole number below `bound` (splitmix64; `state` is a one-element uint64 array)."""
+    """Draw an integer below `bound` (splitmix64; `state` is a one-element uint64 array)."""
     state[0] += _GOLDEN
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * _MIX1
@@ -30,10 +31,10 @@ def _draw(state, bound):
 # Without these two flags a maximum of doubles is not vectorised; they allow no other change of the result.
 @njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
 def place_two_units(order, first, second, slot_of, num_slots):
-    """The two-dimensional greedy for two units and equal slots without limits: the benchmark's inner loop.
+    """Greedy placement for two units and equal slots without limits: the benchmark's inner loop.
 
-    Each sample, in `order`, to the slot in which the larger of the two loads, plus a thousandth of their sum, stays
-    smallest. The slot's number stands in the lowest bits of its score, so that one integer minimum, which vectorises,
+    Each sample, in `order`, goes to the slot where the larger of the two loads, plus a thousandth of their sum, stays
+    smallest. The slot's number is kept in the lowest bits of its score, so that one integer minimum, which vectorises,
     finds the slot; scores are positive, hence ordered like their bits.
     """
     one, two, score = np.zeros(num_slots), np.zeros(num_slots), np.empty(num_slots)
@@ -58,7 +59,7 @@ def place_two_units(order, first, second, slot_of, num_slots):
 
 @njit(cache=True, nogil=True)
 def place_units(order, share, speed, weight, room, slot_of):
-    """`place_two_units` for any number of units, slots of unlike `speed`, and limited `room`.
+    """Generalise `place_two_units` to any number of units, slots of different `speed`, and limited `room`.
 
     `share [units, samples]`. Returns the first sample for which no slot has room, or -1.
     """
@@ -90,8 +91,8 @@ def place_units(order, share, speed, weight, room, slot_of):
 def even_out(share, weight, capacity, slot_of, num_slots, limit, pairs):
     """Swap samples between slots, or move them, until no load of a unit is above `limit[unit]`, or nothing helps.
 
-    `share [units, samples]` as in `place_units`. The slot with the largest load over its limit gives the sample, or
-    changes it for one of another slot, that leaves the two slots lowest. At most `pairs` pairs are looked at.
+    `share [units, samples]` is as in `place_units`. In each round the slot furthest above its limit moves one sample to
+    another slot, or swaps it, such that the larger load of the two slots is smallest. At most `pairs` pairs are tried.
     """
     num_units, num_samples = share.shape
     load = np.zeros((num_slots, num_units))
@@ -144,10 +145,11 @@ def even_out(share, weight, capacity, slot_of, num_slots, limit, pairs):
 
 @njit(cache=True, nogil=True)
 def step_time(first, before, cost_of, share, last, cost, end):
-    """Latest end of a step, ops in topological order. Fills `end` from op `first` on; earlier entries must hold.
+    """Return the latest end of a step with ops in topological order. Fills `end` from op `first` on; earlier entries
+    must hold.
 
-    `before [ops, n]` are the ops that each waits for, padded with the number of ops, whose `end` is 0. Op i takes
-    `share[i] * cost[cost_of[i]]` seconds. `last` are the ops after which nothing comes.
+    `before [ops, n]` are each op's predecessors, padded with the number of ops, whose `end` is 0. Op i takes `share[i]
+    * cost[cost_of[i]]` seconds. `last` are the ops without successors.
     """
     if before.shape[1] == 2:
         for i in range(first, len(share)):
@@ -174,7 +176,7 @@ def _set_costs(cost, load, fixed, position, a, b):
 
 @njit(cache=True, nogil=True)
 def _rehouse(slot_of, filled, count, weight, one, other, a, b):
-    """Sample `one` goes from slot a to b, and `other`, unless it is -1, from b to a."""
+    """Move sample `one` from slot a to b, and `other`, unless it is -1, from b to a."""
     moved = weight[one]
     if other >= 0:
         moved -= weight[other]
@@ -189,7 +191,7 @@ def _rehouse(slot_of, filled, count, weight, one, other, a, b):
 
 @njit(cache=True, nogil=True)
 def _copy(source, target, first, end):
-    # A loop: assigning slices costs seconds to compile.
+    # An explicit loop, since slice assignment takes seconds to compile.
     for i in range(first, end):
         target[i] = source[i]
 
@@ -213,10 +215,11 @@ def anneal(
 ):
     """Threshold accepting over sample moves, sample swaps and slot swaps; the objective is the simulated step.
 
-    `seconds [units, samples]`, `slot_of [samples]` (left as the best found); `before`, `cost_of` (unit * slots + slot),
-    `share`, `last` as in `step_time`; `fixed [units]` is added to every slot in which a unit has work. With
-    `membership` False only whole slots change places. A change is kept if the step gets at most the threshold longer,
-    which falls linearly from `start_threshold` times the first step to nothing. Returns the best step's seconds.
+    `seconds [units, samples]`; `slot_of [samples]` is overwritten with the best found; `before`, `cost_of` (unit *
+    slots + slot), `share`, `last` are as in `step_time`; `fixed [units]` is added to every slot in which a unit has
+    work. With `membership` False only whole slots change places. A change is kept if the step gets longer by at most
+    the threshold, which falls linearly from `start_threshold` times the first step to zero. Returns the best step's
+    seconds.
     """
     num_units, num_samples = seconds.shape
     num_ops = len(share)

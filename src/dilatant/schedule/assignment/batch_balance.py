@@ -1,4 +1,4 @@
-"""How evenly the batches of a data set divide: how long replicas, or microbatches, would wait for the largest."""
+"""Batch balance: how long replicas or microbatches of a data set's batches would wait for the largest one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from dilatant.schedule.assignment.assign import Policy, assign_microbatches
 
 @dataclass(frozen=True, slots=True)
 class BatchBalance:
-    """Batches divided into `groups` by a policy of `assign_microbatches`, were work in proportion to tokens.
+    """Wait fractions of batches divided into `groups` by a policy of `assign_microbatches`, if work is proportional to
+    tokens.
 
-    waits[unit]: part of the time that the mean group is idle while the largest works on the unit. step_waits: the same
-    of all devices, where every unit has devices in proportion to its work and a step ends with the last of them: what
-    the policies make small, if need be at the cost of a unit that is not the last.
+    `waits[unit]` is the fraction of time that the mean group idles while the largest works on the unit. `step_waits` is
+    the same over all devices if each unit has devices in proportion to its work and a step ends with the last of them;
+    the policies minimise it, if need be at the cost of a unit that is not the last.
     """
 
     groups: int
@@ -32,9 +33,9 @@ def batch_balance(
     groups: Sequence[int] = (2, 4, 8, 16),
     policies: Sequence[Policy] = ("random", "balanced"),
 ) -> tuple[BatchBalance, ...]:
-    """By number of groups and policy, the mean over `batches`: tokens `[samples, units]` each.
+    """Return the mean over `batches` (tokens `[samples, units]` each) for every number of groups and policy.
 
-    A number of groups that leaves fewer than two samples to each is left out, and so is a unit without any tokens.
+    Numbers of groups with fewer than two samples per group are left out, and so are units without any tokens.
     """
     smallest = min((len(batch) for batch in batches), default=0)
     present = [unit for unit in range(len(units)) if any(batch[:, unit].any() for batch in batches)]
@@ -57,6 +58,6 @@ def batch_balance(
 
 
 def _loads(work: NDArray[np.float64], groups: int, policy: Policy, seed: int) -> NDArray[np.float64]:
-    """The work of every group: `[groups, units]`."""
+    """Return the work of every group: `[groups, units]`."""
     grouped = assign_microbatches(work, groups, policy, seed).microbatches
     return np.array([work[list(samples)].sum(axis=0) for samples in next(iter(grouped.values()))])

@@ -1,10 +1,10 @@
-"""The Assignment of a step: samples over the replicas of every unit, and over the microbatches of each.
+"""The Assignment of a step: samples over the replicas of every unit, and over the microbatches of each replica.
 
-The replicas of the *anchor*, the unit that the encoders feed (the language model), each take a share of the samples
-and group them by one of the microbatch policies. Every other unit follows: a replica serves a fixed run of anchor
-replicas, and its k-th microbatch holds the samples of their k-th microbatches. So units may have any numbers of
-replicas: with fewer encoder replicas than language ones the encoder's microbatches are that much larger (DistTrain
-5.1), with more, several share one language replica's microbatch.
+The replicas of the *anchor*, the unit that the encoders feed (the language model), each take a share of the samples and
+group it by one of the microbatch policies. Every other unit follows: a replica serves a fixed run of anchor replicas,
+and its k-th microbatch holds the samples of their k-th microbatches. So units may have any numbers of replicas: with
+fewer encoder replicas than language-model replicas, the encoder's microbatches are that much larger (DistTrain 5.1);
+with more, several encoder replicas share one language-model replica's microbatch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from dilatant.schedule.schedule import Assignment, Microbatch
 
 
 def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) -> NDArray[np.int64]:
-    """The replica of every sample: `[samples]`. `seconds [samples, units]`; `speed[replica]` relative throughput.
+    """Return the replica of every sample, `[samples]`. `seconds [samples, units]`; `speed[replica]` is relative
+    throughput.
 
-    All units are balanced at once, relative to their totals; sorting by encoder seconds and placing by language
-    seconds alone leaves the encoder 7 to 43 % uneven (planning notes E1).
+    All units are balanced at once, relative to their totals: sorting by encoder seconds and placing by language seconds
+    alone leaves the encoder 7 to 43 % uneven.
     """
     from dilatant.schedule.assignment import assign_kernels as kernels
 
@@ -47,7 +48,8 @@ def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) ->
 
 
 def served_by(replica: int, replicas: int, anchors: int) -> range:
-    """The anchor replicas whose samples a replica has, of so many: several, or a part of those of one."""
+    """Return the anchor replicas whose samples this replica serves: several of them, or one that it shares with
+    others."""
     if replicas <= anchors:
         return range(-(-replica * anchors // replicas), -(-(replica + 1) * anchors // replicas))
     return range(replica * anchors // replicas, replica * anchors // replicas + 1)
@@ -70,20 +72,19 @@ def assign(
     capacity: float | None = None,
     pace: Mapping[str, Sequence[float]] | None = None,
 ) -> Assignment:
-    """Which samples each microbatch of each replica holds.
+    """Assign samples to the microbatches of every replica of every unit.
 
     `seconds[unit][sample]` is what a sample costs a typical stage of the unit, forward and backward together, 0 where
-    it has no work there: such a sample is absent from that unit's microbatches (if it has none anywhere, it stays in
-    the anchor's). `num_microbatches` is the count of
-    every anchor replica, or one count each; `speed` their relative throughput, by default in proportion to these
-    counts (`compose_pipelines` gives a slow pipeline fewer). `anchor` names the anchor where it is not the unit that
-    most others feed. `backward[unit]` is backward seconds per forward second, 2 where not given, and `fixed[unit]` what
-    a microbatch costs a stage beyond its samples, 0 where not given. `family` is the schedule that will run, eager 1F1B
-    by default; policies that simulate, simulate it. `pace[unit][replica]` is how many times as long a stage takes there
-    as in the unit's first replica; by default by its number of layers alone.
-    With a token budget, the `weight[sample]` of an anchor's microbatch add up to at most `capacity`, except that a
-    sample above it is alone in its own: a replica then gets as many microbatches as that takes, and at least its count.
-    Raises UserError when a unit is missing or lists differ in length.
+    it has no work there: such a sample is absent from that unit's microbatches (without work anywhere, it stays in the
+    anchor's). `num_microbatches` is the count of every anchor replica, or one count each. `speed` is the anchor
+    replicas' relative throughput, by default in proportion to these counts (`compose_pipelines` gives a slow pipeline
+    fewer). `anchor` defaults to the unit that most others feed. `backward[unit]` is backward seconds per forward second
+    (default 2), `fixed[unit]` what a microbatch costs a stage beyond its samples (default 0). `family` is the schedule
+    that will run, which policies that simulate use; eager 1F1B by default. `pace[unit][replica]` is the seconds of a
+    stage there relative to the unit's first replica; by default from its number of layers alone. With a token budget,
+    the `weight[sample]` of an anchor's microbatch add up to at most `capacity`; a larger sample is alone in its
+    microbatch. A replica then gets as many microbatches as that takes, and at least its count. Raises UserError if a
+    unit is missing or lists differ in length.
     """
     names = [unit.name for unit in plan.units]
     missing = [name for name in names if name not in seconds]
@@ -123,7 +124,7 @@ def assign(
         )
 
     if policy == "searched" and replicas > 1:
-        # The search runs in compiled code that lets other threads run; each replica's depends on nothing else.
+        # The search runs in compiled code that releases the GIL; replicas are independent of each other.
         with ThreadPoolExecutor(min(replicas, os.cpu_count() or 1), "assign") as pool:
             grouped = list(pool.map(group, range(replicas)))
     else:
@@ -151,10 +152,11 @@ def _pipeline(
     family: Family | None,
     pace: Mapping[str, Sequence[float]],
 ) -> tuple[PipelineShape, NDArray[np.float64]]:
-    """The pipeline of one anchor replica: its stages with those of the replicas that serve it; and, by unit, the
-    seconds of a stage there per second of a stage of the unit's first replica.
+    """Return the pipeline of one anchor replica (its stages and those of the replicas that serve it) and, by unit, the
+    seconds of a stage there relative to a stage of the unit's first replica.
 
-    A replica that serves several anchor replicas has their microbatches in one, which takes as many times as long.
+    A replica that serves several anchor replicas merges their microbatches, so its seconds are multiplied by their
+    number.
     """
     number = {unit.name: index for index, unit in enumerate(plan.units)}
     anchors = 1 if center is None else len(plan.units[center].replicas)
@@ -181,7 +183,7 @@ def _pipeline(
 def _spread(
     seconds: NDArray[np.float64], present: NDArray[np.bool_], slots: list[list[Microbatch]], replicas: int
 ) -> tuple[tuple[Microbatch, ...], ...]:
-    """Hand the microbatches of anchor replicas to the replicas of one unit that serve them."""
+    """Distribute the microbatches of anchor replicas to the replicas of one unit that serve them."""
     anchors = len(slots)
     result: list[list[Microbatch]] = [[] for _ in range(replicas)]
     if replicas == anchors:

@@ -1,8 +1,8 @@
 """DistTrain's reordering: samples over data-parallel groups, and microbatches over the step.
 
-Both algorithms with the repairs that the paper's printed versions need (planning notes D1-D4): samples are sorted
-descending, groups come back as group numbers, and the first interval is estimated, as what happens downstream of the
-first microbatch, instead of read off an order that does not exist yet.
+Both algorithms contain repairs that the paper's printed versions need: samples are sorted descending, groups are
+returned as group numbers, and the first interval is estimated from what happens downstream of the first microbatch
+instead of being read off an order that does not exist yet.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dilatant.schedule.simulator.simulate import op_ends
 def intra_reorder(
     size: NDArray[np.float64], num_groups: int, cardinality: int | None = None
 ) -> NDArray[np.int64]:
-    """The group of every sample: `[samples]`, by longest-processing-time-first (Alg. 2, sorted descending, D1).
+    """Return the group of every sample, `[samples]`, by longest-processing-time-first (Alg. 2, sorted descending).
 
-    `size` is a sample's seconds. Groups are returned by number, since groups of unequal size cannot be cut out of a
-    concatenation again (D2); `cardinality` caps the samples of a group instead, for loaders that need equal counts.
-    Raises ValueError when the cap leaves samples without a group.
+    `size` is a sample's seconds. Groups are returned by number, since groups of unequal size cannot be recovered from a
+    concatenation; `cardinality` caps the samples of a group, for loaders that need equal counts. Raises ValueError if
+    the cap leaves samples without a group.
     """
     from dilatant.schedule.assignment import assign_kernels as kernels
 
@@ -43,16 +43,15 @@ def intra_reorder(
 def inter_reorder(
     shape: PipelineShape, load: NDArray[np.float64], interleave: bool = False
 ) -> NDArray[np.int64]:
-    """The execution order of microbatches: `[microbatches]` numbers (Alg. 3), for 1F1B whatever the shape's depths, as
-    if each stage had ranks of its own; or with `interleave` for interleaved 1F1B on the shape's ranks.
+    """Return the execution order of microbatches, `[microbatches]` numbers (Alg. 3): for 1F1B with a rank per stage,
+    whatever the shape's depths; or, with `interleave`, for interleaved 1F1B on the shape's ranks.
 
-    `load [units, microbatches]` are seconds per stage. Smallest first, those last whose intervals between two backwards
-    of the first rank no forward fills (1F1B: p - 1 of them) and which are the smallest for that, and in between the
-    microbatches whose forwards best fill their intervals, one for each stage that the rank has (6.2); these are
-    simulated with every unit's real forward and backward (D5, D8, D9) from the microbatches placed so far. The first
-    interval takes all that begin before the first backward, so that under 1F1B l - 2p + 2 intervals are filled (D3).
-    With fewer microbatches than that takes there is nothing in between, and the order is searched directly. Raises
-    ValueError as `interleaved` does.
+    `load [units, microbatches]` are seconds per stage. The smallest microbatch is first. The last ones (p - 1 under
+    1F1B), whose intervals between two backwards of the first rank no forward fills, are the next smallest. In between
+    come the microbatches whose forwards best fill their intervals, one per stage of the rank (6.2); intervals are
+    simulated with every unit's real forward and backward, from the microbatches placed so far. The first interval takes
+    all microbatches that begin before the first backward, so that 1F1B fills l - 2p + 2 intervals. With too few
+    microbatches for that, the order is searched directly. Raises ValueError as `interleaved` does.
     """
     if not interleave:
         shape = replace(shape, depths=path_depths(shape.plan()), family=None, ranks=None)
@@ -66,8 +65,8 @@ def inter_reorder(
     placed, rear, left = left[:1], left[1 : 1 + unfilled], left[1 + unfilled :]
     forward = load[root] / (1 + shape.backward[root])
     if len(begun) > 1 and left:
-        # The first interval: all that microbatch 1 has still to do beyond the first rank, or beyond its first stage
-        # where that has no backward.
+        # The first interval: the remaining work of microbatch 1 beyond the first rank, or beyond its first stage if
+        # that has no backward.
         own = begun[0] * forward[placed[0]]
         downstream = rank.intervals(load[:, placed]).get(0, [own + (size - load[root])[placed[0]]])[0] - own
         ascending = sorted(left, key=lambda number: (forward[number], number))
@@ -85,8 +84,8 @@ def inter_reorder(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FirstRank:
-    """The rank of the first stage in a step of so many microbatches: its `ops` of the unit `root`, in order. path: the
-    stages from there to the end."""
+    """The rank of the pipeline's first stage in a step of `count` microbatches: its `ops` of the unit `root`, in order.
+    `path` is the number of stages from there to the end."""
 
     graph: ScheduleGraph
     unit: NDArray[np.int64]
@@ -110,21 +109,21 @@ class _FirstRank:
         return np.asarray(self.graph.kind[self.ops] == BACKWARD)
 
     def begun(self) -> NDArray[np.int64]:
-        """By microbatch, the forwards before the first backward; without backwards those of as many microbatches as
-        there are stages on the path."""
+        """Return, per microbatch, the number of forwards before the first backward. Without backwards, forwards of as
+        many microbatches as there are stages on the path are counted."""
         backward = np.flatnonzero(self.is_backward)
         return np.bincount(self.slot[self.ops[: backward[0] if len(backward) else self.path]], minlength=1)
 
     def unfilled(self) -> int:
-        """Microbatches with a backward that directly follows another one at the end."""
+        """Return the number of microbatches with a backward that directly follows another backward at the end."""
         forward = np.flatnonzero(~self.is_backward)
         if len(forward) == len(self.ops):
             return self.path - 1
         return len(np.unique(self.slot[self.ops[forward[-1] + 2 :]]))
 
     def intervals(self, load: NDArray[np.float64]) -> dict[int, list[float]]:
-        """Microbatch → the idle seconds between two backwards, or before the first, into which its forwards fall, if
-        there are only the first microbatches, of `load`."""
+        """Map each microbatch to the idle seconds between two backwards (or before the first) into which its forwards
+        fall, in a step with only the first microbatches, of `load`."""
         cost = np.zeros((len(load), int(self.slot.max()) + 1))
         cost[:, : load.shape[1]] = load
         seconds = cost[self.unit, self.slot] * self.share

@@ -1,7 +1,7 @@
-"""Entrain's hierarchical microbatch assignment (thesis 4.5, Alg. 4): encoder balance first, then pairwise deferral.
+"""Entrain's hierarchical microbatch assignment (the thesis, 4.5, Alg. 4): encoder balance, then pairwise deferral.
 
-Samples are spread over encoder microbatches by encoder seconds; then heavy language microbatches, by the samples they
-got, are paired with light ones that follow them at once, and hand over the samples that make the two most equal.
+Samples are first spread over encoder microbatches by encoder seconds. Then each microbatch with much language work is
+paired with a light one that runs right after it, and defers to it the samples that make the two most equal.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from dilatant.schedule.schedule import Microbatch
 
 RESOLUTION = 1024
-"""Subset sums are counted in this many parts of an overloaded microbatch."""
+"""Subset sums are rounded to this many parts of an overloaded microbatch."""
 
 
 def effective_microbatches(encoder: NDArray[np.float64], num_microbatches: int) -> int:
-    """K_eff (line 3): no more microbatches than keep each at least as long as the longest sample; at least 1."""
+    """Return K_eff (line 3): the most microbatches that are each at least as long as the longest sample; at least 1."""
     longest = float(encoder.max(initial=0.0))
     if longest <= 0:
         return num_microbatches
@@ -29,10 +29,10 @@ def effective_microbatches(encoder: NDArray[np.float64], num_microbatches: int) 
 def entrain_microbatches(
     encoder: NDArray[np.float64], language: NDArray[np.float64], num_microbatches: int
 ) -> tuple[tuple[Microbatch, ...], tuple[Microbatch, ...]]:
-    """Encoder and language microbatches in execution order; `encoder`, `language`: `[samples]` seconds.
+    """Return encoder and language microbatches in execution order; `encoder`, `language`: `[samples]` seconds.
 
-    A language microbatch holds the samples of the encoder microbatch in the same place, less those deferred to the
-    next place, plus those deferred from the one before. Several encoders are one, with the sum of their seconds.
+    A language microbatch holds the samples of the encoder microbatch in the same place, less those deferred to the next
+    place, plus those deferred from the one before. Several encoders count as one, with the sum of their seconds.
     """
     members = _stratified(encoder, language, num_microbatches)
     load = np.asarray([language[batch].sum() for batch in members])
@@ -59,11 +59,11 @@ def entrain_microbatches(
 
 
 def _stratified(encoder: NDArray[np.float64], language: NDArray[np.float64], count: int) -> list[list[int]]:
-    """Line 4-6: the samples with most language work, then the others, each set by descending encoder seconds to the
-    microbatch with the least encoder load.
+    """Spread samples over encoder microbatches (lines 4-6): first the samples with most language work, then the others,
+    each set by descending encoder seconds to the microbatch with the least encoder load.
 
-    The thesis gives no threshold between the sets: the `count` samples with the most language work are the coarse
-    ones, if that leaves at least `count` fine ones, else there is one set (E4).
+    The thesis gives no threshold between the two sets. Here the `count` samples with the most language work are the
+    coarse set if at least `count` fine ones remain; else there is one set.
     """
     by_language = np.argsort(-language, kind="stable")
     coarse = by_language[:count] if len(encoder) >= 2 * count else by_language[:0]
@@ -80,10 +80,10 @@ def _stratified(encoder: NDArray[np.float64], language: NDArray[np.float64], cou
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """All sums of samples of one overloaded microbatch, and the one nearest to each partner's target.
+    """All subset sums of one overloaded microbatch's samples, and the sum nearest to each partner's target.
 
-    The table depends on the microbatch alone and serves all partners (E7). Sums are rounded to `RESOLUTION` parts;
-    `moved [partners]` are the exact seconds of the chosen samples.
+    The table depends on the microbatch alone and serves all partners. Sums are rounded to `RESOLUTION` parts; `moved
+    [partners]` are the exact seconds of the chosen samples.
     """
 
     batch: list[int]
@@ -105,7 +105,7 @@ class _Table:
         return cls(batch, units, last, nearest, moved)
 
     def subset(self, partner: int) -> set[int]:
-        """The samples to hand over to this partner."""
+        """Return the samples to defer to this partner."""
         chosen = set()
         total = int(self.nearest[partner])
         while total > 0:
@@ -121,11 +121,11 @@ def _match(
     alone: list[int],
     tables: list[_Table],
 ) -> list[tuple[int, bool]]:
-    """Line 13: the light partner of every heavy microbatch, and whether it takes over samples.
+    """Return, for every heavy microbatch, its light partner and whether samples are deferred to it (line 13).
 
-    The smallest longest language microbatch (eq. 4.3) by bisection over its possible values, with a matching of the
-    microbatches that must give something away; then, among all pairings as good, the one with the least sum of
-    squared loads, so that pairs off the critical one are balanced too (E8, E9).
+    The smallest possible longest language microbatch (eq. 4.3) is found by bisection over its possible values, with a
+    matching of the microbatches that must defer something. Among all pairings that reach it, the one with the least sum
+    of squared loads is taken, so that pairs off the critical path are balanced too.
     """
     from dilatant.schedule.assignment import entrain_kernels as kernels
 

@@ -8,7 +8,8 @@ from numba import njit
 
 @njit(cache=True, nogil=True)
 def reachable_sums(units, size):
-    """`last[s]`: the sample whose addition first reached sum s of `units`, -1 if unreached, -2 for the empty sum.
+    """Return `last[s]`: the sample whose addition first reached sum s of `units`, -1 if unreached, -2 for the empty
+    sum.
 
     Samples are added one by one, so following `last` downwards never uses a sample twice.
     """
@@ -28,7 +29,7 @@ def reachable_sums(units, size):
 
 @njit(cache=True, nogil=True)
 def closest_sums(last, units, seconds, targets):
-    """For each target the reached sum nearest to it (the smaller of two), and the seconds of its samples."""
+    """Return, for each target, the nearest reached sum (the smaller of two) and the seconds of its samples."""
     nearest = np.zeros(len(targets), dtype=np.int64)
     moved = np.zeros(len(targets))
     for number in range(len(targets)):
@@ -48,7 +49,8 @@ def closest_sums(last, units, seconds, targets):
 
 @njit(cache=True, nogil=True)
 def matchable(allowed, must):
-    """Can every row in `must` be matched to a column of its own among `allowed[row, column]`? (Kuhn's algorithm.)"""
+    """Return whether every row in `must` can be matched to a distinct column in `allowed[row, column]` (Kuhn's
+    algorithm)."""
     rows, columns = allowed.shape
     owner = np.empty(columns, dtype=np.int64)
     for column in range(columns):
@@ -91,7 +93,7 @@ def matchable(allowed, must):
 
 @njit(cache=True, nogil=True)
 def least_cost_matching(cost):
-    """The column of each row in a perfect matching of least total cost (square; shortest augmenting paths)."""
+    """Return each row's column in a perfect matching of least total cost (square; shortest augmenting paths)."""
     n = len(cost)
     row_price, column_price = np.zeros(n + 1), np.zeros(n + 1)
     owner = np.zeros(n + 1, dtype=np.int64)

@@ -1,8 +1,8 @@
 """Joint search over membership and order of microbatches, with the exact simulator as objective.
 
-Tapered and even quite unequal microbatches beat balanced ones, and warm-up depth matters more than either (planning
-notes 0.3-0.5); so the search optimises the simulated step itself. It takes a seed and a number of evaluations, not a
-time limit, and uses only exact arithmetic: every rank derives the same result.
+Tapered and even quite unequal microbatches beat balanced ones, and warm-up depth matters more than either; so the
+search optimises the simulated step itself. It takes a seed and a number of evaluations instead of a time limit, and
+uses only exact arithmetic, so every rank derives the same result.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dilatant.schedule.assignment.pipeline_shape import PipelineShape, op_shares
 from dilatant.schedule.simulator.simulate import op_ends
 
 START_THRESHOLD = 0.004
-"""Changes that lengthen the step by this share of it are accepted at first. Chosen on the "vlm" distribution."""
+"""Changes that lengthen the step by this fraction are accepted at first. Chosen on the "vlm" distribution."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepModel:
-    """A step of `num_slots` microbatches shared by all units, ready for the search's kernel (see `step_time`)."""
+    """A step of `num_slots` microbatches shared by all units, as arguments of the search kernel (see `step_time`)."""
 
     num_slots: int
     before: NDArray[np.int32]
@@ -35,7 +35,7 @@ class StepModel:
         return len(self.share)
 
     def seconds(self, load: NDArray[np.float64]) -> float:
-        """Seconds of the step in which slot k costs each stage of unit u `load[u, k]`."""
+        """Return the seconds of the step in which slot k costs each stage of unit u `load[u, k]`."""
         from dilatant.schedule.assignment import assign_kernels as kernels
 
         cost = np.where(load > 0, load + self.fixed[:, None], 0.0).ravel()
@@ -44,8 +44,8 @@ class StepModel:
 
 
 def step_model(shape: PipelineShape, num_slots: int) -> StepModel:
-    """Compile the step. Ops are put in the order of their ends in a uniform step, so that a change to late
-    microbatches leaves most of the computation standing."""
+    """Compile the step. Ops are ordered by their ends in a uniform step, so that a change to late microbatches leaves
+    most of the previous computation valid."""
     graph = shape_graph(shape, shared([(slot,) for slot in range(num_slots)], shape.num_units))
     unit, share = op_shares(shape, graph)
     slot = graph.packed.pieces.microbatch[graph.piece]
@@ -76,7 +76,7 @@ def step_model(shape: PipelineShape, num_slots: int) -> StepModel:
 
 
 def default_evaluations(model: StepModel) -> int:
-    """As many simulated steps as take about a tenth of a second."""
+    """Return the number of simulated steps that take about a tenth of a second."""
     return int(min(40_000, max(1_000, 40_000_000 // max(model.num_ops, 1))))
 
 
@@ -89,7 +89,7 @@ def joint_search(
     weight: NDArray[np.float64] | None = None,
     capacity: float = np.inf,
 ) -> tuple[NDArray[np.int64], float]:
-    """Improve `slot_of [samples]`; returns the best slots found and their step's seconds, never worse than given.
+    """Improve `slot_of [samples]`; return the best slots found and their step's seconds, never worse than the input.
 
     `seconds [units, samples]` per stage; no slot may hold more than `capacity` of `weight [samples]`.
     """
@@ -107,7 +107,7 @@ def joint_search(
 def order_search(
     shape: PipelineShape, load: NDArray[np.float64], evaluations: int, seed: int
 ) -> NDArray[np.int64]:
-    """An execution order of microbatches of `load [units, microbatches]`: `[microbatches]` numbers."""
+    """Return an execution order of microbatches of `load [units, microbatches]`, as `[microbatches]` numbers."""
     from dilatant.schedule.assignment import assign_kernels as kernels
 
     count = load.shape[1]

@@ -1,4 +1,4 @@
-"""The pipeline that a microbatch policy plans for: stages per unit, what feeds what, and how far ahead stages run."""
+"""The pipeline that a microbatch policy plans for: stages per unit, edges between units, and in-flight depths."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Family = Callable[[Plan, Assignment, Trainability], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """One replica of every unit.
+    """A pipeline of one replica per unit.
 
-    `stages[unit]`; `feeds[unit]` the units that consume its output; `backward[unit]` its backward seconds per forward
-    second, 0 for a unit that is frozen before everything; `fixed_seconds[unit]` what a microbatch costs each of its
-    stages beyond its samples; `depths` the in-flight microbatches by stage, in unit order, None for eager 1F1B's.
-    `family` is the schedule that runs, instead of 1F1B of these depths. `ranks` hold the stages, in unit order; stages
-    on equal ranks run in turn. By default every stage has its own.
+    `stages[unit]` is a count; `feeds[unit]` are the units that consume its output; `backward[unit]` is backward seconds
+    per forward second, 0 for a unit with nothing trainable in or before it; `fixed_seconds[unit]` is what a microbatch
+    costs each stage beyond its samples; `depths` are the in-flight microbatches by stage, in unit order (None: eager
+    1F1B's). `family` is the schedule that runs, instead of 1F1B of these depths. `ranks` hold the stages, in unit
+    order; stages on equal ranks take turns. By default every stage has its own rank.
     """
 
     stages: tuple[int, ...]
@@ -45,7 +45,7 @@ class PipelineShape:
 
     @property
     def anchor(self) -> int:
-        """The unit that most others feed, the first of equals: the language model, by its encoders."""
+        """The unit that most others feed (the first of equals): the language model, fed by its encoders."""
         return max(range(self.num_units), key=lambda unit: sum(unit in feeds for feeds in self.feeds))
 
     @property
@@ -58,7 +58,7 @@ class PipelineShape:
         return tuple(sorted(found))
 
     def plan(self) -> Plan:
-        """A plan of this shape; units are named by their numbers."""
+        """Return a plan of this shape; units are named by their numbers."""
         units, first = [], 0
         ranks = range(sum(self.stages)) if self.ranks is None else self.ranks
         for unit, count in enumerate(self.stages):
@@ -71,12 +71,12 @@ class PipelineShape:
 
     @property
     def goes_round(self) -> bool:
-        """Whether ranks hold several stages of a unit."""
+        """Whether some rank holds several stages of one unit (interleaved)."""
         stages = [replica.stages for unit in self.plan().units for replica in unit.replicas]
         return any(len({stage.ranks for stage in own}) < len(own) for own in stages)
 
     def trainability(self) -> Trainability:
-        """Backward where `backward` is not 0."""
+        """Return a trainability with a backward and weight gradients where `backward` is above 0."""
         backward = tuple(
             ratio > 0 for ratio, count in zip(self.backward, self.stages, strict=True) for _ in range(count)
         )
@@ -84,14 +84,14 @@ class PipelineShape:
 
 
 def default_shape(num_units: int, num_stages: int = 4) -> PipelineShape:
-    """Every unit before the last feeds the last; equal stage counts; backward takes twice the forward."""
+    """Return a shape in which every unit feeds the last, with equal stage counts; backward takes twice the forward."""
     last = num_units - 1
     feeds = tuple((last,) if unit < last else () for unit in range(num_units))
     return PipelineShape((num_stages,) * num_units, feeds, (2.0,) * num_units, (0.0,) * num_units)
 
 
 def shape_graph(shape: PipelineShape, by_unit: ByUnit) -> ScheduleGraph:
-    """The compiled schedule of these microbatches, of the shape's family or depths."""
+    """Return the compiled schedule of these microbatches under the shape's family or depths."""
     plan = shape.plan()
     assignment = Assignment({str(unit): (batches,) for unit, batches in enumerate(by_unit)})
     if shape.family is not None:
@@ -101,8 +101,8 @@ def shape_graph(shape: PipelineShape, by_unit: ByUnit) -> ScheduleGraph:
 
 
 def op_shares(shape: PipelineShape, graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The unit of every op, and the share of its microbatch's seconds that it takes: `[ops]` each. The halves of a
-    split backward share it evenly."""
+    """Return each op's unit and the fraction of its microbatch's seconds that it takes, `[ops]` each. The halves of a
+    split backward take equal fractions."""
     unit = graph.arrays.unit_of[graph.arrays.chain[graph.stage]]
     ratio = np.asarray(shape.backward)[unit]
     share = np.select(
@@ -112,7 +112,8 @@ def op_shares(shape: PipelineShape, graph: ScheduleGraph) -> tuple[NDArray[np.in
 
 
 def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: ByUnit) -> float:
-    """The exact time of a step: `seconds [samples, units]` are forward plus backward on each stage of the unit."""
+    """Return the exact time of a step; `seconds [samples, units]` are forward plus backward on each stage of the
+    unit."""
     from dilatant.schedule.simulator.simulate import step_seconds
 
     graph = shape_graph(shape, by_unit)
@@ -126,7 +127,7 @@ def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: B
 
 
 def step_bound(shape: PipelineShape, seconds: NDArray[np.float64]) -> float:
-    """No assignment is quicker, whatever the microbatches, order and depths.
+    """Return a lower bound of the step's seconds, whatever the microbatches, order and depths.
 
     A stage does all its unit's work after the least that must precede its first microbatch and before the least that
     must follow its last; and every sample passes all its stages forward and backward, one after another.
@@ -152,5 +153,5 @@ def step_bound(shape: PipelineShape, seconds: NDArray[np.float64]) -> float:
 
 
 def shared(by_slot: Sequence[Microbatch], num_units: int) -> ByUnit:
-    """The same microbatches for every unit."""
+    """Return the same microbatches for every unit."""
     return (tuple(by_slot),) * num_units

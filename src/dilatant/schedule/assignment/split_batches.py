@@ -1,4 +1,4 @@
-"""Microbatches cut further: so that what is told of one microbatch holds for each of its samples."""
+"""Splitting microbatches further, so that a property holds for every sample of a microbatch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dilatant.schedule.schedule import Assignment, Microbatch
 
 
 def split_by_pattern(assignment: Assignment, pattern_of: Mapping[int, int]) -> Assignment:
-    """The assignment with every microbatch cut so that all samples of one have the same pattern. Microbatches of one
-    number stay beside each other in all units, since schedules pair them by their order."""
+    """Return the assignment with every microbatch split so that all its samples have the same pattern. Microbatches
+    split from one number stay neighbours in all units, since schedules pair microbatches by their order."""
     depth = max((len(own) for replicas in assignment.microbatches.values() for own in replicas), default=0)
     patterns: list[list[int]] = []
     for number in range(depth):

@@ -1,4 +1,4 @@
-"""From what samples cost to the Assignment of a step: one function for the planner and for training."""
+"""The Assignment of a step from sample costs: one function for both the planner and training."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dilatant.schedule.schedule import Assignment
 
 @dataclass(frozen=True, slots=True)
 class Microbatching:
-    """How a global batch becomes microbatches, and in which order ranks run them.
+    """Settings for dividing a global batch into microbatches and ordering them on ranks.
 
-    num_microbatches: of each replica of the anchor (the language model), or more where the token budget asks for them.
-    row_tokens: the token budget, most tokens of the anchor in one microbatch; a longer sample is alone in its own.
-    alone: every sample is; they are grouped as without, to be balanced, and then cut.
+    `num_microbatches` is per replica of the anchor (the language model); the token budget may require more.
+    `row_tokens` is that budget, the most anchor tokens in one microbatch; a longer sample is alone in its own. `alone`
+    puts every sample into a microbatch of its own, after grouping them as usual for balance.
     """
 
     num_microbatches: int = 1
@@ -38,15 +38,15 @@ class Microbatching:
 
 
 DEPENDS_ON_FAMILY: frozenset[Policy] = frozenset({"disttrain", "entrain", "searched"})
-"""The policies that simulate the schedule to group samples; the others group them alike for every family."""
+"""The policies that simulate the schedule to group samples; the others give the same groups for every family."""
 
 
 def assign_step(
     plan: Plan, costs: StepCosts, samples: Workload, how: Microbatching, anchor: str
 ) -> Assignment:
-    """The Assignment of a global batch: balanced in the seconds of `costs`, under the frozen rule (a unit without
-    backward counts forwards only), with attention's squares, what every microbatch costs beyond its samples, and the
-    token budget; policies that simulate do so under the family that runs.
+    """Return the Assignment of a global batch, balanced in the seconds of `costs` under the frozen rule (a unit without
+    backward counts forwards only), with quadratic attention, fixed costs per microbatch and the token budget. Policies
+    that simulate do so under the family that runs.
 
     Samples stay in their global batch. Raises UserError as `assign` does.
     """
@@ -74,20 +74,21 @@ def assign_step(
 
 
 def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str, NDArray[np.float64]]:
-    """By unit: forward plus backward of each sample on the mean stage of the unit's first replica, [samples]; 0 without
-    tokens."""
+    """Return, by unit, forward plus backward seconds of each sample on the mean stage of the unit's first replica,
+    [samples]; 0 without tokens."""
     seconds = {}
     for unit in plan.units:
         stages = _stages_of(plan, unit.name, 0)
         square, linear, _ = (costs.seconds[stages, 0] + costs.seconds[stages, 1]).mean(axis=0)
         tokens, squares = _sizes(samples, unit.name)
-        # Work that costs nothing per token must still be done: keep it above 0.
+        # Keep samples with tokens above 0 seconds: 0 means that a sample has no work here.
         seconds[unit.name] = np.where(tokens > 0, np.maximum(square * squares + linear * tokens, 1e-12), 0.0)
     return seconds
 
 
 def _unit_profile(plan: Plan, unit: str, costs: StageCosts, samples: Workload) -> tuple[float, float]:
-    """Backward seconds per forward second of the batch, and what a microbatch costs a stage beyond its samples."""
+    """Return backward seconds per forward second of the batch, and what a microbatch costs a stage beyond its
+    samples."""
     stages = _stages_of(plan, unit, 0)
     tokens, squares = _sizes(samples, unit)
     forward, backward = (
@@ -100,7 +101,7 @@ def _unit_profile(plan: Plan, unit: str, costs: StageCosts, samples: Workload) -
 def _batch_seconds(
     plan: Plan, placed: Sequence[PlacedStage], costs: StageCosts, samples: Workload
 ) -> NDArray[np.float64]:
-    """Forward plus backward of the whole batch on each stage, without what calls cost: [stages]."""
+    """Return forward plus backward seconds of the whole batch on each stage, without fixed costs per call: [stages]."""
     sizes = {unit.name: _sizes(samples, unit.name) for unit in plan.units}
     batch = {name: (squares.sum(), tokens.sum(), 0.0) for name, (tokens, squares) in sizes.items()}
     return np.einsum(
@@ -109,7 +110,7 @@ def _batch_seconds(
 
 
 def _paces(plan: Plan, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]) -> dict[str, list[float]]:
-    """By unit and replica: seconds of the batch on its mean stage, as a multiple of those on that of the first one."""
+    """Return, by unit and replica, the batch's seconds on its mean stage relative to the unit's first replica."""
     found = {}
     for unit in plan.units:
         mine = [one.index for one in placed if one.unit == unit.name]
@@ -122,8 +123,8 @@ def _paces(plan: Plan, placed: Sequence[PlacedStage], seconds: NDArray[np.float6
 def _speeds(
     plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]
 ) -> list[float]:
-    """By replica of the anchor: global batches per second of the ranks that have most to do for it: its own, with other
-    units' stages there, and those of replicas that serve it elsewhere (see `distribute`)."""
+    """Return, by anchor replica, global batches per second of its busiest ranks: those of the replica itself (with
+    other units' stages there) and those of replicas that serve it elsewhere (see `distribute`)."""
     anchors = len(plan.unit(anchor).replicas)
     busy: list[dict[tuple[int, ...], float]] = [{} for _ in range(anchors)]
     replica_of = {one.stage.ranks: one.replica for one in placed if one.unit == anchor}
@@ -145,6 +146,6 @@ def _stages_of(plan: Plan, unit: str, replica: int) -> list[int]:
 
 
 def _sizes(samples: Workload, unit: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Tokens of each sample in a unit, and what stands for their squares."""
+    """Return each sample's tokens in a unit, and the values used as their squares."""
     tokens = np.asarray(samples.tokens[unit], dtype=np.float64)
     return tokens, np.asarray(samples.squares.get(unit, tokens**2), dtype=np.float64)

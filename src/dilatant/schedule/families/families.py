@@ -1,15 +1,15 @@
 """Schedule families on a graph of units: GPipe, 1F1B, eager and interleaved 1F1B.
 
-All of them are one construction. Every action gets a *virtual time*; a rank runs its actions in that order. Units
-that nothing consumes (the sinks) set the clock: microbatch i of a sink replica runs forward on its last stage at slot
-i and backward half a slot later. Upstream, a forward takes the earliest virtual time of its consumers less a lead, a
-backward the latest plus the same lead. So the virtual time grows along every edge between actions, hence no order of
-this kind deadlocks, whatever the replicas, microbatch borders and parts are; and on a plain chain the leads of a
-half and of a whole slot per stage give exactly 1F1B and eager 1F1B.
+All families are one construction. Every action gets a *virtual time*; a rank runs its actions in that order. Units that
+nothing consumes (the sinks) set the clock: microbatch i of a sink replica runs forward on its last stage at slot i and
+backward half a slot later. Upstream, a forward takes the earliest virtual time of its consumers minus a lead, a
+backward the latest plus the same lead. So the virtual time grows along every edge between actions, and no such order
+deadlocks, whatever the replicas, microbatch borders and parts are; and on a plain chain, leads of half a slot and of a
+whole slot per stage give exactly 1F1B and eager 1F1B.
 
-The *depth* of a stage is how many sink microbatches' worth of forwards it runs before the first backward: the
-number of its in-flight microbatches. Depths may be chosen freely; one smaller than a later stage's on the same path
-makes a schedule that deadlocks, which `validate` reports.
+The *depth* of a stage is how many sink microbatches' worth of forwards it runs before the first backward: the number of
+its in-flight microbatches. Depths may be chosen freely; one smaller than a later stage's on the same path makes a
+schedule that deadlocks, which `validate` reports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from dilatant.schedule.trainability import Trainability, all_trainable
 
 
 def depths_within(wanted: Sequence[int], limits: Sequence[int], plan: Plan) -> tuple[int, ...]:
-    """The largest depths below `wanted` and `limits` that cannot deadlock: no stage deeper than one before it."""
+    """Return the largest depths within `wanted` and `limits` that cannot deadlock: no stage deeper than one before
+    it."""
     arrays = plan_arrays(plan)
     depth = np.minimum(wanted, limits)
     for unit in range(len(arrays.units)):
@@ -51,7 +52,7 @@ def depths_within(wanted: Sequence[int], limits: Sequence[int], plan: Plan) -> t
 
 
 def one_f_one_b(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """1F1B: every stage has as many microbatches in flight as there are stages to the end of its path."""
+    """Build 1F1B: every stage has as many microbatches in flight as there are stages to the end of its path."""
     return pipelined(plan, assignment, path_depths(plan), trainability)
 
 
@@ -61,32 +62,32 @@ def eager(
     trainability: Trainability | None = None,
     depths: Sequence[int] | None = None,
 ) -> Schedule:
-    """Eager 1F1B: twice as far ahead as 1F1B, which hides transfers and uneven microbatches (planning notes 0.3);
-    or any `depths`, by stage number."""
+    """Build eager 1F1B: twice as far ahead as 1F1B, which hides transfers and uneven microbatches; or any `depths`, by
+    stage number."""
     return pipelined(plan, assignment, eager_depths(plan) if depths is None else depths, trainability)
 
 
 def half_eager(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Halfway between 1F1B and eager 1F1B, for memory that holds no more."""
+    """Build a schedule halfway between 1F1B and eager 1F1B, for memory too small for eager."""
     return pipelined(plan, assignment, half_eager_depths(plan), trainability)
 
 
 def serial(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Each microbatch forward and backward before the next begins: one rank gains nothing by more in flight."""
+    """Run each microbatch forward and backward before the next begins: one rank gains nothing by more in flight."""
     return pipelined(plan, assignment, (1,) * len(plan.stages()), trainability)
 
 
 def gpipe(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """GPipe: every rank runs all its forwards, then all its backwards."""
+    """Build GPipe: every rank runs all its forwards, then all its backwards."""
     return pipelined(plan, assignment, path_depths(plan), trainability, forward_first=True)
 
 
 def interleaved(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Interleaved 1F1B for replicas whose ranks hold several stages each (stage c * p + r on the r-th of p groups);
-    eager 1F1B for the others. With equal stages its bubble is that of 1F1B over the number of stages per rank.
+    """Build interleaved 1F1B for replicas whose ranks hold several stages each (stage c * p + r on the r-th of p
+    groups); eager 1F1B for the others. With equal stages its bubble is that of 1F1B over the number of stages per rank.
 
-    Microbatches pass each of a rank's stages in rounds of p, as Megatron-Core orders them; the last round may be
-    short. Raises ValueError when a replica's ranks do not repeat with one period.
+    Microbatches pass each of a rank's stages in rounds of p, in Megatron-Core's order; the last round may be short.
+    Raises ValueError if a replica's ranks do not repeat with one period.
     """
     return pipelined(plan, assignment, eager_depths(plan), trainability, interleave=True)
 
@@ -100,10 +101,10 @@ def pipelined(
     forward_first: bool = False,
     interleave: bool = False,
 ) -> Schedule:
-    """The schedule of these depths by stage number; with `forward_first`, backwards only after all forwards; with
-    `interleave`, replicas that come round to their first rank again pass microbatches in rounds.
+    """Build the schedule of these depths by stage number. With `forward_first`, backwards run only after all forwards;
+    with `interleave`, replicas whose ranks hold several stages process microbatches in rounds.
 
-    Raises ValueError when `depths` does not name every stage, or one is less than 1.
+    Raises ValueError if `depths` does not name every stage, or one is less than 1.
     """
     arrays = plan_arrays(plan)
     if len(depths) != len(arrays.placed) or min(depths, default=1) < 1:
@@ -120,7 +121,8 @@ Times = list[tuple[NDArray[np.float64], NDArray[np.float64]]]
 def _virtual_times(
     arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], forward_first: bool, interleave: bool
 ) -> Times:
-    """For every chain, virtual forward and backward times `[stages, pieces]`. One slot of the longest sink is 2."""
+    """Return virtual forward and backward times `[stages, pieces]` for every chain. One slot of the longest sink is
+    2."""
     fed = {source for source, _ in arrays.feeds}
     sinks = [unit for unit in range(len(arrays.units)) if unit not in fed]
     slots = _slots(pieces)
@@ -154,7 +156,8 @@ def _virtual_times(
 
 
 def _slots(pieces: Pieces) -> NDArray[np.int64]:
-    """By chain, up to which microbatch it has pieces: empty ones before the last keep their slot of the clock."""
+    """Return each chain's last microbatch with a piece, plus one: earlier empty microbatches keep their slot of the
+    clock."""
     chain = np.repeat(np.arange(len(pieces.first) - 1), np.diff(pieces.first))
     slots = np.zeros(len(pieces.first) - 1, dtype=np.int64)
     np.maximum.at(slots, chain, pieces.microbatch + 1)
@@ -163,12 +166,12 @@ def _slots(pieces: Pieces) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Clock:
-    """What units know of their consumers. `made` and `used` are the numbers of pieces that share samples on an edge
-    between units, in the order of `made`; `lead` is how many half slots earlier than a consumer's first stage the last
-    one of the producer runs: `[pairs]` each. Of these, those of a chain begin `at[chain]`; its pieces, `first[chain]`.
+    """Consumers' virtual times, from which producers' are derived. `made` and `used` are the pieces that share samples
+    on an edge between units, sorted by `made`; `lead` is how many half slots the producer's last stage runs before the
+    consumer's first: `[pairs]` each. A chain's pairs begin at `at[chain]`, its pieces at `first[chain]`.
 
-    half: of a slot, by chain. first_stage: forward and backward times of pieces in their chain's first stage. Both are
-    known of a unit once its consumers' are.
+    `half` is half a slot, by chain. `first_stage` holds forward and backward times of pieces in their chain's first
+    stage. Both are filled for a unit once its consumers are done.
     """
 
     first: NDArray[np.int64]
@@ -195,12 +198,12 @@ class _Clock:
         )  # fmt: skip
 
     def pieces_of(self, chains: Sequence[int]) -> slice:
-        """Those of all replicas of a unit."""
+        """Return the pieces of all replicas of a unit."""
         return slice(self.first[chains[0]], self.first[chains[-1] + 1])
 
     def before_consumers(self, chains: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(forward, backward) `[pieces]` of the last stage of each of a unit's `chains`, whose half slots it sets, from
-        the first stages of their consumers."""
+        """Return (forward, backward) `[pieces]` times of the last stage of a unit's `chains` from their consumers'
+        first stages. Sets `half` of these chains."""
         own, pairs = self.pieces_of(chains), slice(self.at[chains[0]], self.at[chains[-1] + 1])
         made, used = self.made[pairs], self.used[pairs]
         half = self.half[self.chain[used]]
@@ -212,7 +215,7 @@ class _Clock:
         np.maximum.at(self.half, self.chain[made], half)
         for chain in chains:
             here = slice(self.first[chain] - own.start, self.first[chain + 1] - own.start)
-            self.half[chain] = self.half[chain] or 1.0  # of one that nothing consumes
+            self.half[chain] = self.half[chain] or 1.0  # no consumer
             if np.isinf(forward[here]).any():
                 forward[here], backward[here] = _between_used(forward[here], backward[here], self.half[chain])
             forward[here] = np.minimum.accumulate(forward[here][::-1])[::-1]
@@ -222,8 +225,8 @@ class _Clock:
 def _between_used(
     forward: NDArray[np.float64], backward: NDArray[np.float64], half: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The times of all pieces where those that nothing consumes (texts without an image before a generator) have none:
-    theirs are between their neighbours', and a slot each before the first and after the last."""
+    """Fill in times of pieces that nothing consumes (texts without an image before a generator): interpolated between
+    their neighbours, and one slot each before the first and after the last."""
     piece = np.arange(len(forward), dtype=np.float64)
     used = np.flatnonzero(np.isfinite(forward))
     if not len(used):
@@ -238,7 +241,7 @@ def _between_used(
 
 
 def _period(arrays: PlanArrays, first: int, end: int) -> int:
-    """After how many stages a replica comes round to its first ranks again; its length where it never does."""
+    """Return the number of stages after which a replica's ranks repeat; the replica's length if they never do."""
     ranks = [arrays.placed[stage].stage.ranks for stage in range(first, end)]
     groups = len(set(ranks))
     if any(ranks[stage] != ranks[stage % groups] for stage in range(len(ranks))) or len(ranks) % groups:
@@ -258,10 +261,10 @@ def _in_rounds(
     backward: NDArray[np.float64],
     fed: bool,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Interleaved virtual times `[stages, pieces]`; `forward` and `backward` are those that consumers allow.
+    """Return interleaved virtual times `[stages, pieces]`; `forward` and `backward` are those that consumers allow.
 
-    The clock ticks once per stage of a rank, so `half` is shared by the `num_stages / groups` of them. Rounds are
-    counted as if they were full: a short last one then leaves gaps in the clock, not cycles in the order.
+    The clock ticks once per stage of a rank, so the `num_stages / groups` stages share `half`. Rounds are counted as if
+    full: a short last round leaves gaps in the clock, not cycles in the order.
     """
     per_rank = num_stages // groups
     tick = 2 * half / per_rank
@@ -278,7 +281,7 @@ def _in_rounds(
 
 
 def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability: Trainability) -> Schedule:
-    """The schedule in which every rank runs the actions of its stages by virtual time."""
+    """Build the schedule in which every rank runs the actions of its stages by virtual time."""
     from dilatant.schedule.rank_kernels import order_within
 
     groups, group_of = _stages_on_ranks(arrays)
@@ -310,9 +313,10 @@ def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability
     return Schedule(actions)
 
 
-@lru_cache(maxsize=1)  # of one plan for many schedules
+@lru_cache(maxsize=1)  # many schedules share one plan
 def _stages_on_ranks(arrays: PlanArrays) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.int64]]:
-    """The sets of stages that ranks have, and which of them each rank has: they run the same actions."""
+    """Return the distinct sets of stages on ranks, and each rank's set: ranks with the same set run the same
+    actions."""
     on_rank: dict[int, list[int]] = {rank: [] for rank in arrays.ranks}
     for placed in arrays.placed:
         for rank in placed.stage.ranks:

@@ -1,8 +1,8 @@
-"""Split backward: the weight-gradient half slides into idle time (zero-bubble schedules).
+"""Zero-bubble schedules: split the backward and move its weight-gradient half into idle time.
 
-Templates, not a search: greedy list scheduling of the halves costs 10 ms and is 2-7 % worse at 1F1B's memory (planning
-notes 2c). Any schedule of whole backwards is turned into one of halves; its order of forwards and input gradients, and
-so its freedom from deadlock, stays.
+These are templates, not a search: greedy list scheduling of the halves costs 10 ms and is 2-7 % worse at 1F1B's memory.
+Any schedule of whole backwards can be split; its order of forwards and input gradients stays, and so does its freedom
+from deadlock.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from dilatant.schedule.trainability import Trainability, all_trainable
 
 
 def zero_bubble_h1(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """ZB-H1: 1F1B whose weight gradients wait while no stage holds more than 1F1B's first stage does."""
+    """Build ZB-H1: 1F1B with delayed weight gradients, where no stage holds more than 1F1B's first stage does."""
     limit = max(path_depths(plan), default=1)
     schedule = one_f_one_b(plan, assignment, trainability)
     return split_backward(plan, assignment, schedule, trainability, [limit] * len(plan.stages()))
 
 
 def zero_bubble_h2(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """ZB-H2: eager 1F1B whose weight gradients wait; twice 1F1B's memory, and no bubble between equal stages."""
+    """Build ZB-H2: eager 1F1B with delayed weight gradients; twice 1F1B's memory, and no bubble between equal
+    stages."""
     limit = 2 * max(path_depths(plan), default=1) - 1
     schedule = eager(plan, assignment, trainability)
     return split_backward(plan, assignment, schedule, trainability, [limit] * len(plan.stages()))
@@ -41,11 +42,11 @@ def split_backward(
     trainability: Trainability | None,
     limits: Sequence[int],
 ) -> Schedule:
-    """`schedule` with every backward that has weight gradients in halves.
+    """Split every backward of `schedule` that has weight gradients into halves.
 
-    A rank runs weight gradients, oldest first: before a forward that would make more than `limits[stage]` pieces
-    wait for theirs or for their input gradient; one after each input gradient once the rank has no more forwards;
-    and the rest at the end. Backwards without weight gradients stay whole.
+    A rank runs pending weight gradients, oldest first: before a forward that would leave more than `limits[stage]`
+    pieces without their weight or input gradient; one after each input gradient once the rank has no more forwards; and
+    the rest at the end. Backwards without weight gradients stay whole.
     """
     from dilatant.schedule.families.zero_bubble_kernels import split_rows
 

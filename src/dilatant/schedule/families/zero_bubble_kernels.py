@@ -1,4 +1,4 @@
-"""The compiled loop that splits backwards, cached on disk; importing this module imports numba."""
+"""Compiled loop that splits backwards, cached on disk; importing this module imports numba."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 0, 1, 2, 3
 
 @njit(cache=True, nogil=True)
 def _weight_gradient(row, at, stage, piece, held, owed, new_kind, new_stage, new_piece):
-    """Write the weight half of the backward `row` at `at`; returns where the next row goes."""
+    """Write the weight half of the backward `row` at `at`; return the position after it."""
     held[stage[row]] -= 1
     owed[stage[row]] -= 1
     new_kind[at], new_stage[at], new_piece[at] = _WEIGHT_GRADIENT, stage[row], piece[row]
@@ -19,8 +19,8 @@ def _weight_gradient(row, at, stage, piece, held, owed, new_kind, new_stage, new
 
 @njit(cache=True, nogil=True)
 def split_rows(offsets, kind, stage, piece, splits, limits):
-    """The packed rows of `split_backward`: offsets [ranks + 1], kind, stage, piece [rows]. Arguments: those of the
-    schedule, and by stage whether its backwards are split and how many pieces it may hold."""
+    """Return the packed rows of `split_backward`: offsets [ranks + 1], kind, stage, piece [rows]. `splits` and `limits`
+    are by stage: whether its backwards are split, and how many pieces it may hold."""
     count = len(kind)
     for row in range(len(kind)):
         count += kind[row] == _BACKWARD and splits[stage[row]]
@@ -28,7 +28,7 @@ def split_rows(offsets, kind, stage, piece, splits, limits):
     new_kind = np.empty(count, dtype=np.int8)
     new_stage, new_piece = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
     new = new_kind, new_stage, new_piece
-    waiting = np.empty(len(kind), dtype=np.int64)  # rows of backwards whose weight gradients are to come
+    waiting = np.empty(len(kind), dtype=np.int64)  # rows of backwards with pending weight gradients
     held = np.zeros(len(splits), dtype=np.int64)
     owed = np.zeros(len(splits), dtype=np.int64)
     at = 0

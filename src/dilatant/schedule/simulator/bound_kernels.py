@@ -1,6 +1,6 @@
 """Compiled loops over the messages of a step alone, cached on disk; importing this module imports numba.
 
-Arguments are a `ScheduleGraph`'s, which has edges by position in `order`; the first `num_messages` are messages.
+Arguments are a `ScheduleGraph`'s; edges are by position in `order`, and edge numbers below `num_messages` are messages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from numba import njit
 
 @njit(cache=True, nogil=True)
 def seconds_before(order, offsets, source, edge, num_messages, seconds):
-    """The longest way of messages to each op, without it: [ops]."""
+    """Return the longest path of messages to each op, excluding the op: [ops]."""
     before = np.zeros(len(order))
     for position in range(len(order)):
         op = order[position]
@@ -24,7 +24,7 @@ def seconds_before(order, offsets, source, edge, num_messages, seconds):
 
 @njit(cache=True, nogil=True)
 def seconds_after(order, offsets, source, edge, num_messages, seconds):
-    """The longest way of messages from each op, without it: [ops]."""
+    """Return the longest path of messages from each op, excluding the op: [ops]."""
     after = np.zeros(len(order))
     for position in range(len(order) - 1, -1, -1):
         op = order[position]

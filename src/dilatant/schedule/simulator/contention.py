@@ -1,7 +1,7 @@
-"""How long messages travel where several share a port: each passes bytes in the order in which they are ready.
+"""Link contention: travel time of messages that share ports, each port a queue ordered by when messages are ready.
 
-A rank has a way in and out inside its node, and shares its node's ports with the ranks beside it. A message is there
-when the last of the ways it takes has passed its part; so it is never quicker than alone.
+A rank has a link in and out inside its node, and shares its node's ports with neighbouring ranks. A message arrives
+when the last of its links has passed its part, so it is never faster than alone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dilatant.schedule.simulator.graph import ScheduleGraph
 def travel(
     graph: ScheduleGraph, seconds: NDArray[np.float64], size: NDArray[np.float64], cluster: Cluster
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(when every op ends [ops], the seconds from there until each of its messages arrives [messages]) of a step whose
-    ops take `seconds` [ops]; zero between stages that the same ranks share alike. size: bytes that a rank of the stage
-    which makes the rows has of each message.
+    """Return when every op ends [ops] and the seconds from there until each of its messages arrives [messages], in a
+    step whose ops take `seconds` [ops]. `size` is each message's bytes on one rank of the stage that makes its rows.
 
-    The ranks of both stages send and receive equal shares of it; tensor-parallel ranks then gather theirs. Ranks that
-    share the two stages unlike keep what they have, and swap the rest where none of them gathers. Of unlike devices
-    every port passes bytes at its own pace, and the slower decides when they are there.
+    Messages take no time between stages with the same ranks and degrees. Otherwise the ranks of both stages send and
+    receive equal parts; tensor-parallel ranks then all-gather theirs. If the same ranks hold both stages with different
+    degrees, only what they must swap travels, unless they gather. With heterogeneous devices every port has its own
+    bandwidth, and the slower one decides the arrival.
     """
     from dilatant.schedule.simulator import graph_kernels as kernels
 
@@ -46,7 +46,7 @@ def travel(
     swapped = np.where(ways.swaps[pair], whole / cp[taker] * (1 - 1 / cp[taker]) / bandwidth[taker], 0.0)
     rest = ways.latency[pair] + np.where(tp[taker] > 1, latency[taker] + gathered, swapped)
     stays = ~ways.moves[pair] | (size == 0)
-    # By source, and of one source by target: the order in which they are sent.
+    # By source, then by target: the order in which messages are sent.
     by_target = kernels.group_by_target(graph.edge_target, graph.num_ops)[1]
     offsets, edges = kernels.group_by_target(graph.edge_source[by_target], graph.num_ops)
     ends, lag = kernels.port_contention(
@@ -56,9 +56,9 @@ def travel(
     return ends, lag
 
 
-@lru_cache(maxsize=1)  # of one plan for many schedules
+@lru_cache(maxsize=1)  # many schedules share one plan
 def _stages(arrays: PlanArrays, cluster: Cluster) -> tuple[NDArray[np.float64], ...]:
-    """Of stages: tensor and context degrees, latency and bandwidth inside their nodes, [stages] each."""
+    """Return each stage's tensor and context degrees, and latency and bandwidth inside its node, [stages] each."""
     links = [cluster.at(entry.stage.ranks[0]).inside for entry in arrays.placed]
     own = [
         (entry.stage.tp, entry.stage.cp, link.latency, link.bandwidth)
@@ -69,8 +69,9 @@ def _stages(arrays: PlanArrays, cluster: Cluster) -> tuple[NDArray[np.float64], 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ways:
-    """What messages between pairs of stages pass through: of pair p the ways `way[offsets[p]:offsets[p + 1]]`, for
-    `load` seconds per byte of the whole message. moves, swaps (between the same ranks), latency: [pairs]."""
+    """Links that messages between pairs of stages use: pair p takes the links `way[offsets[p]:offsets[p + 1]]`, each
+    for `load` seconds per byte of the whole message. `moves`, `swaps` (same ranks, other degrees) and `latency` are
+    [pairs]."""
 
     offsets: NDArray[np.int64]
     way: NDArray[np.int64]
@@ -83,7 +84,8 @@ class _Ways:
 
 @lru_cache(maxsize=1)  # the families of a plan send between the same stages
 def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways:
-    """Ways in order: out of each rank inside its node, in, out of each port, in. pairs: source * stages + target."""
+    """Number the links: out of each rank inside its node, in, out of each port, in. `pairs`: source * stages +
+    target."""
     placed = arrays.placed
     source, target = np.divmod(np.asarray(pairs, dtype=np.int64), max(len(placed), 1))
     ends = _ends_of(tuple(rank for entry in placed for rank in entry.stage.ranks), cluster)
@@ -123,8 +125,8 @@ def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ends:
-    """Of ranks: their numbers among those of the plan, their nodes, and the numbers of their ports, [ranks]; and
-    bandwidth and latency of the way inside the node and of the port, [2, ranks]."""
+    """Per rank of the plan: its index, node and port, [ranks]; and bandwidth and latency inside the node and of the
+    port, [2, ranks]."""
 
     rank: NDArray[np.int64]
     node: NDArray[np.int64]
@@ -135,7 +137,7 @@ class _Ends:
 
 @lru_cache(maxsize=2)
 def _ends_of(ranks: tuple[int, ...], cluster: Cluster) -> _Ends:
-    """The same for every schedule and batch of a plan."""
+    """Return the endpoints of `ranks`, which are the same for every schedule and batch of a plan."""
     own, rank = np.unique(np.asarray(ranks, dtype=np.int64), return_inverse=True)
     groups = [cluster.at(one) for one in own.tolist()]
     node, port = np.asarray([cluster.place_of(one) for one in own.tolist()]).T

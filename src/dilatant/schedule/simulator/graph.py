@@ -1,6 +1,6 @@
-"""A schedule compiled for timing: one op per action, its predecessors, and an order that respects them all.
+"""A schedule compiled for timing: one op per action, its predecessors, and a topological order.
 
-`build` is done once per schedule; the same graph is then timed again and again with other durations.
+`build` runs once per schedule; the same graph is then timed many times with other durations.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dilatant.schedule.schedule import Action, Assignment, Schedule
 
 
 class ScheduleError(UserError):
-    """A schedule that cannot run; the message lists the actions concerned."""
+    """Error for a schedule that cannot run; the message lists the actions concerned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ops:
-    """The actions of a schedule, each once: numbered rank by rank, on the first rank of its stage.
+    """Each action of a schedule once: numbered rank by rank, on the first rank of its stage.
 
     `kind`, `stage`, `piece`: `[ops]`. `list_offsets` bounds the ops of each rank.
     """
@@ -44,7 +44,7 @@ class Ops:
         return len(self.kind)
 
     def action(self, op: int) -> Action:
-        """The action of an op."""
+        """Return the action of an op."""
         piece = int(self.piece[op])
         return Action(
             KINDS[self.kind[op]],
@@ -54,7 +54,7 @@ class Ops:
         )
 
     def describe(self, op: int) -> str:
-        """The action in words, for messages to people."""
+        """Describe the action in words, for error messages."""
         placed = self.arrays.placed[int(self.stage[op])]
         action = self.action(op)
         part = "" if action.samples is None else f" samples {list(action.samples)}"
@@ -66,11 +66,11 @@ class Ops:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduleGraph(Ops):
-    """Ops with what each of them waits for.
+    """Ops with their predecessors.
 
-    `row_op[row]` is the op of a packed row. `edge_source` and `edge_target` (op numbers) are the edges that carry rows
-    or gradients, the first `num_messages`, followed by order edges of ranks that help in a stage they do not lead. The
-    last five arrays are the same graph by position in `order`.
+    `row_op[row]` is the op of a packed row. `edge_source` and `edge_target` (op numbers) are first the `num_messages`
+    edges that carry rows or gradients, then order edges of ranks that do not lead a stage they run. The last five
+    arrays are the same graph by position in `order`.
     """
 
     row_op: NDArray[np.int32]
@@ -87,11 +87,11 @@ class ScheduleGraph(Ops):
 def build(
     plan: Plan, assignment: Assignment, schedule: Schedule, look_ahead: int | None = None
 ) -> ScheduleGraph:
-    """Compile `schedule`. With `look_ahead`, an edge holds at most that many messages that were not yet consumed:
-    its producer waits for room, as a runtime with bounded receive buffers does.
+    """Compile `schedule`. With `look_ahead`, an edge holds at most that many unconsumed messages: its producer waits
+    for a free slot, as in a runtime with bounded receive buffers.
 
-    Raises ScheduleError when an action lacks its input or its gradient, comes before what it needs on its own rank,
-    or when the order deadlocks (the cycle is in the message). `validate` lists every problem instead.
+    Raises ScheduleError if an action lacks its input or its gradient, comes before what it needs on its own rank, or if
+    the order deadlocks (the message contains the cycle). `validate` lists every problem instead.
     """
     graph, missing, disorder = try_build(plan, assignment, schedule, look_ahead)
     if graph is None:
@@ -102,7 +102,7 @@ def build(
 def try_build(
     plan: Plan, assignment: Assignment, schedule: Schedule, look_ahead: int | None = None
 ) -> tuple[ScheduleGraph | None, list[str], list[str]]:
-    """The compiled schedule, or None; then which actions lack another one, and which come in an impossible order."""
+    """Return the compiled schedule or None, then the missing actions, then the actions in an impossible order."""
     from dilatant.schedule.simulator import graph_kernels as kernels
 
     arrays = plan_arrays(plan)
@@ -150,7 +150,7 @@ def _ops(
     packed: PackedActions,
     lead: NDArray[np.int32] | None,
 ) -> Ops:
-    """The ops of a packed schedule; `lead[stage]` is the number of the rank that leads, None where all do."""
+    """Return the ops of a packed schedule; `lead[stage]` is the index of the leading rank, None if every rank leads."""
     kind, stage, piece, offsets = packed.kind, packed.stage, packed.piece, packed.offsets.astype(np.int32)
     if lead is not None:
         leads = lead[stage] == _rank_of_row(packed)
@@ -165,9 +165,9 @@ def _rank_of_row(packed: PackedActions) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slots:
-    """The op of every (kind, stage, piece), -1 where there is none; `twice` is the first op that is there twice, or -1.
+    """The op of every (kind, stage, piece), -1 if there is none; `twice` is the first duplicated op, or -1.
 
-    Pieces are counted from `first_piece[stage]`, of which a stage has `num_pieces[stage]`.
+    A stage has `num_pieces[stage]` pieces, numbered from `first_piece[stage]`.
     """
 
     ops: NDArray[np.int32]
@@ -196,8 +196,8 @@ class _Slots:
 
 
 def _data_edges(ops: Ops, slots: _Slots) -> tuple[NDArray[np.int32], NDArray[np.int32], list[str], list[str]]:
-    """(sources, targets) of the edges that carry rows or gradients, then the problems met: actions that lack another
-    one, and actions that come before what they need on their own rank."""
+    """Return (sources, targets) of the edges that carry rows or gradients, then problems: missing actions, and actions
+    that come before what they need on their own rank."""
     from dilatant.schedule.simulator import graph_kernels as kernels
 
     arrays, pieces = ops.arrays, ops.packed.pieces
@@ -227,7 +227,7 @@ def _data_edges(ops: Ops, slots: _Slots) -> tuple[NDArray[np.int32], NDArray[np.
 
 
 def _unled_rows(packed: PackedActions, row_op: NDArray[np.int32]) -> list[str]:
-    """Rows of ranks that help in a stage whose first rank has no such action."""
+    """List rows of non-leading ranks for which the first rank of the stage has no such action."""
     row_rank = _rank_of_row(packed)
     problems = []
     for row in np.flatnonzero(row_op < 0).tolist():
@@ -240,8 +240,8 @@ def _unled_rows(packed: PackedActions, row_op: NDArray[np.int32]) -> list[str]:
 def _order_edges(
     ops: Ops, row_op: NDArray[np.int32], lead: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(sources, targets) of the order on ranks that do not lead all they run; what a leader's own order says is left
-    out."""
+    """Return (sources, targets) of the order on ranks that do not lead all they run, without edges that a leader's own
+    order implies."""
     row_rank = _rank_of_row(ops.packed)
     inner = np.flatnonzero((row_rank[1:] == row_rank[:-1]) & (row_op[1:] >= 0) & (row_op[:-1] >= 0))
     earlier, later = row_op[inner], row_op[inner + 1]
@@ -255,7 +255,8 @@ def _order_edges(
 def _room_edges(
     ops: Ops, source: NDArray[np.int32], target: NDArray[np.int32], look_ahead: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Edges consumer of message i → producer of message i + look_ahead, for every directed edge between stages."""
+    """Return edges consumer of message i → producer of message i + look_ahead, for every directed edge between
+    stages."""
     if look_ahead < 1:
         raise ValueError(f"look_ahead must be at least 1 message, got {look_ahead}")
     order = _by_stages(ops.stage, source, target)
@@ -270,7 +271,7 @@ def _room_edges(
 
 
 def message_order(graph: ScheduleGraph) -> NDArray[np.int64]:
-    """Message numbers sorted by directed edge, and within one in the producer's, then the consumer's order."""
+    """Return message numbers sorted by directed edge, then in the producer's, then in the consumer's order."""
     count = graph.num_messages
     return _by_stages(graph.stage, graph.edge_source[:count], graph.edge_target[:count])
 
@@ -290,7 +291,7 @@ def _cycle(
     source: NDArray[np.int32],
     order: NDArray[np.int32],
 ) -> str:
-    """The circle of waits in words: every stuck rank's next action waits for one behind another's next action."""
+    """Describe the cycle of waits: every stuck rank's next action waits for one queued behind another's next action."""
     done = np.zeros(ops.num_ops, dtype=bool)
     done[order] = True
     op = next(int(head) for index, head in enumerate(heads) if head < ops.list_offsets[index + 1])

@@ -1,7 +1,7 @@
 """The simulator's inner loops, compiled by numba and cached on disk.
 
-Imported only by functions that need them: importing this module imports numba. Everything here works on *ops*
-(one per action, however many ranks run it together) numbered rank by rank in execution order.
+Importing this module imports numba, so it is imported only inside functions that need it. *Ops* (one per action,
+however many ranks run it together) are numbered rank by rank in execution order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_PROBLEM, NO_INPUT, NO_GRADIENT, BEFORE_FORWARD, BEFORE_INPUT_GRADIENT, TWICE 
 
 @njit(cache=True, nogil=True)
 def all_lead(row_offsets, stage, lead):
-    """Is every row of a packed schedule on the first rank of its stage?"""
+    """Return whether every row of a packed schedule is on the first rank of its stage."""
     for rank in range(len(row_offsets) - 1):
         for row in range(row_offsets[rank], row_offsets[rank + 1]):
             if lead[stage[row]] != rank:
@@ -27,7 +27,7 @@ def all_lead(row_offsets, stage, lead):
 
 @njit(cache=True, nogil=True)
 def fill_slots(kind, stage, piece, slot_base, num_pieces, first_piece, num_slots):
-    """The op of every (stage, kind, piece), -1 where there is none; and the first op that is there twice, or -1."""
+    """Return the op of every (stage, kind, piece), -1 if there is none; and the first duplicated op, or -1."""
     slots = np.empty(num_slots, dtype=np.int32)
     for slot in range(num_slots):
         slots[slot] = -1
@@ -43,7 +43,8 @@ def fill_slots(kind, stage, piece, slot_base, num_pieces, first_piece, num_slots
 
 @njit(cache=True, nogil=True)
 def _gradient_op(slots, slot_base, num_pieces, first_piece, stage, piece):
-    """The op that makes the gradient of the stage's input for `piece`: I where backward is split, else B, else -1."""
+    """Return the op that makes the gradient of the stage's input for `piece`: I if backward is split, else B, else
+    -1."""
     local = piece - first_piece[stage]
     base = slot_base[stage] + local
     op = slots[base + _INPUT_GRADIENT * num_pieces[stage]]
@@ -68,10 +69,10 @@ def data_edges(
     last_of,
     first_of,
 ):
-    """Edges op → op that carry rows or gradients: along chains in op order, then between units in pair order.
+    """Find edges op → op that carry rows or gradients: along chains in op order, then between units in pair order.
 
-    Returns sources, targets and how many there are; then problem codes and their ops, and how many of those (at most
-    `MOST_PROBLEMS`, which no person reads to the end).
+    Returns sources, targets and their number; then problem codes, their ops and their number (at most `MOST_PROBLEMS`,
+    more than any person reads).
     """
     n = len(kind)
     source = np.empty(n + 2 * len(pairs_from), dtype=np.int32)
@@ -137,7 +138,7 @@ def data_edges(
 
 @njit(cache=True, nogil=True)
 def group_by_target(target, num_ops):
-    """CSR of edges by target: `offsets [ops + 1]` and edge numbers, in edge order within a target."""
+    """Return the edges by target in CSR form: `offsets [ops + 1]` and edge numbers, in edge order within a target."""
     offsets = np.zeros(num_ops + 1, dtype=np.int32)
     for edge in range(len(target)):
         offsets[target[edge] + 1] += 1
@@ -155,10 +156,10 @@ def group_by_target(target, num_ops):
 
 @njit(cache=True, nogil=True)
 def topological_order(list_offsets, offsets, edges, source):
-    """An order of all ops that respects every list and every edge (Kahn's algorithm over list heads).
+    """Find an order of all ops that respects every list and every edge (Kahn's algorithm over list heads).
 
-    A list is the ops of one rank. Each list waits for at most one op at a time, so lists are woken from a linked
-    list per op: O(ops + edges). Returns the order, its length (less than all ops if there is a cycle), where each list
+    A list is the ops of one rank. Each list waits for at most one op at a time, so lists are woken from a linked list
+    per op: O(ops + edges). Returns the order, its length (less than all ops if there is a cycle), where each list
     stopped, and the position of every op in the order (-1 if it has none).
     """
     num_lists = len(list_offsets) - 1
@@ -209,7 +210,7 @@ def topological_order(list_offsets, offsets, edges, source):
 
 @njit(cache=True, nogil=True)
 def renumber(order, position, list_of, offsets, edges, source, list_offsets):
-    """The graph in topological positions: list predecessor, CSR offsets, source positions and edge numbers."""
+    """Return the graph in topological positions: list predecessor, CSR offsets, source positions and edge numbers."""
     n = len(order)
     previous = np.empty(n, dtype=np.int32)
     new_offsets = np.empty(n + 1, dtype=np.int32)
@@ -230,7 +231,7 @@ def renumber(order, position, list_of, offsets, edges, source, list_offsets):
 
 @njit(cache=True, nogil=True)
 def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
-    """Start and end of every op, by op number, into `start` and `end`; returns the latest end."""
+    """Write start and end of every op, by op number, into `start` and `end`; return the latest end."""
     latest = 0.0
     lagged = len(lag) > 0
     for i in range(len(order)):
@@ -255,11 +256,11 @@ def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
 def port_contention(
     list_offsets, offsets, edges, target, seconds, size, rest, pair, way_offsets, way, load, num_ways
 ):
-    """Ends of all ops, and by message the seconds from its op's end until it arrives.
+    """Return ends of all ops and, by message, the seconds from its op's end until it arrives.
 
-    Ops end in the order of time, and their messages queue then: on each way of its pair a message waits for those
-    before it, and takes `size * load`. `offsets`, `edges`: CSR of edges by source; `size`, `rest`, `pair`: by message,
-    which are the first edges; a message arrives `rest` after its last way.
+    Ops are processed in the order of their ends, at which their messages queue: on each link (`way`) of its pair a
+    message waits for those before it, and takes `size * load`. `offsets`, `edges`: CSR of edges by source. `size`,
+    `rest`, `pair`: by message (messages are the first edges). A message arrives `rest` after its last link.
     """
     num_ops = len(seconds)
     num_messages = len(size)
@@ -269,7 +270,7 @@ def port_contention(
             waiting[list_offsets[index]] = 0
     for edge in range(len(target)):
         waiting[target[edge]] += 1
-    follows = np.ones(num_ops, dtype=np.int32)  # is there one after it on its rank?
+    follows = np.ones(num_ops, dtype=np.int32)  # 1 unless the op is its rank's last
     for index in range(len(list_offsets) - 1):
         if list_offsets[index] < list_offsets[index + 1]:
             follows[list_offsets[index + 1] - 1] = 0
@@ -344,9 +345,9 @@ def _pop(heap, count, end):
 
 @njit(cache=True, nogil=True)
 def binding(order, previous, offsets, source, end, start, arrival_of_edge, edge):
-    """For every op (by op number) the op whose end decided its start, -1 at time zero or without predecessors.
+    """Return, for every op (by op number), the op whose end decided its start, -1 at time zero or without predecessors.
 
-    Between equals the list predecessor wins: an op that had not to wait is bound by its own rank.
+    Between equals the list predecessor wins: an op that did not have to wait is bound by its own rank.
     """
     n = len(order)
     binder = np.empty(n, dtype=np.int32)
@@ -369,10 +370,10 @@ def idle_by_cause(
 ):
     """Add every idle second of every rank to `idle[rank, cause]`.
 
-    Causes: 0 warm-up, 1 drain, 2 communication, 3 imbalance, 4 + u waiting for unit u. A gap is covered by the chain
-    of ops that decided its end: each second of it belongs to the op, or the lag between two ops, that was under way
-    on that chain. `row_warm[rank]` is the row whose start ends the rank's warm-up, `row_drain[rank]` the last row
-    before its drain, `chain_end[rank]` when the last pipeline it belongs to is done.
+    Causes: 0 warm-up, 1 drain, 2 communication, 3 imbalance, 4 + u waiting for unit u. A gap is explained by the chain
+    of ops that decided its end: each second belongs to the op, or the lag between two ops, that was in progress on that
+    chain. `row_warm[rank]` is the row whose start ends the rank's warm-up, `row_drain[rank]` the last row before its
+    drain, `chain_end[rank]` when the last pipeline it belongs to is done.
     """
     for rank in range(len(row_offsets) - 1):
         before = 0.0

@@ -1,4 +1,4 @@
-"""The memory sweep: what every rank holds at every moment of a timeline, and its peak."""
+"""Memory sweep: the bytes that every rank holds over the time of a timeline, and the peak."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dilatant.schedule.simulator.graph import ScheduleGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBytes:
-    """Bytes per rank. `static` is `[stages]`, held throughout; the rest is by op, `[ops]`, or by message.
+    """Bytes per rank of a step. `static` is `[stages]`, held throughout; the rest is by op, `[ops]`, or by message.
 
-    An op takes `allocate` when it starts and gives back `release` when it ends (or takes, where that is negative);
-    `transient` is held only while it runs. `message` is held by the sender from the end of the producing op until it
-    has arrived, and by the receiver from then until the consuming op starts (which counts it among what it keeps).
+    An op takes `allocate` when it starts and frees `release` when it ends (a negative value takes more); `transient` is
+    held only while it runs. `message` is held by the sender from the end of the producing op until it has arrived, and
+    by the receiver from then until the consuming op starts (which counts it among its activations).
     """
 
     static: NDArray[np.float64]
@@ -33,9 +33,9 @@ def peak_bytes(
     end: NDArray[np.float64],
     arrival: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """The most bytes that each rank holds at once: `[ranks]`, in the schedule's rank order.
+    """Return the peak bytes of each rank: `[ranks]`, in the schedule's rank order.
 
-    At one moment, what is given back goes before what is taken.
+    At equal times, releases are applied before allocations.
     """
     from dilatant.schedule.rank_kernels import most_held
 
@@ -47,7 +47,7 @@ def peak_bytes(
     ]
     whole, groups = members, {tuple(held_by) for held_by in members}
     if sum(map(len, groups)) == len({rank for held_by in groups for rank in held_by}):
-        # A rank is of one group: what its first one holds, they all hold.
+        # Every rank is in one group, whose ranks all hold the same as its first.
         members = [held_by[:1] for held_by in whole]
     row_rank = np.repeat(np.arange(num_ranks), np.diff(packed.offsets))
     op = graph.row_op
@@ -83,7 +83,7 @@ def peak_bytes(
 def _spread(
     stage: NDArray[np.int32], members: list[list[int]]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every item on a stage once for each rank of the stage: item numbers and rank numbers."""
+    """Repeat every item on a stage once for each rank of the stage: item numbers and rank numbers."""
     counts = np.asarray([len(held_by) for held_by in members])
     flat = np.asarray([rank for held_by in members for rank in held_by], dtype=np.int64)
     first = np.cumsum(counts) - counts

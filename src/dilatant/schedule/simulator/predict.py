@@ -1,4 +1,4 @@
-"""From a cost model to a timeline: seconds of actions, bytes of messages and memory."""
+"""Prediction of a timeline from a cost model: seconds of actions, bytes of messages and memory."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def predict(
     squares: Tokens | None = None,
     dense: Mapping[str, DenseRows] | None = None,
 ) -> Timeline:
-    """The timeline and peak memory of a step in which sample s brings `tokens[unit][s]` tokens to each unit.
+    """Predict the timeline and peak memory of a step in which sample s brings `tokens[unit][s]` tokens to each unit.
 
-    `squares[unit][s]` replaces tokens² in the quadratic term, for samples of several images that do not attend to
-    each other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time
-    of its links, and turns where they share ports. Raises ScheduleError for a schedule that cannot run.
+    `squares[unit][s]` replaces tokens² in the quadratic term, for samples of several images that do not attend to each
+    other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time of its
+    links and queue where they share ports. Raises ScheduleError for a schedule that cannot run.
     """
     graph = build(plan, assignment, schedule)
     sums = op_sums(graph, costs, piece_sums(graph, tokens, squares, dense), tokens)
@@ -54,8 +54,8 @@ def piece_sums(
     squares: Tokens | None = None,
     dense: Mapping[str, DenseRows] | None = None,
 ) -> NDArray[np.float64]:
-    """By piece: Σ tokens² (of several samples in a unit of `dense`: so many times (Σ tokens)²), Σ tokens, and 1 (0 for
-    a piece without tokens): `[pieces, 3]`."""
+    """Return, per piece, Σ tokens² (with several samples in a unit of `dense`: (Σ tokens)² times its fraction), Σ
+    tokens, and 1 (0 for a piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
     unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))[piece]
@@ -70,7 +70,8 @@ def piece_sums(
 
 
 def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
-    """By message, in the token counts of the unit whose stage made its rows: `[messages, 3]` as `piece_sums`.
+    """Return, per message, sums as in `piece_sums` in the token counts of the unit whose stage made its rows:
+    `[messages, 3]`.
 
     A gradient has the rows of the forward message that it answers.
     """
@@ -99,8 +100,8 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
 def op_sums(
     graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], tokens: Tokens
 ) -> NDArray[np.float64]:
-    """By op what its costs are multiplied by: `[ops, 3]`. That is the `piece_sums` of its piece; where ranks share
-    items that cannot be divided, as much more of it as the fullest rank has than the mean one."""
+    """Return, per op, the factors of its costs, `[ops, 3]`: the `piece_sums` of its piece. If ranks share indivisible
+    items, tokens and squares are scaled by the fullest rank's load over the mean."""
     found = sums[graph.piece]
     by_unit = [np.asarray(tokens[unit], dtype=np.float64) for unit in graph.arrays.units]
     times = unevenness(graph, costs.items_per_token, by_unit)
@@ -110,12 +111,13 @@ def op_sums(
 
 
 def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of every op: `[ops]`. `sums`: as `op_sums`."""
+    """Return the seconds of every op, `[ops]`. `sums` is as in `op_sums`."""
     return np.einsum("ij,ij->i", costs.seconds[graph.stage, graph.kind], sums)
 
 
 def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Bytes of every message, on a rank of the stage that makes its rows: `[messages]`. `sums`: as `message_sums`."""
+    """Return the bytes of every message on a rank of the stage that makes its rows, `[messages]`; `sums` as
+    `message_sums`."""
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     return np.einsum("ij,ij->i", costs.output_bytes[maker], sums)
@@ -127,7 +129,7 @@ def step_bytes(
     sums: NDArray[np.float64],
     message: NDArray[np.float64],
 ) -> StepBytes:
-    """What the memory sweep needs. `sums`, `message`: as `op_sums`, `message_bytes`."""
+    """Return the input of the memory sweep. `sums` and `message` are as returned by `op_sums` and `message_bytes`."""
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums)
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums)
     transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums)
@@ -141,20 +143,20 @@ def step_bytes(
     transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
     has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
     split = _has(graph, WEIGHT_GRADIENT)
-    weight = np.where(split, weight, 0.0)  # more than was kept, where that was recomputed
+    weight = np.where(split, weight, 0.0)  # exceeds `kept` under recomputation
     allocate = np.where((graph.kind == FORWARD) & has_backward, kept, 0.0)
     release = np.select(
         [graph.kind == BACKWARD, graph.kind == INPUT_GRADIENT, graph.kind == WEIGHT_GRADIENT],
         [kept, kept - weight, weight],
         0.0,
     )
-    release[first] -= costs.gradient_bytes[graph.stage[first]]  # which stay
+    release[first] -= costs.gradient_bytes[graph.stage[first]]  # gradients stay
     release[last] -= costs.own_gradient_bytes[graph.stage[last]]
     return StepBytes(costs.static_bytes - costs.gradient_bytes, allocate, release, transient, message)
 
 
 def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:
-    """The piece that holds a sample in a unit, -1 where none: `[units, samples]`."""
+    """Return the piece that holds a sample in a unit, -1 if none: `[units, samples]`."""
     pieces, arrays = graph.packed.pieces, graph.arrays
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
     unit = np.repeat(arrays.unit_of, np.diff(pieces.first))[piece]
@@ -170,7 +172,7 @@ def _by_sample(
     tokens: Tokens,
     squares: Tokens | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Tokens and their squares for pairs of unit and sample."""
+    """Return tokens and their squares for pairs of unit and sample."""
     linear, square = np.zeros(len(sample)), np.zeros(len(sample))
     for number, name in enumerate(graph.arrays.units):
         mine = unit == number
@@ -190,19 +192,19 @@ def _sums(
 
 
 def ends_of_backward(graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the last op of each stage that makes weight gradients, of stages that have any."""
+    """Return the first and the last op with weight gradients of each stage that has any."""
     ops = np.flatnonzero(np.isin(graph.kind, (BACKWARD, WEIGHT_GRADIENT)))
     place = np.empty(graph.num_ops, dtype=np.int64)
     place[graph.row_op] = np.arange(len(graph.row_op))
     ops = ops[np.argsort(place[ops])]
     first, last = np.full((2, len(graph.arrays.placed)), -1)
-    first[graph.stage[ops[::-1]]] = ops[::-1]  # of several the last written stays
+    first[graph.stage[ops[::-1]]] = ops[::-1]  # duplicates: the last write wins
     last[graph.stage[ops]] = ops
     return first[first >= 0], last[last >= 0]
 
 
 def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:
-    """By op: does its stage run an action of one of these kinds at all?"""
+    """Return, per op, whether its stage runs any action of these kinds."""
     there = np.zeros(len(graph.arrays.placed), dtype=bool)
     there[graph.stage[np.isin(graph.kind, kinds)]] = True
     return there[graph.stage]

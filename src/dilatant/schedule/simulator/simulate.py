@@ -1,8 +1,8 @@
 """The exact simulator: when every action of a schedule starts and ends, and why ranks idle.
 
-An action starts when its rank is free and everything it needs has arrived; so the step is the longest path through
-rank order and data edges, whatever family the schedule is of (variable microbatches, parts, unlike replicas, a graph
-of units). Closed forms are 18 to 22 % off once microbatches vary (planning notes, 0.2).
+An action starts when its rank is free and everything it needs has arrived. So the step is the longest path through rank
+order and data edges for any schedule (variable microbatches, parts, different replicas, a graph of units). Closed forms
+are 18 to 22 % off once microbatches vary.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def simulate(
     lag: ArrayLike | None = None,
     size: StepBytes | None = None,
 ) -> Timeline:
-    """The exact timeline of `schedule`.
+    """Return the exact timeline of `schedule`.
 
-    `seconds` is a function of an action, or an array `[ops]` in the op order of `build`. `lag` is the seconds a
-    message travels, one number or `[messages]` in the edge order of `build`. `size` asks for the memory sweep. Raises
+    `seconds` is a function of an action, or an array `[ops]` in the op order of `build`. `lag` is the seconds a message
+    travels, one number or `[messages]` in the edge order of `build`. `size` asks for the memory sweep. Raises
     ScheduleError for a schedule that cannot run. `predict` makes all of these from a cost model.
     """
     return run(build(plan, assignment, schedule), seconds, lag=lag, size=size)
@@ -45,9 +45,9 @@ def simulate(
 def step_seconds(
     graph: ScheduleGraph, seconds: NDArray[np.float64], lag: NDArray[np.float64] = _NO_LAG
 ) -> float:
-    """Seconds of the step only: the quick way to score one graph under many durations.
+    """Return only the seconds of the step: the fast way to score one graph under many durations.
 
-    `seconds`: `[ops]` float64; `lag`: empty, or `[edges]` float64 as `edge_lag` makes it.
+    `seconds`: `[ops]` float64; `lag`: empty, or `[edges]` float64 from `edge_lag`.
     """
     return float(op_ends(graph, seconds, lag).max(initial=0.0))
 
@@ -55,7 +55,7 @@ def step_seconds(
 def op_ends(
     graph: ScheduleGraph, seconds: NDArray[np.float64], lag: NDArray[np.float64] = _NO_LAG
 ) -> NDArray[np.float64]:
-    """When every op ends: `[ops]`, by op number; arguments as in `step_seconds`."""
+    """Return when every op ends, `[ops]` by op number; arguments as in `step_seconds`."""
     from dilatant.schedule.simulator import graph_kernels as kernels
 
     start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
@@ -66,7 +66,7 @@ def op_ends(
 
 
 def edge_lag(graph: ScheduleGraph, lag: ArrayLike | None) -> NDArray[np.float64]:
-    """Lags by edge: `[edges]` float64, zero on edges that carry no message; empty when there is no lag at all."""
+    """Return lags by edge: `[edges]` float64, zero on edges that carry no message; empty if `lag` is None."""
     if lag is None:
         return _NO_LAG
     result = np.zeros(len(graph.edge_source))
@@ -81,7 +81,7 @@ def run(
     lag: ArrayLike | None = None,
     size: StepBytes | None = None,
 ) -> Timeline:
-    """The timeline of a compiled schedule; arguments as in `simulate`."""
+    """Return the timeline of a compiled schedule; arguments as in `simulate`."""
     from dilatant.schedule.simulator import graph_kernels as kernels
 
     duration = action_array(graph, seconds)
@@ -98,7 +98,7 @@ def run(
 
 
 def action_array(graph: ScheduleGraph, seconds: Seconds) -> NDArray[np.float64]:
-    """Seconds of every op: `[ops]` float64."""
+    """Return the seconds of every op: `[ops]` float64."""
     if callable(seconds):
         return np.asarray([seconds(graph.action(op)) for op in range(graph.num_ops)], dtype=np.float64)
     return np.broadcast_to(np.asarray(seconds, dtype=np.float64), (graph.num_ops,))
@@ -157,11 +157,11 @@ def _timeline(
 def _phases(
     graph: ScheduleGraph, end: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """For every rank: the row whose start ends its warm-up, the last row before its drain, and when the pipelines
-    it belongs to are done.
+    """Return, per rank, the row whose start ends its warm-up, the last row before its drain, and the end of its
+    pipelines.
 
-    Warm-up lasts until a rank's first backward, the drain begins after its last forward. A rank without backward
-    has neither beyond its first action: once done it had less work than the others.
+    Warm-up lasts until a rank's first backward; the drain begins after its last forward. A rank without backward has
+    neither beyond its first action: idling after its last action means that it had less work than the others.
     """
     row_offsets = graph.packed.offsets
     kind = graph.kind[graph.row_op]
@@ -179,7 +179,7 @@ def _phases(
     trains = np.zeros(num_ranks, dtype=bool)
     trains[rank[backward]] = True
     drain[trains] = row_offsets[:-1][trains] - 1
-    warm[rank[backward]] = backward  # of several the last written stays
+    warm[rank[backward]] = backward  # duplicates: the last write wins
     forward = forward[trains[rank[forward]]]
     drain[rank[forward]] = forward
     idle = ~trains & (np.diff(row_offsets) > 0)
@@ -188,7 +188,7 @@ def _phases(
 
 
 def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
-    """The number of the pipeline each stage belongs to: chains that exchange rows, directly or not, share it."""
+    """Return the number of each stage's pipeline: chains that exchange rows, directly or not, share one."""
     num_chains = graph.arrays.num_chains
     parent = list(range(num_chains))
 

@@ -1,4 +1,4 @@
-"""What a step takes at least whatever its schedule family, told from one simulated schedule of the same pieces."""
+"""Lower bounds on a step's seconds for every schedule family, from one simulated schedule of the same pieces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dilatant.schedule.simulator.step_time import TimedStep
 
 
 def least_seconds(step: TimedStep) -> tuple[float, float]:
-    """Seconds until all gradients are summed that no order of the step's actions beats: of whole backwards, and with
-    them split; the latter is infinite where nothing can be won: no rank waits for another, or no weight gradient.
+    """Return lower bounds of the seconds until all gradients are summed: with whole backwards, and with split ones.
 
-    A rank begins no earlier than the first rows can reach it, and then has all of its work to do. The last thing it
-    does, where all of its stages have a backward, is one; of whole ones the gradient must then go all the way back;
-    behind split ones the rank sums its gradients.
+    The second is infinite if splitting cannot help: no rank waits for another, or there are no weight gradients. A rank
+    begins no earlier than the first rows can reach it, then does all of its work. If all of its stages have a backward,
+    its last action is one: a whole backward's gradient must still travel back to the first stage, and after split ones
+    the rank still sums its gradients.
     """
     from dilatant.schedule.simulator.bound_kernels import seconds_after, seconds_before
 
@@ -41,7 +41,7 @@ def least_seconds(step: TimedStep) -> tuple[float, float]:
 
 
 def _alone_sums(step: TimedStep) -> NDArray[np.float64]:
-    """Seconds of the sums of gradients of each rank that has one stage only, which trains; 0 for others: [ranks]."""
+    """Return the gradient-sync seconds of each rank with exactly one stage, if that stage trains; else 0: [ranks]."""
     ranks = step.graph.packed.ranks
     stages: dict[int, list[int]] = {rank: [] for rank in ranks}
     for placed in step.graph.arrays.placed:
@@ -57,7 +57,7 @@ def _alone_sums(step: TimedStep) -> NDArray[np.float64]:
 
 
 def _waits(step: TimedStep) -> bool:
-    """Does any rank wait for another one?"""
+    """Return whether any rank waits for another."""
     graph = step.graph
     lead = graph.arrays.lead[graph.stage]
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]

@@ -1,4 +1,4 @@
-"""How long a step takes by its costs: the prediction of the planner, and of training for the step that it runs."""
+"""Step time from costs: the prediction used by the planner, and by training for the step that it runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from dilatant.schedule.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedStep:
-    """A compiled schedule of one batch with what its simulation needs.
+    """A compiled schedule of one batch with the inputs of its simulation.
 
-    pieces, sums: as `piece_sums`, `op_sums`. durations: [ops] seconds. message: [messages] bytes. lag: [messages]
-    seconds that each travels, None without links.
-    seconds: until the last action; seconds_synced: until every rank has the sums of its gradients, and all updated
-    weights.
+    `pieces` and `sums` are as in `piece_sums` and `op_sums`; `durations` [ops] seconds; `message` [messages] bytes;
+    `lag` [messages] travel seconds, None without links. `seconds` lasts until the last action, `seconds_synced` until
+    every rank has its summed gradients and all updated weights.
     """
 
     graph: ScheduleGraph
@@ -45,13 +44,13 @@ class TimedStep:
     seconds_synced: float
 
     def timeline(self) -> Timeline:
-        """The whole simulated step, with idle time by cause and the memory sweep."""
+        """Return the whole simulated step, with idle time by cause and the memory sweep."""
         size = step_bytes(self.graph, self.costs.stages, self.sums, self.message)
         return run(self.graph, self.durations, lag=self.lag, size=size)
 
 
 def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> TimedStep:
-    """Time the step that `graph` is on these samples."""
+    """Time the step of `graph` on these samples."""
     pieces = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
     sums = op_sums(graph, costs.stages, pieces, samples.tokens)
     message = message_bytes(graph, costs.stages, message_sums(graph, samples.tokens, samples.squares))

@@ -1,4 +1,4 @@
-"""When gradients are summed that leave bucket by bucket while the last backward runs."""
+"""Gradient-sync overlap: when gradient sums finish if buckets are sent during the last backward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dilatant.schedule.simulator.predict import ends_of_backward
 def synced_seconds(
     graph: ScheduleGraph, costs: StepCosts, durations: NDArray[np.float64], ends: NDArray[np.float64]
 ) -> float:
-    """Seconds from the start of a step until every rank has its sums and all updated weights; 0 where nothing is
-    summed. durations, ends: [ops].
+    """Return the seconds from the start of a step until every rank has its summed gradients and all updated weights; 0
+    if nothing is summed. `durations`, `ends`: [ops].
 
-    A rank sums in the order in which gradients are complete: evenly over the last backward of a stage, all at once
-    behind it where that is in halves. Its last bucket leaves when the backward is over. The seconds of a rank are those
-    of its stages in proportion to their gradients.
+    A rank sums gradients in the order in which they are complete: spread evenly over a stage's last backward, or all
+    after it if it is split. The last bucket is sent when the backward is over. A rank's sync seconds are divided among
+    its stages in proportion to their gradients.
     """
     last = ends_of_backward(graph)[1]
     if not len(last):
@@ -30,7 +30,7 @@ def synced_seconds(
     begin = np.where(graph.kind[last] == WEIGHT_GRADIENT, end, end - durations[last])
     held = np.maximum(costs.stages.gradient_bytes[stage_of], 1.0)
     counts = [len(graph.arrays.placed[stage].stage.ranks) for stage in stage_of.tolist()]
-    pair = np.repeat(np.arange(len(last)), counts)  # of a stage and one of its ranks
+    pair = np.repeat(np.arange(len(last)), counts)  # one per (stage, rank)
     rank = np.concatenate([graph.arrays.placed[stage].stage.ranks for stage in stage_of.tolist()])
     beside, after = (
         np.asarray([seconds.get(one, 0.0) for one in rank.tolist()])
