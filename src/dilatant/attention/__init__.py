@@ -1,6 +1,6 @@
-"""Bitfield attention: masks in 64 bits a token, block tables, kernels, and placement on context-parallel ranks.
+"""Bitfield attention: masks in 64 bits per token, block tables, kernels, and placement on context-parallel ranks.
 
-Names below are resolved on first use, so that masks and placement can be planned without importing torch.
+The names below are imported on first use, so that masks and placement can be planned without importing torch.
 """
 
 from __future__ import annotations

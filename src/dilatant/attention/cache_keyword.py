@@ -1,17 +1,17 @@
-"""What a forward of transformers calls its cache."""
+"""The name of the cache argument of a transformers forward."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 _NAMES = ("cache", "past_key_values", "cache_params")
-"""`cache` since transformers 5.24, which takes the others for it but not beside it."""
+"""Since transformers 5.24 the name is `cache`; the older names are still accepted, but not together with it."""
 
 
 def cache_keyword(forward: Callable[..., Any]) -> str:
-    """The keyword by which `forward` takes keys, values and states of the tokens before.
+    """Return the keyword by which `forward` takes the cache (keys, values and states of earlier tokens).
 
-    Raises TypeError: if it takes none.
+    Raises TypeError if `forward` takes none.
     """
     parameters = inspect.signature(forward).parameters
     for name in _NAMES:

@@ -1,12 +1,12 @@
-"""Attention of a row whose tokens lie on several ranks: each computes its queries against everybody's keys and values.
+"""Context-parallel attention: each rank computes its own queries against the keys and values of the whole row.
 
-Keys and values are gathered a few heads at a time, the next heads' while the present ones compute (Cornstarch, thesis
-3.4.3), so that a rank never holds more than two groups of heads of the whole row. Any placement of blocks works, since
-words and positions travel with the tokens. The backward pass gathers again and sends each rank the gradients of its own
-keys and values, summed in float32 by default.
+Keys and values are all-gathered a few heads at a time, the next heads' during the present ones' computation
+(Cornstarch, the thesis, 3.4.3), so that a rank never holds more than two groups of heads of the whole row. Any
+placement of blocks works, since mask words and positions travel with the tokens. The backward pass gathers again and
+reduce-scatters the gradients of keys and values to their ranks, summed in float32 by default.
 
-A collective of the process group starts after what the calling stream has queued, and waiting for it makes that stream
-wait, not the host: two buffers in turn are safe without further events, on GPUs too.
+A collective of the process group starts after the work queued on the calling stream, and waiting for it makes that
+stream wait, not the host: alternating between two buffers is safe without further events, on GPUs too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dilatant.attention.masks.mask import PADDING, AttentionMask
 from dilatant.attention.masks.placement import Placement, PlacementError
 
 MOST_GATHERS = 4
-"""Keys and values come in at most so many gathers: with four, three quarters of the communication can hide."""
+"""The most all-gathers of keys and values per call: with four, three quarters of the communication can be hidden."""
 
 
 class Pending(Protocol):
@@ -37,14 +37,14 @@ class Pending(Protocol):
 
 
 class Ranks(Protocol):
-    """Ranks that share a row, as a `comm.group.Group`; everything returns at once."""
+    """Ranks that share a row, as in `comm.group.Group`; all calls return immediately."""
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
 
     @property
     def index(self) -> int:
-        """This rank's place among them."""
+        """This rank's index in the group."""
         ...
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Pending: ...
@@ -57,16 +57,14 @@ class Ranks(Protocol):
 
 
 class ContextParallelRow:
-    """One rank's share of a packed row, for every layer of a microbatch.
+    """One rank's shard of a packed row, for every layer of a microbatch.
 
-    `mask` is that of the whole row and `placement` says which rank of `group` holds which blocks of `block` tokens.
-    The rank's tokens are `tokens`, int64 row indices in row order: what its activations, positions and labels are taken
-    by; `of_rank` those of all ranks. A rank without any computes one token of padding, so that it meets the others: see
-    `take`. `reduce_dtype` is the type in which gradients of keys and values are summed over ranks, None for their own.
-    `mask_in_windows`: of layers with a window, where they have a mask of their own.
-
-    Raises:
-        PlacementError: if the placement is for another number of ranks or blocks.
+    `mask` is the whole row's mask; `placement` says which rank of `group` holds which blocks of `block` tokens.
+    `tokens` are the rank's tokens, int64 row indices in row order, by which its activations, positions and labels are
+    selected; `of_rank` lists the tokens of all ranks. A rank without tokens computes one token of padding, so that it
+    joins the collectives (see `take`). `reduce_dtype` is the dtype in which gradients of keys and values are summed
+    over ranks, None for their own. `mask_in_windows` is a separate mask for layers with a window. Raises PlacementError
+    if the placement is for another number of ranks or blocks.
     """
 
     def __init__(
@@ -90,13 +88,13 @@ class ContextParallelRow:
         self.reduce_dtype = reduce_dtype
         self.tokens = of_rank[group.index]
         self.width = int(placement.counts.max(initial=0)) * block
-        """Tokens that each rank sends: its own, then padding up to the fullest rank's blocks."""
+        """Tokens that each rank sends: its own, padded to the fullest rank's blocks."""
 
         in_windows = None if mask_in_windows is None else self._plan(mask_in_windows)
         self.plan = self._plan(mask, in_windows)
 
     def _plan(self, mask: AttentionMask, in_windows: AttentionPlan | None = None) -> AttentionPlan:
-        """Of this rank's tokens, and the keys of all."""
+        """Return the attention plan of this rank's queries against all ranks' keys."""
         size = len(self.of_rank)
         fields = np.full((size, self.width), PADDING, dtype=np.int64)
         positions = np.zeros((size, self.width), dtype=np.int64)
@@ -108,7 +106,7 @@ class ContextParallelRow:
         return AttentionPlan(own, keys, in_windows)
 
     def windowed(self, window: int | None) -> ContextParallelRow:
-        """The share under another window width; tables are kept with this one."""
+        """Return the shard under another window width; its tables are cached with this one."""
         if window == self.plan.mask.window:
             return self
         share = copy.copy(self)
@@ -116,27 +114,28 @@ class ContextParallelRow:
         return share
 
     def take(self, row: torch.Tensor, padding: int = 0) -> torch.Tensor:
-        """This rank's tokens of a tensor over the whole row, `[tokens, ...]`; a rank without any gets one `padding`."""
+        """Select this rank's tokens from a tensor over the whole row, `[tokens, ...]`; a rank without tokens gets one
+        `padding`."""
         if not self.tokens.size:
             return row.new_full((1, *row.shape[1:]), padding)
         return row[torch.from_numpy(self.tokens).to(row.device)]
 
     def places(self, at: torch.Tensor) -> torch.Tensor:
-        """Where, among this rank's tokens, those of the row's tokens `at` are that it has."""
+        """Return the positions, among this rank's tokens, of those row tokens `at` that the rank holds."""
         is_place = np.zeros(sum(tokens.size for tokens in self.of_rank), dtype=bool)
         is_place[at] = True
         return torch.from_numpy(np.flatnonzero(is_place[self.tokens]))
 
     @torch.no_grad()
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of a tensor that each of them has a part of."""
+        """Return the sum over ranks of each rank's `part`."""
         parts = part.new_empty(len(self.of_rank), *part.shape)
         self.group.all_gather(parts, part.contiguous(), "sums of context-parallel ranks").wait()
         return parts.sum(0)
 
     @torch.no_grad()
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """A tensor over the whole row, of which every rank gives its `own` tokens, `[own tokens, ...]`."""
+        """All-gather the whole row, `[tokens, ...]`, from every rank's `own` tokens, `[own tokens, ...]`."""
         padded = own.new_zeros(self.width, *own.shape[1:])
         padded[: self.tokens.size] = own[: self.tokens.size]
         parts = own.new_empty(len(self.of_rank), *padded.shape)
@@ -159,15 +158,13 @@ def context_parallel_attention(
     backend: str = "auto",
     heads_per_gather: int | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's tokens over the whole row: `[own tokens, query_heads, head_dim]`.
+    """Compute attention of this rank's tokens over the whole row: `[own tokens, query_heads, head_dim]`.
 
     `query`, `key` and `value` hold the rank's own tokens, `[own tokens, heads, head_dim]`, in the order of
-    `share.tokens`; all ranks of the group call together. The results and gradients are those of `attention` on one
-    process. Gradients of `sinks` are this rank's part of their sum. `heads_per_gather` KV heads are gathered at once,
-    by default a quarter of them.
-
-    Raises:
-        AttentionError: if the tensors do not fit together or `backend` cannot do what is asked.
+    `share.tokens`; all ranks of the group call together. Results and gradients equal those of `attention` in one
+    process. The gradient of `sinks` is this rank's addend of their sum. `heads_per_gather` KV heads are gathered at
+    once, by default a quarter of them. Raises AttentionError if the tensors do not fit together or `backend` does not
+    support the request.
     """
     if key.shape != value.shape:
         raise AttentionError(
@@ -211,9 +208,9 @@ class _Gathered(NamedTuple):
 def _gather(
     key: torch.Tensor, value: torch.Tensor, groups: list[_Heads], share: ContextParallelRow
 ) -> Iterator[_Gathered]:
-    """Keys and values of the whole row, `[ranks * width, heads, dim]`, one group of heads after the other.
+    """Yield keys and values of the whole row, `[ranks * width, heads, dim]`, one group of heads after the other.
 
-    While the caller computes on one group, the next is on its way. What was yielded is overwritten two steps later.
+    The next group is gathered while the caller computes on one. A yielded group is overwritten two steps later.
     """
     ranks = len(share.group.ranks)
     buffers: list[torch.Tensor] = []
@@ -295,7 +292,8 @@ class _ContextParallel(torch.autograd.Function):
 
 
 class _Reduction(NamedTuple):
-    """Gradients of a group of heads on their way to the ranks that own the tokens; `parts` is kept until they are."""
+    """A reduce-scatter in progress: gradients of a group of heads, sent to the tokens' ranks; `parts` lives until it is
+    done."""
 
     heads: _Heads
     work: Pending

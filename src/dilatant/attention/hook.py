@@ -1,16 +1,16 @@
-"""Our attention inside transformers' models, through its public registries, with no copied forward.
+"""Dilatant attention in transformers models, through transformers' public registries, with no copied forward.
 
-The mask of a packed microbatch travels as the keyword `attention_plan` of the model's own forward:
+The mask of a packed microbatch is passed as the keyword `attention_plan` of the model's own forward:
 
     use_dilatant_attention(model)
     model(inputs_embeds=row, position_ids=positions, attention_plan=AttentionPlan(mask))
 
-The plan covers the batch's rows laid end to end, so a batch of images of one size is a row too. Windows and soft caps
-of families that have them, layer by layer, come from the model; sinks too. A `ContextParallelRow` in place of the plan
-runs each layer over its ranks.
+The plan covers the batch's rows concatenated, so a batch of images of one size is a row too. Windows, soft caps and
+sinks come from the model, layer by layer. A `ContextParallelRow` in place of the plan runs each layer under context
+parallelism.
 
-No mask function is registered beside the attention function: transformers then makes no mask, and does not ask the
-device whether positions restart.
+No mask function is registered with the attention function, so transformers builds no mask and does not ask the device
+whether positions restart.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ _UNSUPPORTED = {
 
 
 def register() -> None:
-    """Make `attn_implementation="dilatant"` known to transformers; calling it again changes nothing."""
+    """Register `attn_implementation="dilatant"` with transformers; repeated calls change nothing."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
 
 def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
-    """Why attention over plans would not be that of `model`, a causal language model; None if it is. causal: else its
-    family's masks are not, and plans have them.
+    """Return why attention with plans would differ from that of `model`, or None if it would not.
 
-    Said from what a family declares: an objection that shows in a forward alone is an AttentionError there.
+    `causal` means that `model` must be a causal language model; otherwise its family has masks of its own, which plans
+    express. The answer follows from what a family declares: an objection visible only in a forward raises
+    AttentionError there.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Hybrids do not say so of themselves, for the sake of their other layers; nor a whole model, for that of its tower.
+    # Hybrids do not declare support because of their other layers, nor do pretrained VLMs because of their encoders.
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     supports = any(each._supports_attention_backend for each in models) or bool(linear_layers(model))
     if not model._can_set_attn_implementation() or not supports:
@@ -69,7 +70,7 @@ def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
 
 
 def leaks_between_samples(model: PreTrainedModel) -> str | None:
-    """Why rows of several samples would be wrong without attention over plans; None if they would not be."""
+    """Return why rows of several samples would be wrong without attention with plans; None if they would not be."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if others := sorted(
         kind for kind in kinds if not kind.endswith("_attention") or kind == "linear_attention"
@@ -79,7 +80,8 @@ def leaks_between_samples(model: PreTrainedModel) -> str | None:
 
 
 def dropout_of(model: PreTrainedModel) -> str | None:
-    """What drops weights of attention in `model`, which attention over plans never holds; None if nothing does."""
+    """Return a description of the attention dropout in `model`, which attention with plans cannot apply; None if it has
+    none."""
     config = model.config.get_text_config()
     for name in _DROPOUTS:
         if rate := getattr(config, name, None):
@@ -88,14 +90,12 @@ def dropout_of(model: PreTrainedModel) -> str | None:
 
 
 def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Let every attention layer of `model` run on our kernels; returns the model.
+    """Switch every attention layer of `model` to Dilatant's kernels; return the model.
 
-    Some families (SigLIP) do not hand their keywords on to the attention function, though their layers receive them:
-    there a forward pre-hook passes the plan as the layer's `attention_mask`, which every family hands on.
-
-    Raises:
-        AttentionError: if the family computes attention in its own way, which transformers cannot replace, or has
-            layers whose mask a plan cannot follow.
+    Some families (SigLIP) do not pass their keywords on to the attention function, though their layers receive them:
+    there a forward pre-hook passes the plan as the layer's `attention_mask`, which every family passes on. Raises
+    AttentionError if transformers cannot replace the family's attention, or if a layer's mask cannot be expressed by a
+    plan.
     """
     if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         raise AttentionError(
@@ -103,7 +103,7 @@ def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
             "set another attn_implementation"
         )
     register()
-    # Of a whole vision-language model, of whose other parts this may be without.
+    # In a pretrained VLM only the text config is switched: the model may lack the other parts.
     text = model.config.get_text_config()
     parts = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
     model.set_attn_implementation({"": NAME, **dict.fromkeys(parts, NAME)} if parts else NAME)
@@ -135,11 +135,10 @@ def attend(
     attention_plan: AttentionPlan | ContextParallelRow | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer: `query` `[batch, heads, tokens, dim]`, keys and values with KV heads
-    alone; returns `[batch, tokens, heads, dim]` and no weights.
+    """Attention function that transformers calls in each layer: `query` is `[batch, heads, tokens, dim]`, keys and
+    values have KV heads only; returns `[batch, tokens, heads, dim]` and no weights.
 
-    Raises:
-        AttentionError: if the plan is missing, or the layer asks for what packed rows do not have, by name.
+    Raises AttentionError if the plan is missing, or naming every option of the layer that packed rows do not support.
     """
     where = type(module).__name__
     plan = (
@@ -183,7 +182,7 @@ def attend(
 
 
 def _refuse_padding(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """transformers makes no mask for us, so one that the caller gave would be forgotten."""
+    """Refuse a mask with padding: transformers builds no mask for this attention, so the caller's would be ignored."""
     mask = kwargs.get("attention_mask")
     if module.config._attn_implementation != NAME or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return
@@ -211,5 +210,5 @@ def _own_window(plan: AttentionPlan | ContextParallelRow) -> int | None:
 
 
 def _as_row(tensor: torch.Tensor) -> torch.Tensor:
-    """`[batch, heads, tokens, dim]` as `[batch * tokens, heads, dim]`."""
+    """Reshape `[batch, heads, tokens, dim]` to `[batch * tokens, heads, dim]`."""
     return tensor.transpose(1, 2).flatten(0, 1)

@@ -1,10 +1,10 @@
-"""Linear attention over packed rows: its state begins anew with every sample, and passes from rank to rank.
+"""Linear attention over packed rows: the state is reset at every sample and passed between context-parallel ranks.
 
-Layers of linear attention (gated delta nets) keep of the tokens before a state and the last inputs of a convolution,
-and their forwards know one sequence. Here the family's own forward runs on the samples of a row one by one. Under
-context parallelism each rank has consecutive tokens of the row, and where a sample goes on at the next rank, so does
-its state: through the interface that the forward has for decoding. What a rank sends on it computes first, so only a
-sample of more than two ranks keeps one waiting for another. Gradients of states go back the same way.
+Layers of linear attention (gated delta nets) keep a recurrent state and the last inputs of a convolution, and their
+forwards expect one sequence. Here the family's own forward runs on the samples of a row one by one. Under context
+parallelism each rank has consecutive tokens of the row; if a sample continues on the next rank, its state is sent
+there, through the forward's interface for decoding. A rank computes what it sends first, so ranks wait for each other
+only if a sample spans more than two of them. Gradients of states are sent back the same way.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ _ATTRIBUTES = (
     *("conv1d", "conv_dim", "conv_kernel_size", "A_log"),
     *("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
 )
-"""What the layers have that are known here."""
+"""Attributes that identify the supported layers."""
 
 
 class State(NamedTuple):
-    """What linear attention knows of the tokens before: convolution, the last inputs of its kernel, [1, channels,
-    kernel - 1]; memory, float32 [1, heads, key size, value size]."""
+    """State of linear attention after the preceding tokens: `convolution`, the last inputs of its kernel, [1, channels,
+    kernel
+    - 1]; `memory`, float32 [1, heads, key size, value size]."""
 
     convolution: Tensor
     memory: Tensor
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of linear attention that packed rows can run through."""
+    """Return the linear attention layers that support packed rows."""
     return [module for module in model.modules() if is_linear_attention(module)]
 
 
 def is_linear_attention(module: nn.Module) -> bool:
-    """Whether this is such a layer."""
+    """Return whether `module` is a supported linear attention layer."""
     return all(hasattr(module, name) for name in _ATTRIBUTES)
 
 
 def run_over_rows(model: nn.Module, keyword: str) -> None:
-    """Let the linear attention of `model` run over the plan or share of a row that it is given as `keyword`."""
+    """Make the linear attention of `model` run over the plan or context-parallel row passed as keyword `keyword`."""
     for module in linear_layers(model):
         if not isinstance(module, _OverRows):
             module.__class__ = _over_rows(cast(Any, type(module)), keyword)
 
 
 class _OverRows:
-    """Mixed into the class of a layer."""
+    """Mixin for the class of a layer."""
 
     keyword: str
     cache_keyword: str
@@ -87,20 +88,20 @@ def _over_rows(own: Any, keyword: str) -> type[nn.Module]:
 
 
 def _samples(mask: AttentionMask) -> NDArray[np.int64]:
-    """The sample of each token, as a number of its own; -1 for padding."""
+    """Return each token's sample as a distinct number; -1 for padding."""
     return np.where(mask.fields == PADDING, -1, mask.fields & SAMPLE)
 
 
 def _lengths(numbers: NDArray[np.int64]) -> list[int]:
-    """Of each run of equal numbers."""
+    """Return the length of each run of equal numbers."""
     borders = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
     return [end - first for first, end in pairwise(borders)]
 
 
 def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) -> list[Tensor]:
-    """What `run` makes of each piece of a sample in `rows`, [1, own tokens, width].
+    """Return the outputs of `run` for each piece of a sample in `rows`, [1, own tokens, width].
 
-    Raises AttentionError where the rank's tokens are not consecutive.
+    Raises AttentionError if the rank's tokens are not consecutive.
     """
     tokens = share.tokens
     if not tokens.size:
@@ -115,7 +116,7 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
     enters = first > 0 and samples[first - 1] == samples[first]
     leaves = last + 1 < len(samples) and samples[last + 1] == samples[last]
     made: dict[int, Tensor] = {}
-    # What others wait for goes first, what waits for others last; in the backward it is the other way round.
+    # Pieces whose state is sent run first, the piece that receives one last; the backward reverses this.
     last_piece = len(pieces) - 1
     for number in (last_piece, *range(1, last_piece), 0):
         if number in made:
@@ -133,11 +134,12 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
 
 
 class _Carry:
-    """In the place of a cache: gives a layer the state before its tokens, and takes that after them.
+    """Stand-in for a cache: gives a layer the state before its tokens, and stores the state after them.
 
-    Layers ask for it by methods; those of transformers 5.17 by the `layers` of the cache."""
+    Layers access it by methods; those of transformers 5.17 by the `layers` of the cache.
+    """
 
-    record_past = True  # one token is no step of decoding, which would overwrite states
+    record_past = True  # a single token is not a decoding step, which would overwrite states
 
     def __init__(self, before: State | None, kept: int) -> None:
         self._before = before
@@ -171,7 +173,7 @@ class _Carry:
         return (self.get_recurrent_state(0),)
 
     def update_conv_state(self, inputs: Tensor, layer: int, **kwargs: Any) -> Tensor:
-        """inputs: [1, channels, tokens]; returned behind those before."""
+        """Return `inputs` [1, channels, tokens] with the earlier inputs prepended; store the last ones."""
         if self._before is not None:
             inputs = torch.cat([self._before.convolution, inputs], -1)
         missing = max(0, self._kept - inputs.shape[-1])
@@ -186,7 +188,7 @@ class _Carry:
 
 
 class _Link:
-    """The neighbours of a rank in a row."""
+    """A rank's connections to its neighbours in a row."""
 
     def __init__(self, layer: Any, share: ContextParallelRow) -> None:
         self.group = share.group
@@ -194,12 +196,12 @@ class _Link:
         self.layer = layer
 
     def receive(self, piece: Tensor) -> State:
-        """The state before `piece`; its gradient goes back where it came from."""
-        # All ranks have the same weights and ask alike for gradients, so a state has one at both ends or at none.
+        """Receive the state before `piece`; its gradient is sent back to the source."""
+        # Weights and their requires_grad agree on all ranks, so a state has a gradient at both ends or at neither.
         return State(*_Receive.apply(self, piece, *self.layer.parameters()))
 
     def send(self, output: Tensor, state: State) -> Tensor:
-        """`output`, whose gradient waits for that of `state`, which is on its way."""
+        """Send `state`, and return `output` such that its gradient waits for that of `state`."""
         return _Send.apply(self, output, state.convolution, state.memory)
 
     def empty(self, like: Tensor) -> State:
@@ -210,7 +212,7 @@ class _Link:
         )
 
     def exchange(self, what: str, tensors: Sequence[Tensor], rank: int) -> list[Pending]:
-        """Start to send or receive."""
+        """Start sends to or receives from `rank`."""
         transfer = self.group.send if what == "send" else self.group.receive
         return [transfer(each, self.group.ranks[rank], what="states of linear attention") for each in tensors]
 
@@ -252,4 +254,4 @@ class _Send(torch.autograd.Function):
 
 
 _SENT = "states_under_way"
-"""Attribute of a layer: its sends that have not been waited for, which keep what they send."""
+"""Attribute of a layer: its pending sends, which keep their tensors alive."""

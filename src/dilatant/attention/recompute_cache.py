@@ -1,12 +1,12 @@
-"""Attention, and what ranks exchange, that is not computed again where its block is recomputed.
+"""Selective recomputation: attention and results exchanged between ranks are cached when their block is recomputed.
 
-A recomputed block runs its forward twice. In the first run every attention notes its output and what its backward needs
-besides queries, keys and values; in the second, attention takes what was noted instead of computing it. The rest of a
-block keeps much and costs little, attention the reverse (Korthikanti et al. 2022, section 5, draw the line elsewhere).
-Sums over ranks are noted as well, small as a rank's part of them is beside what the links take for them.
+A recomputed block runs its forward twice. In the first run every attention caches its output and what its backward
+needs besides queries, keys and values; in the second, attention uses the cache instead of computing. The rest of a
+block holds much memory and is cheap to recompute, attention the reverse (Korthikanti et al. 2022, section 5, recompute
+attention instead). Sums over ranks are cached as well, since they are small compared with the cost of communication.
 
-It knows no kernel: attention is differentiated by itself, and autograd's places for its inputs stay empty until the
-block has recomputed them.
+The cache is independent of kernels: attention is differentiated on its own, and autograd's slots for its inputs stay
+empty until the block has recomputed them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Inputs = tuple[Tensor | None, ...]
 
 
 def keep_attention() -> tuple[KeepsAttention, KeepsAttention]:
-    """The contexts of the first forward and of the one that recomputes: a `context_fn` of torch's `checkpoint`."""
+    """Return the contexts of the first forward and of the recomputation: a `context_fn` for torch's `checkpoint`."""
     calls: list[_Call | Tensor] = []
     return KeepsAttention(calls, again=False), KeepsAttention(calls, again=True)
 
 
 def attend_kept(attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """`attend(*inputs)`, or inside `KeepsAttention` what was noted of it.
+    """Return `attend(*inputs)`, or its cached result inside `KeepsAttention`.
 
-    attend: computes one tensor of these and of values that do not differ between the runs; draws nothing at random.
+    `attend` computes one tensor from `inputs` and from values equal in both runs; it uses no random numbers.
     """
     if has_torch_function(inputs):
         return handle_torch_function(attend_kept, inputs, attend, *inputs)
@@ -39,9 +39,9 @@ def attend_kept(attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor
 
 
 def exchange_kept(exchange: Callable[[Tensor | None], Tensor], given: Tensor) -> Tensor:
-    """`exchange(None)`, or where it has been noted `exchange` of that.
+    """Return `exchange(None)`, or `exchange(cached)` if the result is cached.
 
-    exchange: makes one tensor of `given` with other ranks, or with no word to them if it is told what comes out.
+    `exchange` computes one tensor from `given` with other ranks; called with that result, it communicates nothing.
     """
     if has_torch_function((given,)):
         return handle_torch_function(exchange_kept, (given,), exchange, given)
@@ -49,8 +49,8 @@ def exchange_kept(exchange: Callable[[Tensor | None], Tensor], given: Tensor) ->
 
 
 class KeepsAttention(TorchFunctionMode):
-    """Notes attention, ours by `attend_kept` and torch's, and what `exchange_kept` made, in `calls`, or `again` takes
-    it from there."""
+    """Cache attention (`attend_kept` and torch's SDPA) and results of `exchange_kept` in `calls`; if `again`, use the
+    cache."""
 
     def __init__(self, calls: list[_Call | Tensor], again: bool) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class KeepsAttention(TorchFunctionMode):
 
     @property
     def nbytes(self) -> int:
-        """Bytes noted by now."""
-        return sum(call.nbytes for call in self._calls)  # a tensor's name for it is the same
+        """Bytes cached so far."""
+        return sum(call.nbytes for call in self._calls)  # tensors have `nbytes`, too
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is attend_kept:
@@ -84,7 +84,7 @@ class KeepsAttention(TorchFunctionMode):
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             return sdpa(query, key, value, mask, dropout_p, is_causal, **options)
 
-        if dropout_p:  # computed again, with the numbers that were drawn
+        if dropout_p:  # recomputed, with the same random numbers
             return attend(query, key, value, attn_mask)
         return self._keep(attend, query, key, value, attn_mask)
 
@@ -110,7 +110,7 @@ class KeepsAttention(TorchFunctionMode):
 
 
 class _Call:
-    """One attention, differentiated by itself; it holds none of its inputs."""
+    """One attention, differentiated on its own; it holds none of its inputs."""
 
     def __init__(self, attend: Callable[..., Tensor], inputs: Inputs) -> None:
         self.nbytes = 0
@@ -128,7 +128,7 @@ class _Call:
         self._count(self.output)
 
     def backward(self, gradient: Tensor, inputs: Inputs) -> list[Tensor | None]:
-        """Gradients of the inputs, which are given again."""
+        """Return gradients of the inputs, which the caller passes again."""
         self._given = inputs
         wanted = [edge for edge in self._edges if edge is not None]
         found = iter(torch.autograd.grad(self.output, wanted, gradient, allow_unused=True))
@@ -158,7 +158,7 @@ class _Call:
 
 
 class _Cut(torch.autograd.Function):
-    """Where the graph of an attention begins: unlike a leaf it holds no tensor."""
+    """Start of an attention's own graph: unlike a leaf it holds no tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class _Cut(torch.autograd.Function):
 
 
 class _Attend(torch.autograd.Function):
-    """Saves the inputs alone, which the block recomputes."""
+    """Autograd node that saves only the inputs, which the block recomputes."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: Tensor | None) -> Tensor:

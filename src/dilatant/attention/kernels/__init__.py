@@ -1,1 +1,1 @@
-"""Attention kernels and the choice among them: SDPA, Triton, and plain PyTorch block by block."""
+"""Attention kernels and the choice among them: SDPA, Triton, and blockwise PyTorch."""

@@ -1,4 +1,4 @@
-"""What every layer of a microbatch shares: one mask's block tables and work lists, made once and kept."""
+"""Attention plan: one mask's block tables and work lists, computed once and shared by all layers of a microbatch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class DeviceWork(NamedTuple):
 
 
 class AttentionPlan:
-    """Everything attention derives from a mask, made on first use: build one per microbatch, give it to all layers.
+    """Everything that attention derives from a mask, computed on first use. Build one per microbatch and pass it to all
+    layers.
 
-    `keys` is the mask of the keys where they are not the queries' own row (a context-parallel rank holds some of the
-    queries and all keys); its window is not used. Tables are kept per window width, block size and device, and go
-    away with the plan. in_windows: of layers with a window, where they have a mask of their own.
+    `keys` is the mask of the keys if they are not the queries' own row (a context-parallel rank holds some of the
+    queries and all keys); its window is ignored. Tables are cached per window width, block size and device, and freed
+    with the plan. `in_windows` is a separate plan for layers with a window.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class AttentionPlan:
         return f"AttentionPlan({self.mask.num_tokens} tokens{keys}{window})"
 
     def windowed(self, window: int | None) -> AttentionPlan:
-        """The plan of the same row under another window width, kept beside this one: layers of two kinds share it."""
+        """Return the same row's plan under another window width. It is cached, so that layers of one kind share it."""
         if self.in_windows is not None and window is not None:
             return self.in_windows.windowed(window)
         plan = self._windows.get(window)
@@ -74,7 +75,7 @@ class AttentionPlan:
         return plan
 
     def table(self, row_block: int, column_block: int, transposed: bool = False) -> BlockTable:
-        """The block table of queries by keys, or of keys by queries if `transposed`."""
+        """Return the block table of queries by keys, or of keys by queries if `transposed`."""
         key = (row_block, column_block, transposed)
         if key not in self._tables:
             if transposed:
@@ -96,7 +97,7 @@ class AttentionPlan:
         copy_cost: int = 1,
         smallest_piece_tokens: int | None = None,
     ) -> DeviceWork:
-        """The work list of a launch (see `work_list`), on `device`."""
+        """Return the work list of a launch (see `work_list`) on `device`."""
         key = (
             device,
             row_block,
@@ -118,7 +119,7 @@ class AttentionPlan:
         return self._work[key]
 
     def tensors(self, device: torch.device) -> MaskTensors:
-        """The mask's words and positions on `device`; the same for every window width."""
+        """Return the mask's words and positions on `device`; they are the same for every window width."""
         if self._parent is not None:
             return self._parent.tensors(device)
         if device not in self._tensors:
@@ -128,14 +129,15 @@ class AttentionPlan:
         return self._tensors[device]
 
     def remember(self, key: Any, make: Callable[[AttentionPlan], Any]) -> Any:
-        """`make(plan)`, made once and kept under `key`: for what a single backend derives from the mask."""
+        """Return `make(plan)`, computed once and cached under `key`: for values that one backend derives from the
+        mask."""
         if key not in self._remembered:
             self._remembered[key] = make(self)
         return self._remembered[key]
 
 
 def as_plan(mask: AttentionMask | AttentionPlan) -> AttentionPlan:
-    """The plan itself, or a new one for a bare mask."""
+    """Return the plan itself, or a new one for a bare mask."""
     if isinstance(mask, AttentionPlan):
         return mask
     if isinstance(mask, AttentionMask):
@@ -157,12 +159,12 @@ def _upload(work: WorkList, device: torch.device) -> DeviceWork:
 
 
 def upload(array: NDArray, device: torch.device) -> torch.Tensor:
-    """A copy on `device`; the host does not wait for it to arrive."""
+    """Copy `array` to `device` without making the host wait."""
     return to_device(torch.tensor(array), device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on `device`; the host does not wait for it to arrive."""
+    """Move `tensor` to `device` without making the host wait."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,8 +1,8 @@
-"""Which implementation runs an attention call, and why.
+"""Attention backends: choose the implementation that runs an attention call, and explain why.
 
 | backend   | devices           | what it is                                                       |
 |-----------|-------------------|------------------------------------------------------------------|
-| sdpa      | any               | PyTorch's scaled_dot_product_attention: plain rows alone         |
+| sdpa      | any               | PyTorch's scaled_dot_product_attention: plain rows only          |
 | triton    | NVIDIA GPUs       | our kernels: every mask, deterministic gradients                 |
 | blockwise | any               | the same tables in plain PyTorch: CPUs, float64, a reference     |
 """
@@ -23,14 +23,14 @@ from dilatant.attention.kernels.triton_tuning import MAX_HEAD_DIM
 from dilatant.config.environment import interprets_triton
 
 PREFERENCE = ("sdpa", "triton", "blockwise")
-"""Order of the automatic choice: PyTorch's own kernels where a row is plain, which most are; ours for every other."""
+"""Order of the automatic choice: PyTorch's kernels for plain rows, which are the most common; ours for all others."""
 
 KERNELS = ("triton", "blockwise")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one attention call asks for.
+    """The properties of one attention call.
 
     `not_plain` says why the mask is not one full or causal block per sample, or is None if it is.
     """
@@ -50,7 +50,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Installed:
     """What the machine offers: `capability` of the GPU (None without one), whether Triton can be imported, and whether
-    its interpreter is on, which runs kernels on the CPU."""
+    its interpreter, which runs kernels on the CPU, is on."""
 
     triton: bool = False
     capability: tuple[int, int] | None = None
@@ -59,7 +59,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend taken, the reason, and why each of the others was not."""
+    """The chosen backend, the reason, and why each of the others was not chosen."""
 
     name: str
     reason: str
@@ -71,15 +71,14 @@ class Choice:
 
 
 def obstacle(name: str, request: Request, installed: Installed) -> str | None:
-    """Why backend `name` cannot run the request; None if it can."""
+    """Return why backend `name` cannot run the request; None if it can."""
     return _OBSTACLES[name](request, installed)
 
 
 def choose_backend(request: Request, installed: Installed, wanted: str = "auto") -> Choice:
-    """The backend for a request on a machine; a pure function, which `dilatant doctor` shows.
+    """Return the backend for a request on a machine; a pure function, which `dilatant doctor` shows.
 
-    Raises:
-        AttentionError: if `wanted` is unknown or cannot run the request, saying why and what can.
+    Raises AttentionError if `wanted` is unknown or cannot run the request, with the reason and the alternatives.
     """
     if wanted != "auto" and wanted not in _OBSTACLES:
         raise AttentionError(f"unknown attention backend {wanted!r}; known are auto, {', '.join(PREFERENCE)}")
@@ -103,10 +102,9 @@ def choose_backend(request: Request, installed: Installed, wanted: str = "auto")
 
 
 def choose_kernel(request: Request, installed: Installed, wanted: str = "auto") -> str:
-    """The backend among those that are kernels of ours, whose forward and backward can be called apart.
+    """Return the backend among our own kernels, whose forward and backward can be called separately.
 
-    Raises:
-        AttentionError: if `wanted` is none of them or cannot run the request.
+    Raises AttentionError if `wanted` is none of them or cannot run the request.
     """
     if wanted not in ("auto", *KERNELS):
         raise AttentionError(
@@ -129,10 +127,9 @@ def request_of(
     logsumexp: bool = False,
     key_tokens: int | None = None,
 ) -> Request:
-    """The request that some tensors make; `key_tokens` says how many keys there must be if not all of the plan's.
+    """Return the request for these tensors; `key_tokens` is the expected number of keys if not all of the plan's.
 
-    Raises:
-        AttentionError: listing everything about their shapes, types and devices that does not fit together.
+    Raises AttentionError listing every mismatch in shapes, dtypes and devices.
     """
     problems = []
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -173,7 +170,7 @@ def request_of(
 
 
 def installed(device: torch.device) -> Installed:
-    """What this machine offers for tensors on `device`."""
+    """Return what this machine offers for tensors on `device`."""
     return Installed(
         triton=_has_triton(),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -196,7 +193,7 @@ def explain_backend(
     sinks: bool = False,
     wanted: str = "auto",
 ) -> Choice:
-    """The backend that a layer of this kind would get on this machine for this mask, and why."""
+    """Return the backend that a layer of this kind would get on this machine for this mask, and why."""
     request = Request(
         device=torch.device(device).type,
         dtype=dtype,

@@ -1,8 +1,8 @@
-"""Attention block by block in plain PyTorch, over the same tables as the GPU kernels: for CPUs, and as a reference.
+"""Blockwise attention in plain PyTorch, over the same tables as the GPU kernels: for CPUs, and as a reference.
 
-Memory is proportional to tokens: one block of queries meets one chunk of keys at a time, with a running softmax
-(Rabe and Staats 2021; Dao et al. 2022), and the backward pass recomputes the scores. Sums run in float32, or in
-float64 where the inputs are.
+Memory is proportional to tokens: one block of queries meets one chunk of keys at a time, with a running softmax (Rabe
+and Staats 2021; Dao et al. 2022), and the backward pass recomputes the scores. Sums are in float32, or in float64 for
+float64 inputs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KEY_BLOCK = 128
 CHUNK_TOKENS = 2048
 
 KEPT_PAIRS = 1 << 26
-"""Masks of partial blocks are kept with the plan, for other layers and the backward pass, up to this many pairs
+"""Masks of partial blocks are cached with the plan, for other layers and the backward, up to this many pairs
 (bytes)."""
 
 
 class Chunk(NamedTuple):
-    """Keys that a block of queries visits at once; `hidden` says which it does not see, as a function because it may be
-    large, and is None where it sees all."""
+    """Keys that a block of queries visits at once; `hidden` returns the mask of unseen pairs (a function, because the
+    mask may be large), or is None if the queries see all keys."""
 
     slices: list[slice]
     hidden: Callable[[], torch.Tensor] | None
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 def _in_their_precision(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` outside of autocast, which would take its float32 sums in half precision."""
+    """Run `kernel` without autocast, which would compute its float32 sums in half precision."""
 
     @functools.wraps(kernel)
     def run(tensor: torch.Tensor, *rest: Any) -> Any:
@@ -65,8 +65,8 @@ def forward(
     plan: AttentionPlan,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[tokens, query_heads, head_dim]` in the query's dtype, and the natural logarithm of each softmax's sum,
-    `[query_heads, tokens]` in the dtype of the sums; 0 and -inf where a query sees nothing."""
+    """Return the output `[tokens, query_heads, head_dim]` in the query's dtype, and the natural logarithm of each
+    softmax's sum, `[query_heads, tokens]` in the dtype of the sums; 0 and -inf where a query sees nothing."""
     tokens, query_heads, _ = query.shape
     kv_heads = key.shape[1]
     dtype = accumulation_dtype(query)
@@ -110,7 +110,7 @@ def backward(
     plan: AttentionPlan,
     scores: Scores,
 ) -> Gradients:
-    """Gradients of query, key, value and sinks in the dtypes of their inputs, from what `forward` returned."""
+    """Return gradients of query, key, value and sinks in the dtypes of their inputs, from the results of `forward`."""
     query_heads, kv_heads = query.shape[1], key.shape[1]
     dtype = accumulation_dtype(query)
     grad_query = torch.zeros_like(query)
@@ -140,7 +140,7 @@ def backward(
 
 
 def sink_gradient(sinks: torch.Tensor, logsumexp: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Gradient of the sinks `[query_heads]`: a sink takes its share of every softmax and gives no value for it.
+    """Return the gradient of the sinks `[query_heads]`: a sink has a part of every softmax but no value.
 
     `delta` is the sum over channels of output times its gradient, `[query_heads, tokens]`.
     """
@@ -153,7 +153,8 @@ def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _blocks(plan: AttentionPlan, device: torch.device) -> list[Block]:
-    """Every block of queries that sees anything, in chunks of at most `CHUNK_TOKENS` keys; kept with the plan."""
+    """Return every block of queries that sees anything, in chunks of at most `CHUNK_TOKENS` keys; cached with the
+    plan."""
     sizes = (QUERY_BLOCK, KEY_BLOCK, CHUNK_TOKENS)
     return plan.remember(("blockwise", device, *sizes), lambda plan: _make_blocks(plan, device))
 
@@ -181,7 +182,7 @@ def _make_blocks(plan: AttentionPlan, device: torch.device) -> list[Block]:
 
 
 def _chunks(intervals: Iterable[tuple[int, int]]) -> Iterator[list[slice]]:
-    """Intervals of tokens, in lists of together at most `CHUNK_TOKENS`."""
+    """Divide intervals of tokens into lists of at most `CHUNK_TOKENS` tokens each."""
     chunk: list[slice] = []
     room = CHUNK_TOKENS
     for at, end in intervals:
@@ -210,8 +211,8 @@ def _hidden(words: MaskTensors, queries: slice, slices: list[slice], window: int
 def _scored(
     rows: torch.Tensor, columns: torch.Tensor, hidden: Callable[[], torch.Tensor] | None, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores `[kv_heads, group * queries, keys]` of scaled queries, -inf where hidden, and the slope of the soft cap if
-    there is one."""
+    """Return scores `[kv_heads, group * queries, keys]` of scaled queries, -inf where hidden, and the slope of the soft
+    cap if there is one."""
     score = rows @ columns.mT
     slope = None
     if scores.softcap is not None:
@@ -225,24 +226,25 @@ def _scored(
 
 
 def _rows(tensor: torch.Tensor, tokens: slice, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Some tokens as `[kv_heads, group * tokens, dim]`: the query heads of one KV head under each other."""
+    """Return some tokens as `[kv_heads, group * tokens, dim]`: the query heads of one KV head are stacked along
+    tokens."""
     part = tensor[tokens].to(dtype)
     return part.view(part.shape[0], kv_heads, -1, part.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _tokens_first(rows: torch.Tensor, query_heads: int) -> torch.Tensor:
-    """The inverse of `_rows`: `[tokens, query_heads, dim]`."""
+    """Invert `_rows`: `[tokens, query_heads, dim]`."""
     return rows.view(query_heads, -1, rows.shape[2]).transpose(0, 1)
 
 
 def _per_row(per_head: torch.Tensor, rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """One number per query head as `[kv_heads, group * tokens, 1]`."""
+    """Repeat one number per query head to `[kv_heads, group * tokens, 1]`."""
     repeats = rows.shape[1] * kv_heads // per_head.shape[0]
     return per_head.view(kv_heads, -1).repeat_interleave(repeats, dim=1)[..., None]
 
 
 def _columns(tensor: torch.Tensor, slices: list[slice], dtype: torch.dtype) -> torch.Tensor:
-    """Some tokens as `[kv_heads, tokens, dim]`."""
+    """Return some tokens as `[kv_heads, tokens, dim]`."""
     parts = [tensor[part] for part in slices]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype).transpose(0, 1)
 

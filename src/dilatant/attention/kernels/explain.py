@@ -1,4 +1,4 @@
-"""What `dilatant doctor` says of attention: which backend each kind of row gets on this machine, and why no other."""
+"""The attention section of `dilatant doctor`: which backend each kind of row gets on this machine, and why."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dilatant.attention.masks.packing import RowLayout, document_causal, embedde
 
 HEAD_DIM = 128
 SAFE_ASSEMBLER = (13, 1)
-"""Triton's kernels for Hopper came out wrong of ptxas 12.8, 12.9 and in part 13.0 (flash-linear-attention issue 1262,
-triton issue 11781); 13.1 and later pass."""
+"""ptxas 12.8, 12.9 and partly 13.0 miscompile Triton's kernels for Hopper (flash-linear-attention issue 1262, triton
+issue 11781); 13.1 and later pass."""
 
 
 def explain_here(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """A line for each kind of row, for layers of 128 channels a head in `dtype`; and one about Triton's compiler."""
+    """Return a line per kind of row, for layers with head dimension 128 in `dtype`, and one about Triton's compiler."""
     plans = {name: AttentionPlan(mask) for name, mask in _examples().items()}
     lines = {}
     for name, plan in plans.items():
@@ -37,7 +37,8 @@ def _examples() -> dict[str, AttentionMask]:
 
 
 def compiler_note(capability: tuple[int, int] | None) -> str | None:
-    """Which assembler Triton's kernels go through on a GPU, with a warning where it is known to err; None without."""
+    """Return the assembler version for Triton's kernels on a GPU, with a warning if it is known to fail; None without
+    Triton."""
     if capability is None or not installed(torch.device("cpu")).triton:
         return None
     from triton.backends.nvidia.compiler import get_ptxas

@@ -21,19 +21,16 @@ def attention(
     sinks: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Attention of one packed row: `[tokens, query_heads, value_dim]` in the query's dtype.
+    """Compute attention of one packed row: `[tokens, query_heads, value_dim]` in the query's dtype.
 
     `query` is `[tokens, query_heads, head_dim]`, `key` `[key_tokens, kv_heads, head_dim]` and `value` `[key_tokens,
-    kv_heads, value_dim]`; every `query_heads / kv_heads` consecutive query heads share a KV head. `mask` says who
-    attends to whom; give an `AttentionPlan` where several calls share one, so that its tables are made once. A query
-    that sees nothing (padding) gives zeros and takes zero gradients; what padding holds must be finite.
-
-    `scale` defaults to `head_dim ** -0.5`. `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2).
-    `sinks` `[query_heads]` are logits that take part in each head's softmax and give no value (gpt-oss). `backend` is
-    "auto" or a name in `dilatant.attention.kernels.backends`.
-
-    Raises:
-        AttentionError: if the tensors do not fit together, or the backend cannot do what is asked, saying why.
+    kv_heads, value_dim]`; every `query_heads / kv_heads` consecutive query heads share a KV head. `mask` says which
+    tokens attend to which; pass an `AttentionPlan` if several calls share a mask, so that its tables are computed once.
+    A query that sees nothing (padding) yields zeros and zero gradients; values at padding must be finite. `scale`
+    defaults to `head_dim ** -0.5`. `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2). `sinks`
+    `[query_heads]` are logits in each head's softmax without a value (gpt-oss). `backend` is "auto" or a name in
+    `dilatant.attention.kernels.backends`. Raises AttentionError, with the reason, if the tensors do not fit together or
+    the backend does not support the request.
     """
     return _attend(query, key, value, mask, scale, softcap, sinks, backend, False)[0]
 
@@ -49,7 +46,7 @@ def attention_with_logsumexp(
     sinks: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention`, and the natural logarithm of each softmax's sum: `[tokens, query_heads]`, float32 (float64 for
+    """Return `attention` and the natural logarithm of each softmax's sum: `[tokens, query_heads]`, float32 (float64 for
     float64), without gradient, -inf where nothing is seen."""
     output, logsumexp = _attend(query, key, value, mask, scale, softcap, sinks, backend, True)
     assert logsumexp is not None, "a backend without logsumexp was not refused"
@@ -80,7 +77,7 @@ def _attend(
 
 
 def load_kernel(name: str) -> Kernel:
-    """Forward and backward of "triton" or "blockwise"."""
+    """Return forward and backward of "triton" or "blockwise"."""
     if name == "triton":
         from dilatant.attention.kernels import triton_kernel
 
@@ -91,7 +88,7 @@ def load_kernel(name: str) -> Kernel:
 
 
 class KernelFunction(torch.autograd.Function):
-    """A kernel's forward and backward as a node of the autograd graph."""
+    """Autograd function of a kernel's forward and backward."""
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, plan: AttentionPlan, scores: Scores, kernel: Kernel):

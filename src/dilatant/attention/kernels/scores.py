@@ -1,4 +1,4 @@
-"""What the attention kernels agree on: the settings of the scores, and the shape of their results."""
+"""Common types of the attention kernels: settings of the scores, gradients, and the kernel signature."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from dilatant.config.errors import UserError
 
 
 class AttentionError(UserError):
-    """A call that attention cannot serve; the message says what does not fit and the way out."""
+    """Error for an unsupported attention call; the message says what does not fit and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a score is made of query and key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k` without a cap."""
+    """Formula of a score from query and key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k` without a
+    cap."""
 
     scale: float
     softcap: float | None = None

@@ -1,7 +1,7 @@
-"""Attention through PyTorch's scaled_dot_product_attention, for rows whose samples are plainly full or causal.
+"""Attention with PyTorch's scaled_dot_product_attention, for rows whose samples are each fully visible or causal.
 
-A row costs the sum of its samples' squares: samples of similar length run as one batch, padded at their ends, which
-causal attention does not see.
+A row costs the sum of its samples' squared lengths: samples of similar length run as one batch, padded at their ends,
+which causal attention does not see.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dilatant.attention.masks import mask as layout
 from dilatant.attention.masks.mask import Runs
 
 WASTE = 1 / 8
-"""A sample joins a batch if that makes its square larger by at most this share, or by `FREE_PAIRS`."""
+"""A sample joins a batch if its padded square grows by at most this fraction, or by at most `FREE_PAIRS`."""
 
 FREE_PAIRS = {"cpu": 32**2, "cuda": 512**2}
-"""Pairs of tokens that cost less than one more call: about 0.15 ms, forward and backward, on a core; a GPU works on as
-many pairs in the time of a launch. Not measured on a GPU."""
+"""Pairs of tokens that cost less than another call: about 0.15 ms, forward and backward, on one core; on a GPU, those
+computed in the time of a launch (not measured)."""
 
 
 class Batch(NamedTuple):
@@ -35,10 +35,10 @@ class Batch(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """A row as batches one after another: `sum(samples * length)` slots.
+    """A row as a sequence of batches: `sum(samples * length)` slots.
 
-    `token_of_slot` int64 `[slots]` and `slot_of_token` int64 `[tokens]` lead from one to the other and hold any valid
-    index at padding; None where both are the identity. `unseeing` int64 marks the row's own padding, or is None.
+    `token_of_slot` int64 `[slots]` and `slot_of_token` int64 `[tokens]` map one to the other, with any valid index at
+    padding; None if both are the identity. `unseeing` int64 lists the row's own padding, or is None.
     """
 
     batches: list[Batch]
@@ -48,7 +48,7 @@ class Batches(NamedTuple):
 
 
 def why_not_plain(plan: AttentionPlan) -> str | None:
-    """Why the mask is not one full or causal block per sample; None if it is."""
+    """Return why the mask is not one full or causal block per sample; None if it is."""
     return plan.remember("why not plain", _why_not_plain)
 
 
@@ -60,7 +60,7 @@ def attend(
     plan: AttentionPlan,
     scores: Scores,
 ) -> tuple[torch.Tensor, None]:
-    """Output `[tokens, query_heads, head_dim]`, zero where a query sees nothing."""
+    """Return the output `[tokens, query_heads, head_dim]`, zero where a query sees nothing."""
     device = query.device
     found: Batches = plan.remember(("batches", device), lambda plan: _batches(plan, device))
     if not found.batches:
@@ -89,20 +89,20 @@ def _attend_batch(
 
 
 def _knows_groups(query: torch.Tensor) -> bool:
-    """On GPUs only flash attention takes fewer KV heads than query heads, and it takes halves alone; what is left
-    would hold all scores."""
+    """Return whether SDPA takes fewer KV heads than query heads. On GPUs only flash attention does, and only in half
+    precision; the other implementations would store all scores."""
     return query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
 
 
 def _nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Zeros that depend on all three: a row of padding has gradients as well."""
+    """Return zeros that depend on all three inputs: a row of padding needs gradients as well."""
     zero = key.sum() * 0 + value.sum() * 0
     return query[..., :1].expand(*query.shape[:2], value.shape[2]) * 0 + zero
 
 
 class _ToSlots(torch.autograd.Function):
-    """A row `[tokens, ...]` in slots `[slots, ...]`. Its gradient is a gather too: no token has two slots, and none
-    comes back from padding, since no output of padding is used."""
+    """Gather a row `[tokens, ...]` into slots `[slots, ...]`. The gradient is a gather too: no token has two slots, and
+    padding has no gradient, since its outputs are unused."""
 
     @staticmethod
     def forward(ctx: Any, row: torch.Tensor, batches: Batches) -> torch.Tensor:
@@ -117,7 +117,7 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Slots back to the row; zero at the row's own padding."""
+    """Gather slots back into the row; zero at the row's own padding."""
 
     @staticmethod
     def forward(ctx: Any, slots: torch.Tensor, batches: Batches) -> torch.Tensor:
@@ -130,7 +130,7 @@ class _ToTokens(torch.autograd.Function):
         batches = ctx.batches
         slots = grad.new_zeros((ctx.num_slots + 1, *grad.shape[1:]))
         where = batches.slot_of_token
-        if batches.unseeing is not None:  # to a slot that is thrown away
+        if batches.unseeing is not None:  # into a slot that is dropped
             where = where.index_fill(0, batches.unseeing, ctx.num_slots)
         return slots.index_copy_(0, where, grad)[:-1], None
 
@@ -162,9 +162,9 @@ def _why_not_plain(plan: AttentionPlan) -> str | None:
 
 
 def group_samples(runs: Runs, free_pairs: int) -> list[tuple[Batch, list[tuple[int, int]]]]:
-    """The batches of a plain row, each with the (first token, tokens) of its samples, the longest first.
+    """Return the batches of a plain row, each with the (first token, tokens) of its samples, longest first.
 
-    Samples that see all of themselves share a batch only with others of their length: they would see padding.
+    Samples with full attention share a batch only with others of their length, since they would see padding.
     """
     samples = [
         (bool(word & layout.CAUSAL) and not (word & layout.TOGETHER and word & layout.OWN), length, start)
@@ -192,7 +192,7 @@ def _batches(plan: AttentionPlan, device: torch.device) -> Batches:
     first = 0
     for batch, members in groups:
         for start, length in members:
-            # Padding holds the sample's last token: any finite value does.
+            # Padding repeats the sample's last token: any finite value is valid.
             token_of_slot.append(start + np.minimum(np.arange(batch.length), length - 1))
             slot_of_token[start : start + length] = first + np.arange(length)
             first += batch.length

@@ -1,6 +1,6 @@
-"""The Triton attention kernels compiled for a GPU that is not here, and what the compiler made of them.
+"""Ahead-of-time compilation of the Triton attention kernels for any GPU generation, with the compiler's statistics.
 
-It takes no GPU, so any machine can check that a change of a kernel or a tile still fits the registers and still uses
+It needs no GPU, so any machine can check that a change of a kernel or a tile still fits the registers and still uses
 the tensor cores.
 """
 
@@ -38,8 +38,8 @@ _TABLES = {"units", "intervals", "query_positions", "key_positions"}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel as compiled: registers a thread, bytes it spills to memory and reads back, bytes of shared memory,
-    warpgroup and warp matrix instructions, and whether the assembler gave up overlapping the warpgroup ones."""
+    """Statistics of one compiled kernel: registers per thread, bytes of spill stores and loads, bytes of shared memory,
+    warpgroup and warp matrix instructions, and whether the assembler serialized the warpgroup ones."""
 
     registers: int
     spill_store_bytes: int
@@ -64,8 +64,7 @@ def compile_kernel(
 ) -> Compiled:
     """Compile kernel `name` (a key of `KERNELS`) for a compute capability (90 is Hopper) as a launch would.
 
-    Raises:
-        RuntimeError: if Triton or its assembler refuses the kernel.
+    Raises RuntimeError if Triton or its assembler refuses the kernel.
     """
     kernel = KERNELS[name]
     tile: Tile = getattr(tuning, name)
@@ -98,7 +97,7 @@ def compile_kernel(
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     log = io.StringIO()
-    # A cache of its own, because the assembler reports on nothing that it need not assemble again.
+    # A separate empty cache, because the assembler reports nothing about cached kernels.
     with (
         knobs.nvidia.scope(),
         knobs.cache.scope(),

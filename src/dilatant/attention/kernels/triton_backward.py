@@ -1,9 +1,8 @@
-"""The backward kernels: gradients of the queries by rows of the table, of keys and values by its columns.
+"""Backward kernels: gradients of queries by rows of the table, of keys and values by its columns.
 
-Seven matrix products instead of the five of a fused backward, and in return no atomics: the same inputs give the same
-bits, and each direction is balanced by its own work list. Scores of the columns' kernel are computed transposed, keys
-by queries, so that no accumulator is ever transposed (the product of a transposed accumulator has been miscompiled
-for Hopper; reference attention_cp.md 6).
+They use seven matrix products instead of the five of a fused backward, but no atomics: equal inputs give equal bits,
+and each direction is balanced by its own work list. The columns' kernel computes scores transposed, keys by queries, so
+that no accumulator is ever transposed (the product of a transposed accumulator has been miscompiled for Hopper).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def delta_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`delta` `[heads, query_tokens]`: output times its gradient, summed over channels. Grid: blocks, heads."""
+    """Compute `delta` `[heads, query_tokens]`: output times its gradient, summed over channels. Grid: blocks, heads."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_DIM)
@@ -59,7 +58,8 @@ def delta_kernel(
 
 @triton.jit
 def _load_row_numbers(logsumexp, delta, row, head, query_tokens, ROWS: tl.constexpr):
-    """Base-2 logsumexp and delta of `ROWS` queries; +inf, which lets nothing through, where a query sees nothing."""
+    """Load base-2 logsumexp and delta of `ROWS` queries; +inf, which makes all weights 0, where a query sees
+    nothing."""
     rows = row + tl.arange(0, ROWS)
     exist = rows < query_tokens
     at = tl.cast(head, tl.int64) * query_tokens + rows
@@ -180,7 +180,7 @@ def grad_query_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes `grad_query` `[query_tokens, QUERY_HEADS, HEAD_DIM]`; units with a slot write their part of the sum to
+    """Write `grad_query` `[query_tokens, QUERY_HEADS, HEAD_DIM]`; units with a slot write their part of the sum to
     `partial_grad` `[slots, QUERY_HEADS, ROW_BLOCK, HEAD_DIM]` instead."""
     unit, part, head = unit_and_head(num_units, SECTION, ROW_BLOCK // BLOCK_M)
     row_block = tl.load(units + unit * 5)
@@ -366,10 +366,10 @@ def grad_key_value_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes `grad_key` and `grad_value` `[key_tokens, KV_HEADS, HEAD_DIM]`, summed over the group's query heads; units
+    """Write `grad_key` and `grad_value` `[key_tokens, KV_HEADS, HEAD_DIM]`, summed over the group's query heads; units
     with a slot write their parts of the sums to `partial_*` `[slots, KV_HEADS, ROW_BLOCK, HEAD_DIM]` instead.
 
-    Rows of the work list are blocks of keys here, its intervals are query tokens.
+    Rows of the work list are blocks of keys here; its intervals are query tokens.
     """
     unit, part, kv_head = unit_and_head(num_units, SECTION, ROW_BLOCK // BLOCK_N)
     row_block = tl.load(units + unit * 5)
@@ -427,7 +427,7 @@ def add_parts_kernel(
     ROW_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds up the gradients of the rows that were cut, in the order of their slots. Grid: splits, heads, parts."""
+    """Add up the gradients of split rows, in the order of their slots. Grid: splits, heads, parts."""
     split = tl.program_id(0)
     head = tl.program_id(1)
     row_block = tl.load(splits + 3 * split)

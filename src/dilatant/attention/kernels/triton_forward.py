@@ -1,4 +1,4 @@
-"""The forward kernel: one unit of a work list times one query head, with a running softmax in base 2."""
+"""Forward kernel: one unit of a work list times one query head, with a running softmax in base 2."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _visit(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The running softmax `(peak, total, sums)` after the keys of some intervals; without masking nothing but keys
-    and values is read."""
+    """Update the running softmax `(peak, total, sums)` with the keys of some intervals; without masking only keys and
+    values are read."""
     for i in range(first, end):
         begin = tl.load(intervals + 2 * i)
         stop = tl.load(intervals + 2 * i + 1)
@@ -91,7 +91,7 @@ def _visit(
 
 @triton.jit
 def _finish(peak, total, sums):
-    """The softmax's result and the base-2 logarithm of its sum: 0 and -inf where nothing was seen."""
+    """Return the softmax's result and the base-2 logarithm of its sum: 0 and -inf where nothing was seen."""
     some = total > 0
     total = tl.where(some, total, 1.0)
     return sums / total[:, None], tl.where(some, peak + tl.log2(total), float("-inf"))
@@ -112,7 +112,7 @@ def _store(
     BLOCK_DIM: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Let the head's sink take its share, and write whole rows."""
+    """Apply the head's sink, and write whole rows."""
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         top = tl.maximum(log_total, sink)
@@ -170,7 +170,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes `output` `[query_tokens, QUERY_HEADS, HEAD_DIM]` and natural `logsumexp` `[QUERY_HEADS, query_tokens]`.
+    """Write `output` `[query_tokens, QUERY_HEADS, HEAD_DIM]` and natural `logsumexp` `[QUERY_HEADS, query_tokens]`.
 
     Units with a slot write `partial_output` `[slots, QUERY_HEADS, ROW_BLOCK, HEAD_DIM]` and, in base 2,
     `partial_logsumexp` `[slots, QUERY_HEADS, ROW_BLOCK]` instead.
@@ -235,7 +235,7 @@ def join_forward_kernel(
     BLOCK_M: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Joins the partial results of the rows that were cut, in the order of their slots. Grid: splits, heads, parts."""
+    """Join the partial results of split rows, in the order of their slots. Grid: splits, heads, parts."""
     split = tl.program_id(0)
     head = tl.program_id(1)
     row_block = tl.load(splits + 3 * split)

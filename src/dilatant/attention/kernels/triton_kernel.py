@@ -27,7 +27,7 @@ JOIN_TOKENS = 16
 
 
 class _Inputs(NamedTuple):
-    """What both gradient kernels read."""
+    """Inputs of both gradient kernels."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -38,19 +38,20 @@ class _Inputs(NamedTuple):
 
 
 def kernel(tuning: Tuning | None = None) -> Kernel:
-    """The Triton kernels as a forward and a backward; `tuning` None takes the one for the tensors at hand."""
+    """Return the Triton kernels as a forward and a backward; `tuning` None selects the tuning for the given tensors."""
     return Kernel(functools.partial(forward, tuning=tuning), functools.partial(backward, tuning=tuning))
 
 
 def score_factors(scores: Scores) -> tuple[float, float]:
-    """`inner` and `outer`: the score in base 2 is `outer * q.k`, or `outer * tanh(inner * q.k)` with a soft cap."""
+    """Return `inner` and `outer`: the score in base 2 is `outer * q.k`, or `outer * tanh(inner * q.k)` with a soft
+    cap."""
     if scores.softcap is None:
         return 0.0, scores.scale * math.log2(math.e)
     return scores.scale / scores.softcap, scores.softcap * math.log2(math.e)
 
 
 def _on_their_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """`launch` with the tensors' GPU as the current one, which is where Triton launches."""
+    """Run `launch` with the tensors' GPU as the current device, where Triton launches."""
 
     @functools.wraps(launch)
     def run(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
@@ -70,7 +71,7 @@ def forward(
     scores: Scores,
     tuning: Tuning | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[tokens, query_heads, head_dim]` and natural logsumexp `[query_heads, tokens]`, float32."""
+    """Return the output `[tokens, query_heads, head_dim]` and natural logsumexp `[query_heads, tokens]`, float32."""
     tuning = tuning or _tuning(query)
     tile = tuning.forward
     tokens, heads, head_dim = query.shape
@@ -147,7 +148,7 @@ def backward(
     scores: Scores,
     tuning: Tuning | None = None,
 ) -> Gradients:
-    """Gradients in the dtypes of the inputs; the same inputs give the same bits."""
+    """Return gradients in the dtypes of the inputs; equal inputs give bitwise equal gradients."""
     tuning = tuning or _tuning(query)
     tokens, heads, head_dim = query.shape
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -294,7 +295,7 @@ def _tuning(query: torch.Tensor) -> Tuning:
 
 
 def _constants(tile: Tile, tuning: Tuning, plan: AttentionPlan, scores: Scores, head_dim: int) -> dict:
-    """Compile-time settings that the kernels have in common."""
+    """Return the compile-time settings common to the kernels."""
     return {
         "HEAD_DIM": head_dim,
         "BLOCK_DIM": padded_head_dim(head_dim),
@@ -335,8 +336,8 @@ def _processors(device: torch.device) -> int:
 
 
 def _section(streamed: torch.Tensor, heads_per_group: int = 1) -> int:
-    """Groups of heads whose streamed pair of tensors (keys and values, or queries and gradients) fills half the L2
-    cache: a divisor of the number of groups."""
+    """Return the number of head groups whose streamed pair of tensors (keys and values, or queries and gradients) fills
+    half the L2 cache: a divisor of the number of groups."""
     groups = streamed.shape[1] // heads_per_group
     if streamed.device.type != "cuda":
         return groups
@@ -351,8 +352,8 @@ def _partial(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def _loadable(tensor: torch.Tensor, tuning: Tuning) -> torch.Tensor:
-    """The tensor itself if the kernels can load it as it lies, else a copy. Descriptors take heads side by side, and
-    no head dimension but a power of two: padded in memory rather than on the way in, where it would cost registers."""
+    """Return the tensor itself if the kernels can load its layout, else a copy. Descriptors need adjacent heads and a
+    head dimension that is a power of two; padding happens in memory, since padding on load would cost registers."""
     if not tuning.tma:
         return tensor if tensor.stride(2) == 1 else tensor.contiguous()
     head_dim = tensor.shape[2]

@@ -1,4 +1,4 @@
-"""Pieces that the Triton attention kernels share: whose work it is, tiles of tokens, the mask, the scores."""
+"""Functions shared by the Triton attention kernels: work of a program, tiles of tokens, the mask, the scores."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 SIZES = ["num_units", "query_tokens", "key_tokens", "num_tokens", "window"]
-"""Arguments that differ from row to row: compiled kernels must not depend on what divides them."""
+"""Arguments that differ from row to row: kernels must not be specialised on their divisors."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# The 64-bit word of `mask.py` as two 32-bit halves, so that no pair of tokens costs 64-bit arithmetic.
+# The 64-bit word of `mask.py` as two 32-bit halves, so that pairs of tokens need no 64-bit arithmetic.
 _MODALITIES = tl.constexpr(0xFFF)
 _ATTEND_SHIFT = tl.constexpr(12)
 _TOGETHER = tl.constexpr(1 << 24)
@@ -25,10 +25,10 @@ _FAR = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def unit_and_head(num_units, SECTION: tl.constexpr, PARTS: tl.constexpr):
-    """Which unit, part of its rows and head this program works on.
+    """Return the unit, the part of its rows and the head that this program works on.
 
-    Heads go in sections of `SECTION`, so that the keys and values that run together fit the L2 cache; in a section the
-    longest units start first, and the heads that share keys and values start side by side.
+    Heads are processed in sections of `SECTION`, so that concurrent keys and values fit the L2 cache; within a section
+    the longest units start first, and heads that share keys and values start next to each other.
     """
     program = tl.program_id(0)
     per_section = num_units * PARTS * SECTION
@@ -54,7 +54,8 @@ def load_tile(
     TMA: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """`ROWS` tokens of one head, `[ROWS, BLOCK_DIM]`; zeros beyond the tokens (if `CHECKED`) and the head's channels.
+    """Load `ROWS` tokens of one head, `[ROWS, BLOCK_DIM]`; zeros beyond the tokens (if `CHECKED`) and the head's
+    channels.
 
     `source` is a pointer, or with `TMA` a descriptor over `[tokens, heads * BLOCK_DIM]`.
     """
@@ -79,7 +80,7 @@ def load_tile(
 
 @triton.jit
 def load_words(fields, positions, row, num_rows, ROWS: tl.constexpr):
-    """Low half, high half and position of `ROWS` tokens; beyond the tokens, padding."""
+    """Load low half, high half and position of `ROWS` tokens; padding beyond the tokens."""
     rows = row + tl.arange(0, ROWS)
     exist = rows < num_rows
     word = tl.load(fields + rows, mask=exist, other=0)
@@ -99,9 +100,9 @@ def visible(
     TOGETHER: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """The rule of `mask.visible` for queries against keys, given as a column and a row or the other way round.
+    """Apply the rule of `mask.visible` to queries and keys, given as a column and a row or the other way round.
 
-    All that depends on the query alone is worked out per query; a pair costs a handful of 32-bit operations.
+    Terms of the query alone are computed once per query; a pair costs a few 32-bit operations.
     """
     causal = (query_high & _CAUSAL) != 0
     last = tl.where(causal, query_position, _FAR)
@@ -123,7 +124,7 @@ def visible(
 
 @triton.jit
 def bounded(dot, inner, SOFTCAP: tl.constexpr):
-    """The products of queries and keys, or with a soft cap the hyperbolic tangent of `inner` times them.
+    """Return the products of queries and keys, or with a soft cap the hyperbolic tangent of `inner` times them.
 
     Times `outer` (see `triton_kernel.score_factors`) this is the score in base 2.
     """

@@ -1,4 +1,4 @@
-"""Tile shapes of the Triton attention kernels per head dimension, element size and GPU generation."""
+"""Tile shapes of the Triton attention kernels by head dimension, element size and GPU generation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of one kernel's inner step: `queries` by `keys` tokens, on `warps` warps, loads `stages` steps ahead."""
+    """Shape of one kernel's inner step: `queries` by `keys` tokens, on `warps` warps, with loads `stages` steps
+    ahead."""
 
     queries: int
     keys: int
@@ -17,11 +18,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the three attention kernels are built and their work is cut.
+    """Settings of the three attention kernels and of their work lists.
 
     `block` is the block size of the tables; every tile divides it. `tma` loads tiles through tensor descriptors (the
-    bulk copy engine of Hopper and later). `processors` is how
-    many units run at once; None asks the device. `smallest_piece_tokens` is the least a piece of a cut row visits.
+    bulk copy engine of Hopper and later). `processors` is how many units run at once; None asks the device.
+    `smallest_piece_tokens` is the fewest tokens that a piece of a split row visits.
     """
 
     forward: Tile
@@ -56,17 +57,17 @@ _32_BIT = {
     128: Tuning(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
     256: Tuning(Tile(32, 16, 8, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
 }
-# The sixteen-bit shapes for Hopper spill at most 40 registers a thread; those for float32, which multiplies without
-# tensor cores, are there to be right rather than fast.
+# The 16-bit shapes for Hopper spill at most 40 registers per thread; those for float32, which multiplies without
+# tensor cores, favour correctness over speed.
 
 MAX_HEAD_DIM = 256
 
 PRECISION = "ieee"
-"""Float32 matrices are multiplied as such: TensorFloat-32 has 11 bits, and its three-pass form spills more."""
+"""Float32 products use full precision: TensorFloat-32 has 11 bits, and its three-pass form spills more registers."""
 
 
 def tuning_for(head_dim: int, element_size: int, capability: tuple[int, int]) -> Tuning:
-    """The tuning for a head dimension up to 256, elements of `element_size` bytes and a compute capability.
+    """Return the tuning for a head dimension up to 256, elements of `element_size` bytes and a compute capability.
 
     Only the entries for Hopper were tuned with its compiler's output at hand; other generations get shapes that are
     known to fit their registers and shared memory.
@@ -81,5 +82,5 @@ def tuning_for(head_dim: int, element_size: int, capability: tuple[int, int]) ->
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The channels a tile holds: the next power of two, at least 16, the smallest matrix product."""
+    """Return the channels of a tile: the next power of two, at least 16, the smallest matrix product."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,8 +1,9 @@
-"""Which blocks of keys each block of queries must visit: tables for the kernels, workloads for the planner.
+"""Block tables: the blocks of keys that each block of queries must visit, for kernels; block workloads, for the
+planner.
 
-Made from runs, so neither tokens x tokens nor blocks x blocks is ever held. Tables are exact unless a row needs more
-intervals than allowed or the mask is as ragged as noise; they are sound always: an empty block hides no visible pair,
-a full block holds no hidden one. `BlockTable.exact` tells.
+They are computed from runs, so neither tokens x tokens nor blocks x blocks is ever stored. Tables are always sound: an
+empty block hides no visible pair, a full block contains no hidden one. They are exact (see `BlockTable.exact`) unless a
+row needs more intervals than allowed or the mask is extremely ragged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dilatant.attention.masks.mask import SAMPLE, SAMPLE_SHIFT, AttentionMask, M
 
 
 class BlockKind(IntEnum):
-    """What a kernel does with a block of scores: skip, mask, or compute as it is."""
+    """How a kernel treats a block of scores: skip, mask, or compute without masking."""
 
     EMPTY = 0
     PARTIAL = 1
@@ -26,7 +27,7 @@ class BlockKind(IntEnum):
 
 
 class Intervals(NamedTuple):
-    """Intervals of one kind in compressed rows: row r owns `offsets[r] : offsets[r + 1]`. All int32."""
+    """Intervals of one kind in compressed rows: row r has `offsets[r] : offsets[r + 1]`. All int32."""
 
     offsets: NDArray[np.int32]
     start: NDArray[np.int32]
@@ -35,14 +36,13 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """Per row block, sorted disjoint intervals of column blocks with their kind; what no interval holds is empty.
+    """Per row block, sorted disjoint intervals of column blocks with their kind; column blocks in no interval are
+    empty.
 
-    Rows are query blocks and columns key blocks, or the other way round in a transposed table. Interval i covers
-    column blocks `start[i] : start[i] + length[i]`; row r owns intervals `offsets[r] : offsets[r + 1]`. The last
-    block of a side may be short; "full" speaks of the tokens that exist.
-
-    `full_blocks` and `partial_blocks` count the column blocks of each row. `exact` says that no empty block is
-    listed and no full block is listed as partial.
+    Rows are query blocks and columns key blocks, or the other way round in a transposed table. Interval i covers column
+    blocks `start[i] : start[i] + length[i]`; row r has intervals `offsets[r] : offsets[r + 1]`. The last block of a
+    side may be short; "full" refers to the tokens that exist. `full_blocks` and `partial_blocks` count the column
+    blocks of each row. `exact` means that no empty block is listed and no full block is listed as partial.
     """
 
     offsets: NDArray[np.int32]
@@ -82,13 +82,13 @@ class BlockTable:
         return self.offsets.nbytes + self.start.nbytes + self.length.nbytes + self.kind.nbytes
 
     def select(self, kind: BlockKind) -> Intervals:
-        """The intervals of one kind alone, for kernels that loop over full and partial blocks apart."""
+        """Return the intervals of one kind, for kernels that loop over full and partial blocks separately."""
         kept = self.kind == kind
         before = np.concatenate([[0], np.cumsum(kept)])
         return Intervals(before[self.offsets].astype(np.int32), self.start[kept], self.length[kept])
 
     def take(self, rows: ArrayLike) -> BlockTable:
-        """The table of some row blocks in the given order: those a context-parallel rank holds.
+        """Return the table of some row blocks in the given order: those on a context-parallel rank.
 
         A short last block may be taken only as the last row.
         """
@@ -110,7 +110,7 @@ class BlockTable:
         )
 
     def transposed(self, max_intervals: int = 512) -> BlockTable:
-        """The table of the other direction, for the gradients of keys and values."""
+        """Return the table of the other direction, for the gradients of keys and values."""
         from dilatant.attention.masks.sweep import join_nearest
         from dilatant.attention.masks.transpose import transpose
 
@@ -132,12 +132,10 @@ class BlockTable:
 class BlockCost:
     """Cost of attention per query block, in any one unit (seconds, block pairs).
 
-    The defaults are fitted to nothing: they count key blocks, as the papers do. `python benchmarks/attention.py` times
-    every rank's share on the machine at hand and prints the weights that fit it.
-
-    `full` and `partial` are charged for each key block visited, masked ones apart because masking costs (reference
-    planning.md C11); `linear` for the query block itself: its projections and MLP, so that ranks are balanced over
-    the layer rather than over its attention (C3).
+    The defaults are not fitted: they count key blocks, as the papers do. `python benchmarks/attention.py` times every
+    rank's shard on the machine at hand and prints the weights that fit it. `full` and `partial` are per key block
+    visited; they are separate because masking costs time. `linear` is per query block: its projections and MLP, so that
+    ranks are balanced over the layer rather than over its attention.
     """
 
     full: float = 1
@@ -153,11 +151,11 @@ def block_table(
     keys: AttentionMask | None = None,
     max_intervals: int = 512,
 ) -> BlockTable:
-    """The table of query blocks of `block` tokens against key blocks of `key_block` tokens (default the same).
+    """Return the table of query blocks of `block` tokens against key blocks of `key_block` tokens (default the same).
 
-    `keys` is the mask of the keys where they are not the queries' own row: a context-parallel rank holds some of the
+    `keys` is the mask of the keys if they are not the queries' own row: a context-parallel rank holds some of the
     queries and all keys. In a row of more than `max_intervals` intervals, neighbours are joined as partial where that
-    costs least, which bounds memory to rows x `max_intervals`.
+    is cheapest, which bounds memory to rows x `max_intervals`.
     """
     keys = mask if keys is None else keys
     key_block = block if key_block is None else key_block
@@ -182,10 +180,10 @@ def block_workloads(
     keys: AttentionMask | None = None,
     cost: BlockCost = BlockCost(),
 ) -> NDArray:
-    """Work of each block of query tokens: `[blocks]`, int64 if the costs are integers, else float64.
+    """Return the work of each block of query tokens: `[blocks]`, int64 if the costs are integers, else float64.
 
-    By default the number of key blocks that hold at least one visible pair (thesis algorithm 1). A short last block
-    is charged like a whole one, as a kernel computes it; only its linear part is in proportion.
+    By default this is the number of key blocks with at least one visible pair (Cornstarch, the thesis, algorithm 1). A
+    short last block is charged like a whole one, as a kernel computes it; only its linear part is proportional.
     """
     keys = mask if keys is None else keys
     key_block = block if key_block is None else key_block
@@ -202,7 +200,7 @@ def block_workloads(
 
 
 def block_samples(mask: AttentionMask, block: int = 128) -> NDArray[np.int64]:
-    """The sample that each block's first token belongs to: int64 `[blocks]`; the documents of `place_blocks`."""
+    """Return the sample of each block's first token: int64 `[blocks]`; the documents of `place_blocks`."""
     _check_blocks(block, block)
     first = np.arange(0, mask.num_tokens, block)
     run = np.searchsorted(mask.runs.start, first, side="right") - 1
@@ -236,7 +234,7 @@ def _sweep(
     key_runs = query_runs if keys is mask else _packed(keys.runs)
     window = -1 if mask.window is None else mask.window
     tokens = mask.num_tokens, keys.num_tokens
-    # Past this many steps the sweep costs more than judging every pair of blocks by summaries does.
+    # Past this many steps the sweep costs more than classifying every pair of blocks from summaries.
     budget = max(1 << 22, -(-tokens[0] // block) * -(-tokens[1] // key_block))
     finished, exact, offsets, intervals, counts = sweep.sweep(
         query_runs, key_runs, window, _size(block), _size(key_block), *tokens, store, most, budget

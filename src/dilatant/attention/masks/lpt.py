@@ -1,7 +1,7 @@
-"""The compiled loops of placement: sorting, the heap, the exact search, and chunks of documents.
+"""Compiled loops of placement: sorting, the heap, the exact search, and chunks of documents.
 
 Workloads are non-negative int64. Everything here is deterministic, ties included, so that all ranks derive the same
-placement by themselves.
+placement independently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _BUCKETS = 1 << _DIGIT
 
 @njit(cache=True, error_model="numpy")
 def descending(keys):
-    """Indices of non-negative int64 keys, largest first, equal ones in order: radix sort up to the highest digit."""
+    """Return indices of non-negative int64 keys, largest first, equal keys in order: radix sort up to the highest
+    digit."""
     size = keys.shape[0]
     order = np.arange(size)
     other = np.empty(size, np.int64)
@@ -42,8 +43,8 @@ def descending(keys):
 
 @njit(cache=True, error_model="numpy")
 def _replace_top(heap, size, key):
-    """Put `key` in the place of the least key, and the heap in order: down to a leaf first, since a rank that has
-    just been given an item seldom stays near the top, and the choice of the lesser child needs no branch."""
+    """Replace the least key by `key` and restore the heap. The hole first moves down to a leaf, since a rank that has
+    just been given an item seldom stays near the top, and choosing the lesser child needs no branch."""
     hole, child = 0, 1
     while child + 1 < size:
         child += 1 if heap[child + 1] < heap[child] else 0
@@ -60,10 +61,10 @@ def _replace_top(heap, size, key):
 
 @njit(cache=True, error_model="numpy")
 def assign_longest_first(work, order, num_ranks, rank_bits, equal_counts):
-    """Each item of `order` to the least loaded rank; with `equal_counts` item counts differ by one at most.
+    """Assign each item of `order` to the least loaded rank; with `equal_counts` item counts differ by one at most.
 
-    A heap key is load << rank_bits | rank: the total of `work` must leave that room in 63 bits. Returns the rank of
-    every item.
+    A heap key is load << rank_bits | rank; with rank_bits for the rank, the total of `work` must fit in 63 bits.
+    Returns the rank of every item.
     """
     size = work.shape[0]
     rank_of = np.empty(size, np.int32)
@@ -88,8 +89,8 @@ def assign_longest_first(work, order, num_ranks, rank_bits, equal_counts):
 
 @njit(cache=True, error_model="numpy")
 def _best_swap(work, items, first, loads, high, low):
-    """The swap between two ranks that brings their loads nearest: the greater of the two after it, and the places of
-    the two items. Both ranks' items are sorted by falling work."""
+    """Find the swap between two ranks that equalises their loads most; return the greater load after it, and the
+    positions of the two items. Both ranks' items are sorted by descending work."""
     gap = loads[high] - loads[low]
     best, best_i, best_j = loads[high], -1, -1
     j = first[low]
@@ -97,7 +98,7 @@ def _best_swap(work, items, first, loads, high, low):
         heavy = work[items[i]]
         while j < first[low + 1] and heavy - work[items[j]] <= gap // 2:
             j += 1
-        # Item j - 1 is the lightest whose difference is at most half the gap, item j the heaviest beyond.
+        # Item j - 1 is the lightest whose difference is at most half the gap, item j the next lighter one.
         for k in (j - 1, j):
             if first[low] <= k < first[low + 1]:
                 difference = heavy - work[items[k]]
@@ -109,10 +110,11 @@ def _best_swap(work, items, first, loads, high, low):
 
 @njit(cache=True, error_model="numpy")
 def swap_to_even(work, order, rank_of, num_ranks, enough, budget):
-    """Swap items between the most loaded rank and others while that lowers it, until it is down to `enough`.
+    """Swap items between the most loaded rank and others while that lowers its load, until the load is at most
+    `enough`.
 
-    Counts stay as they are: this wins back what equal counts cost. `order` is the items by falling work. Changes
-    `rank_of` in place; ends after `budget` comparisons.
+    Counts stay unchanged: this recovers the balance that equal counts cost. `order` lists the items by descending work.
+    Changes `rank_of` in place; stops after `budget` comparisons.
     """
     size = work.shape[0]
     first = np.zeros(num_ranks + 1, np.int64)
@@ -121,7 +123,7 @@ def swap_to_even(work, order, rank_of, num_ranks, enough, budget):
     for rank in range(num_ranks):
         first[rank + 1] += first[rank]
     free = first.copy()
-    items = np.empty(size, np.int64)  # of each rank, by falling work
+    items = np.empty(size, np.int64)  # per rank, by descending work
     loads = np.zeros(num_ranks, np.int64)
     for item in order:
         rank = rank_of[item]
@@ -133,7 +135,7 @@ def swap_to_even(work, order, rank_of, num_ranks, enough, budget):
         if loads[high] <= enough:
             break
         budget -= num_ranks + 2 * size // num_ranks
-        # With the least loaded rank if that helps at all, else with whichever rank helps most.
+        # Swap with the least loaded rank if that helps at all, else with the rank that helps most.
         best_rank = int(np.argmin(loads))
         top, best_i, best_j = _best_swap(work, items, first, loads, high, best_rank)
         if top >= loads[high]:
@@ -162,10 +164,11 @@ def swap_to_even(work, order, rank_of, num_ranks, enough, budget):
 
 @njit(cache=True, error_model="numpy")
 def search_exactly(work, order, num_ranks, equal_counts, rank_of, best, bound, budget):
-    """The placement of least maximal load, depth first from `rank_of`, whose maximum is `best`.
+    """Return the placement of least maximal load by depth-first search from `rank_of`, whose maximum is `best`.
 
-    Items are placed in `order`, longest first. A branch ends where it cannot beat the best; ranks alike in load and
-    count are tried once; `bound` ends the search. Returns the placement, and whether it is proven.
+    Items are placed in `order`, longest first. A branch ends where it cannot beat the best; of ranks with equal load
+    and count only one is tried; reaching `bound` ends the search. Returns the placement, and whether it is proven
+    optimal.
     """
     size = work.shape[0]
     base = size // num_ranks if equal_counts else size
@@ -218,7 +221,7 @@ def search_exactly(work, order, num_ranks, equal_counts, rank_of, best, bound, b
 
 @njit(cache=True, error_model="numpy")
 def cut_documents(work, documents, limit):
-    """Chunks of neighbouring blocks of one document, each of at most `limit` work unless it is a single block.
+    """Return chunks of neighbouring blocks of one document, each of at most `limit` work unless it is a single block.
 
     Returns the chunk of every block, in row order, and the work of every chunk.
     """
@@ -239,7 +242,8 @@ def cut_documents(work, documents, limit):
 
 @njit(cache=True, error_model="numpy")
 def assign_chunks(work, chunk_of, order, num_ranks, equal_counts):
-    """Each chunk of `order` whole to the least loaded rank that has room, else block by block. Rank of every block."""
+    """Assign each chunk of `order` to the least loaded rank with room for all of it, else block by block. Returns the
+    rank of every block."""
     size = work.shape[0]
     rank_of = np.empty(size, np.int32)
     loads = np.zeros(num_ranks, np.int64)

@@ -1,22 +1,22 @@
-"""The fielded 64-bit encoding of an attention mask, one word a token.
+"""Fielded 64-bit encoding of an attention mask: one word per token.
 
-A token's word says what it is (class, instance, sample) and, as a query, what it attends to. Positions are kept
-apart, so that a row may be permuted over context-parallel ranks without changing a word.
+A token's word says what it is (class, instance, sample) and, as a query, what it attends to. Positions are separate, so
+that a row may be permuted over context-parallel ranks without changing a word.
 
 | bits  | field                                                                          |
 |-------|--------------------------------------------------------------------------------|
-| 0-11  | own: the class of the token among those that are seen apart, one-hot           |
+| 0-11  | own: the token's class, one-hot, among the classes that are seen differently   |
 | 12-23 | attend: classes it attends to                                                  |
-| 24    | TOGETHER: its own instance is attended as a whole, tokens behind it too        |
+| 24    | TOGETHER: it attends to its own instance as a whole, later tokens too          |
 | 32-47 | instance: items that see each other as a whole, counted in the sample; 0: text |
 | 48-59 | sample                                                                         |
 | 60    | WINDOW: the mask's window width applies                                        |
-| 61    | LOCAL: nothing but its own instance                                            |
-| 62    | CAUSAL: nothing behind it                                                      |
+| 61    | LOCAL: it attends only to its own instance                                     |
+| 62    | CAUSAL: it attends to no later token                                           |
 
-Encoding after reference attention_cp.md section 7; it replaces the one-hot word of Cornstarch (thesis 3.4.2), which
-separates neither samples nor two images. TOGETHER is ours: without it no word says "everything before me and the
-whole of my own image", the mask of Gemma 3.
+The encoding replaces the one-hot word of Cornstarch (the thesis, 3.4.2), which separates neither samples nor two
+images. TOGETHER is an addition: without it no word expresses "everything before me and the whole of my own image", the
+mask of Gemma 3.
 """
 
 from __future__ import annotations
@@ -47,21 +47,22 @@ LOCAL = 1 << 61
 CAUSAL = 1 << 62
 
 PADDING = 0
-"""The word of a padding token: it sees nobody and is seen by nobody."""
+"""The word of a padding token, which neither sees nor is seen by any token."""
 
 
 class MaskError(UserError):
-    """A mask that the encoding cannot hold or that makes no sense; the message says the limit and the remedy."""
+    """Error for a mask that the encoding cannot represent or that is inconsistent; the message gives the limit and the
+    remedy."""
 
 
 def visible(
     query_field: int, key_field: int, query_position: int, key_position: int, window: int | None = None
 ) -> bool:
-    """Whether the query token attends to the key token: the one statement of the rule.
+    """Return whether the query token attends to the key token: the reference statement of the rule.
 
-    `window` is the width in positions that WINDOW queries are held to, their own position included; None means
-    unlimited, so that layers with and without a sliding window share one mask. A CAUSAL query's window reaches
-    back only; any other's reaches both ways.
+    `window` is the width in positions that applies to WINDOW queries, their own position included; None means
+    unlimited, so that layers with and without a sliding window share one mask. A CAUSAL query's window reaches back
+    only; any other's reaches both ways.
     """
     query_field, key_field = int(query_field), int(key_field)
     own, key_own = query_field & OWN, key_field & OWN
@@ -98,10 +99,9 @@ def pack_fields(
     window: ArrayLike = False,
     together: ArrayLike = False,
 ) -> NDArray[np.int64]:
-    """Words from their parts, which broadcast against each other; int64 of the common shape.
+    """Build words from their parts, which broadcast against each other; int64 of the common shape.
 
-    Raises:
-        MaskError: naming every part that does not fit its field, with the limit.
+    Raises MaskError naming every part that does not fit its field, with the limit.
     """
     problems = []
     parts = {}
@@ -138,11 +138,11 @@ def _frozen(values: ArrayLike, dtype: type) -> NDArray:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """A row as maximal stretches of one word over consecutive positions; each array is int64 `[runs]`.
+    """A row as maximal runs of one word over consecutive positions; each array is int64 `[runs]`.
 
     Run r covers tokens `start[r] : start[r] + length[r]`, all with word `field[r]`, at positions `position[r]`,
-    `position[r] + 1`, ... Everything below is computed from these, so a row of a million tokens costs what its
-    samples and images cost.
+    `position[r] + 1`, ... Everything else is computed from runs, so the cost of a row depends on its samples and
+    images, not on its tokens.
     """
 
     start: NDArray[np.int64]
@@ -152,7 +152,7 @@ class Runs:
 
     @classmethod
     def build(cls, length: ArrayLike, field: ArrayLike, position: ArrayLike) -> Runs:
-        """Runs in row order; empty ones are dropped and neighbours that continue each other are joined."""
+        """Build runs in row order; empty runs are dropped and neighbours that continue each other are joined."""
         length, field, position = (np.asarray(part, dtype=np.int64) for part in (length, field, position))
         if not length.shape == field.shape == position.shape or length.ndim != 1:
             raise MaskError("length, field and position of runs must be vectors of one size")
@@ -196,10 +196,10 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Who attends to whom in one packed row, as runs of 64-bit words; compared and hashed by identity.
+    """Mask of one packed row, as runs of 64-bit words; compared and hashed by identity.
 
-    `window` is the width that WINDOW tokens are held to; None means unlimited. Per-token arrays are made on first
-    use and kept.
+    `window` is the width that applies to WINDOW tokens; None means unlimited. Per-token arrays are computed on first
+    use and cached.
     """
 
     runs: Runs
@@ -213,7 +213,7 @@ class AttentionMask:
     def from_tokens(
         cls, fields: ArrayLike, positions: ArrayLike | None = None, window: int | None = None
     ) -> AttentionMask:
-        """A mask from one word per token; `positions` default to the index in the row. O(tokens)."""
+        """Build a mask from one word per token; `positions` default to the index in the row. O(tokens)."""
         fields = np.asarray(fields, dtype=np.int64)
         if fields.ndim != 1:
             raise MaskError(f"fields must be a vector of words, one a token; got shape {fields.shape}")
@@ -242,10 +242,10 @@ class AttentionMask:
         return self.runs.token_positions
 
     def with_window(self, window: int | None) -> AttentionMask:
-        """The same row under another window width: a layer of another kind in the same model."""
+        """Return the same row under another window width: for another kind of layer in the same model."""
         return self if window == self.window else AttentionMask(self.runs, window)
 
     def take(self, tokens: ArrayLike) -> AttentionMask:
-        """The mask's tokens in another order or in part: what a context-parallel rank holds."""
+        """Return the mask of some tokens in the given order: those on a context-parallel rank."""
         tokens = np.asarray(tokens, dtype=np.int64)
         return AttentionMask.from_tokens(self.fields[tokens], self.positions[tokens], self.window)

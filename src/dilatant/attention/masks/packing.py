@@ -1,7 +1,7 @@
-"""Masks of packed rows, from which sample and which image each stretch of the row is.
+"""Masks of packed rows, built from the sample and the image of each segment of the row.
 
-Every function here returns runs and costs what the row has segments, whatever its length. All words carry WINDOW, but
-for prefixes, so `mask.with_window(width)` gives the mask of a sliding-window layer.
+Every function here returns runs and costs time in proportion to the row's segments, whatever its length. All words
+except those of prefixes carry WINDOW, so `mask.with_window(width)` gives the mask of a sliding-window layer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dilatant.attention.masks.mask import (
 TEXT = "text"
 PADDING_SEGMENT = "padding"
 MEDIA_KINDS = ("causal", "bidirectional", "embedded", "modality", "isolated")
-"""Whom media may see (see `media_mask`)."""
+"""What media tokens may see (see `media_mask`)."""
 
 
 class Segment(NamedTuple):
     """Consecutive tokens of one modality in a sample.
 
-    `instance` numbers the image or clip from 1 and is needed only where one instance comes in several segments;
-    None counts each segment of a modality other than text as an instance of its own. Text has instance 0.
+    `instance` numbers the image or clip from 1 and is needed only if one instance has several segments; None makes each
+    segment of a modality other than text an instance of its own. Text has instance 0.
     """
 
     modality: str
@@ -46,8 +46,8 @@ class Segment(NamedTuple):
 class RowLayout:
     """A packed row as segments in row order; each array is int64 `[segments]`.
 
-    `modality` indexes `modalities`, whose first entry is the text; -1 marks padding. `instance` is 0 for text.
-    Samples are numbered from 0 in row order.
+    `modality` indexes `modalities`, whose first entry is the text; -1 marks padding. `instance` is 0 for text. Samples
+    are numbered from 0 in row order.
     """
 
     modalities: tuple[str, ...]
@@ -60,12 +60,10 @@ class RowLayout:
     def of_samples(
         cls, samples: Iterable[Iterable[Segment | tuple]], modalities: Sequence[str] | None = None
     ) -> RowLayout:
-        """A row of samples, each a list of `Segment`s (or their tuples) in token order.
+        """Build a row from samples, each a list of `Segment`s (or their tuples) in token order.
 
-        `modalities` fixes the number of each modality, text first; by default they are numbered as they appear.
-
-        Raises:
-            MaskError: on a negative length or an unknown modality.
+        `modalities` fixes the number of each modality, text first; by default they are numbered as they appear. Raises
+        MaskError on a negative length or an unknown modality.
         """
         known = list(modalities) if modalities is not None else [TEXT]
         rows: list[tuple[int, int, int, int]] = []
@@ -95,7 +93,7 @@ class RowLayout:
     def of_tokens(
         cls, sample: ArrayLike, modality: ArrayLike, instance: ArrayLike, modalities: Sequence[str]
     ) -> RowLayout:
-        """A row from the sample, modality (index into `modalities`, -1 for padding) and instance of every token.
+        """Build a row from the sample, modality (index into `modalities`, -1 for padding) and instance of every token.
 
         Samples must be numbered from 0 in row order; text has instance 0. O(tokens).
         """
@@ -114,7 +112,7 @@ class RowLayout:
 
     @classmethod
     def of_lengths(cls, lengths: ArrayLike) -> RowLayout:
-        """A row of text samples of the given token counts."""
+        """Build a row of text samples of the given token counts."""
         lengths = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
         zeros = np.zeros_like(lengths)
         return cls((TEXT,), np.arange(lengths.size), zeros, zeros, lengths)
@@ -136,18 +134,18 @@ class RowLayout:
         return self.modality == 0
 
     def part(self, chosen: slice | NDArray[np.bool_]) -> RowLayout:
-        """Some of the segments, of samples numbered from 0 on."""
+        """Return some of the segments, with samples renumbered from 0."""
         columns = (self.sample, self.modality, self.instance, self.length)
         sample, *others = (column[chosen] for column in columns)
         return RowLayout(self.modalities, sample - sample[:1], *others)
 
     def split(self) -> list[RowLayout]:
-        """Each sample as a row of its own."""
+        """Return each sample as a separate row."""
         border = np.searchsorted(self.sample, np.arange(self.num_samples + 1))
         return [self.part(slice(start, end)) for start, end in pairwise(border)]
 
     def positions(self) -> NDArray[np.int64]:
-        """Index of each segment's first token within its sample: int64 `[segments]`."""
+        """Return the index of each segment's first token within its sample: int64 `[segments]`."""
         start = np.cumsum(self.length) - self.length
         opens = np.ones(self.sample.size, dtype=bool)
         opens[1:] = self.sample[1:] != self.sample[:-1]
@@ -182,11 +180,10 @@ def sliding_window(row: RowLayout, window: int) -> AttentionMask:
 
 
 def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
-    """The first `prefix_lengths[s]` tokens of sample s see each other; the rest sees what is before it. A window holds
-    the rest alone (as in PaliGemma 2).
+    """The first `prefix_lengths[s]` tokens of sample s see each other; the other tokens see all tokens before them. A
+    window applies only to those other tokens (as in PaliGemma 2).
 
-    Raises:
-        MaskError: unless there is one prefix per sample, none longer than its sample.
+    Raises MaskError unless there is one prefix per sample, none longer than its sample.
     """
     prefix = np.asarray(prefix_lengths, dtype=np.int64)
     if prefix.shape != (row.num_samples,):
@@ -211,16 +208,15 @@ def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
 
 
 def media_mask(row: RowLayout, kinds: str | Mapping[str, str]) -> AttentionMask:
-    """Causal text, with media of each modality as `kinds` says (one kind for all, or modality → kind, by default
-    "causal"); a token sees nothing of other samples.
+    """Build a mask of causal text with media as `kinds` says (one kind for all, or modality → kind, by default
+    "causal"); no token sees another sample.
 
-    "causal": everything before it. "bidirectional": the whole of its own item too (Gemma 3). "isolated": its own item,
-    and the text and "causal" media before it. "embedded": its own item alone. "modality": all items of its modality
-    and nothing else. Text sees everything before it. Modalities may be as many as there are: a word says how a token
-    sees, not what it is, and items that see each other share an instance, of which a sample has up to 65,535.
-
-    Raises:
-        MaskError: on an unknown kind or modality, and more instances than a word tells apart.
+    "causal" media see everything before them; "bidirectional" media also their whole own item (Gemma 3); "isolated"
+    media their own item, and the text and "causal" media before it; "embedded" media only their own item; "modality"
+    media all items of their modality and nothing else. Text sees everything before it. The number of modalities is
+    unlimited: a word says how a token sees, not what it is, and items that see each other share an instance, of which a
+    sample has up to 65,535. Raises MaskError on an unknown kind or modality, or on more instances than a word
+    distinguishes.
     """
     media = row.modalities[1:]
     named = dict.fromkeys(media, kinds) if isinstance(kinds, str) else kinds
@@ -250,8 +246,8 @@ def media_mask(row: RowLayout, kinds: str | Mapping[str, str]) -> AttentionMask:
 
 
 def _seen_together(row: RowLayout, plain: NDArray[np.bool_], whole: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Numbers from 1 on, sample by sample, of what sees itself as a whole: an item, or where `whole` says so all items
-    of its modality; 0 where `plain`."""
+    """Number from 1, per sample, the sets of tokens that see each other as a whole: items, or all items of a modality
+    where `whole` is set; 0 where `plain` is set."""
     columns = np.stack([row.sample, row.modality, np.where(whole, 0, row.instance)])[:, ~plain]
     numbers = np.zeros(plain.size, dtype=np.int64)
     if columns.size:
@@ -261,11 +257,11 @@ def _seen_together(row: RowLayout, plain: NDArray[np.bool_], whole: NDArray[np.b
 
 
 def mask_of_samples(row: RowLayout, make: Callable[[RowLayout], AttentionMask]) -> AttentionMask:
-    """The mask of a row from that of each sample: `make` is called with the layout of one sample, without padding.
+    """Build the mask of a row from that of each sample: `make` is called with the layout of one sample, without
+    padding.
 
-    Raises:
-        MaskError: naming the sample for which `make` gives another value than a mask of the sample's tokens without a
-            window and without padding.
+    Raises MaskError naming the sample for which `make` returns anything but a mask of the sample's tokens without a
+    window and without padding.
     """
     masks = []
     for number, alone in enumerate(row.split()):
@@ -291,19 +287,17 @@ def mask_of_samples(row: RowLayout, make: Callable[[RowLayout], AttentionMask]) 
 
 
 def embedded(row: RowLayout, across_instances: bool = False) -> AttentionMask:
-    """Encoder outputs embedded in the text (EE, thesis 3.5.4): text sees everything before it in its sample, an
-    image sees itself and nothing else.
-
-    With `across_instances` an image sees all images of its sample, as in the papers.
-    """
+    """Mask for encoder outputs embedded in the text (EE; Cornstarch, the thesis, 3.5.4): text sees everything before it
+    in its sample, an image sees only itself. With `across_instances` an image sees all images of its sample, as in the
+    papers."""
     return media_mask(row, "modality" if across_instances else "embedded")
 
 
 def prepended(row: RowLayout, across_instances: bool = False) -> AttentionMask:
-    """Encoder outputs before the text (EP, thesis 3.5.4); the rule of `embedded`, on rows so laid out.
+    """Mask for encoder outputs before the text (EP; Cornstarch, the thesis, 3.5.4): `embedded` on rows with that
+    layout.
 
-    Raises:
-        MaskError: naming the sample in which an encoder output follows text.
+    Raises MaskError naming the sample in which an encoder output follows text.
     """
     text_seen = -1
     for sample, modality in zip(row.sample.tolist(), row.modality.tolist()):
@@ -318,7 +312,7 @@ def prepended(row: RowLayout, across_instances: bool = False) -> AttentionMask:
 
 
 def bidirectional_instances(row: RowLayout, across_instances: bool = False) -> AttentionMask:
-    """Causal text with bidirectional images: every token sees the text before it in its sample, text sees the
+    """Mask of causal text with bidirectional images: every token sees the text before it in its sample, text sees the
     images before it too, and an image sees the whole of itself.
 
     With `across_instances` an image also sees the images before it: the mask of Gemma 3.
@@ -327,22 +321,17 @@ def bidirectional_instances(row: RowLayout, across_instances: bool = False) -> A
 
 
 def multimodal_packing(row: RowLayout, kinds: Sequence[str]) -> AttentionMask:
-    """Samples with masks of unlike kinds in one row (MP, thesis 3.5.4): `kinds[s]`, a key of `MASK_KINDS`, for
-    sample s.
-
-    Raises:
-        MaskError: unless there is one known kind per sample.
-    """
+    """Combine samples with different kinds of masks in one row (MP; Cornstarch, the thesis, 3.5.4): `kinds[s]`, a key
+    of `MASK_KINDS`, for sample s. Raises MaskError unless there is one known kind per sample."""
     if len(kinds) != row.num_samples:
         raise MaskError(f"{len(kinds)} mask kinds for {row.num_samples} samples")
     return pack([build_mask(alone, kind) for alone, kind in zip(row.split(), kinds, strict=True)])
 
 
 def pack(masks: Sequence[AttentionMask]) -> AttentionMask:
-    """Rows with masks of any kinds laid end to end, their samples kept apart.
+    """Concatenate rows with masks of any kinds, keeping their samples apart.
 
-    Raises:
-        MaskError: if window widths differ or the row holds more samples than a word can tell apart.
+    Raises MaskError if window widths differ or the row has more samples than a word distinguishes.
     """
     windows = {mask.window for mask in masks}
     if len(windows) > 1:
@@ -376,14 +365,13 @@ MASK_KINDS: dict[str, Callable[[RowLayout], AttentionMask]] = {
     "prepended": prepended,
     "bidirectional_instances": bidirectional_instances,
 }
-"""Masks that need nothing but the row, by the names a config uses."""
+"""Masks that need only the row, by the names used in a config."""
 
 
 def build_mask(row: RowLayout, kind: str, window: int | None = None) -> AttentionMask:
-    """The mask of `kind` (a key of `MASK_KINDS`) over a packed row, with an optional sliding window.
+    """Build the mask of `kind` (a key of `MASK_KINDS`) over a packed row, with an optional sliding window.
 
-    Raises:
-        MaskError: on an unknown kind, listing the known ones.
+    Raises MaskError on an unknown kind, listing the known ones.
     """
     if kind not in MASK_KINDS:
         raise MaskError(f"unknown mask kind {kind!r}; known are {', '.join(sorted(MASK_KINDS))}")

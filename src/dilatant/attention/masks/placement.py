@@ -1,7 +1,7 @@
-"""Which context-parallel rank computes which block of query tokens, so that all finish together.
+"""Placement of query-token blocks on context-parallel ranks, such that all ranks finish together.
 
-Cornstarch, thesis 3.3.2.1, with the sort its algorithm 1 forgets (reference planning.md C1) and equal block counts per
-rank (C3): equal shards keep MLP work, memory and the all-gather of keys and values even too.
+Cornstarch (the thesis, 3.3.2.1) with two changes: the descending sort that its algorithm 1 omits, and equal block
+counts per rank, since equal shards balance MLP work, memory and the all-gather of keys and values too.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ POLICIES = ("lpt", "zigzag", "contiguous", "random", "exact", "document_affine")
 
 LARGEST_BLOCK = 128
 BLOCKS_PER_RANK = 4
-"""A short row is cut into smaller blocks until each rank has so many."""
+"""A short row is divided into smaller blocks until each rank has this many."""
 
 _SEARCH_STEPS = 20_000_000
 _SWAP_STEPS = 20_000
 
 
 class PlacementError(UserError):
-    """Blocks that cannot be placed as asked; the message says why."""
+    """Error for blocks that cannot be placed as requested; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Blocks on ranks. Compared by identity.
+    """Blocks on ranks; compared by identity.
 
     `rank_of_block`: int32 `[blocks]`. `loads`: `[ranks]`, the sum of workloads on each rank, in their unit and dtype.
-    `bound`: no placement has a smaller maximal load than this: the mean load, rounded up if workloads are integers,
-    or the largest block; for a proven `exact` placement, its maximum itself. `proven`: no placement under the same
-    limits is better (float workloads: by more than 2^-40 of their sum, the unit in which they are compared).
+    `bound`: a lower bound of the maximal load: the mean load, rounded up if workloads are integers, or the largest
+    block; for a proven `exact` placement, its maximum itself. `proven`: no placement under the same limits is better
+    (float workloads: by more than 2^-40 of their sum, the unit in which they are compared).
     """
 
     rank_of_block: NDArray[np.int32]
@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How far the maximal load may be above the best possible: max / bound - 1."""
+        """Upper bound of the relative excess over the best possible maximal load: max / bound - 1."""
         return float(self.loads.max() / self.bound - 1) if self.bound else 0.0
 
     @property
@@ -70,11 +70,12 @@ class Placement:
         return float(self.loads.max() * self.num_ranks / total) if total else 1.0
 
     def blocks_of_rank(self, rank: int) -> NDArray[np.int64]:
-        """The rank's blocks in row order."""
+        """Return the rank's blocks in row order."""
         return np.flatnonzero(self.rank_of_block == rank)
 
     def tokens_of_rank(self, rank: int, num_tokens: int, block: int = 128) -> NDArray[np.int64]:
-        """Row indices of the rank's tokens, in row order, in a row of `num_tokens`; the last block may be short."""
+        """Return the row indices of the rank's tokens, in row order, for a row of `num_tokens`; the last block may be
+        short."""
         if -(-num_tokens // block) != self.rank_of_block.size:
             raise PlacementError(
                 f"{num_tokens} tokens make {-(-num_tokens // block)} blocks of {block}, "
@@ -98,26 +99,25 @@ def place_blocks(
 
     Policies:
         lpt: the heaviest block first, to the least loaded rank that has room, then swaps of two blocks between the
-            most loaded rank and another while they help. With tens of blocks a rank, within a thousandth of the
+            most loaded rank and another while they help. With tens of blocks per rank, within a thousandth of the
             bound.
-        zigzag: 2 x ranks contiguous chunks, rank r holds chunks r and 2 x ranks - 1 - r: right for causal masks.
+        zigzag: 2 x ranks contiguous chunks; rank r holds chunks r and 2 x ranks - 1 - r: balanced for causal masks.
         contiguous: one chunk per rank.
-        random: drawn from `seed`; a baseline, never the default (reference planning.md C4).
-        exact: the integer program of thesis equation 3.4 by branch and bound, for tens of blocks at most; `proven`
-            is False if it gave up after a fixed number of steps and returned the best found.
-        document_affine: neighbouring blocks of one document, at most `max_chunk` of the mean load, stay together, so
-            that a rank needs the keys of few documents (see `needed_keys`). Within a few hundredths of the bound.
-            Needs `documents`.
+        random: drawn from `seed`; a baseline, never the default.
+        exact: the integer program of Cornstarch (the thesis, equation 3.4) by branch and bound, for tens of blocks
+            at most; `proven` is False if it stopped after a fixed number of steps and returned the best found.
+        document_affine: neighbouring blocks of one document, at most `max_chunk` of the mean load, stay together,
+            so that a rank needs the keys of few documents (see `needed_keys`). Within a few hundredths of the
+            bound. Needs `documents`.
 
     Args:
         workloads: `[blocks]`, non-negative; see `block_workloads`.
-        equal_counts: block counts per rank differ by one at most. By default so for all policies but `exact`, which
-            solves the program as the papers pose it and so bounds them all. Zigzag, contiguous and random have equal
-            counts always.
-        documents: which document each block belongs to, `[blocks]`; see `block_samples`.
+        equal_counts: block counts per rank differ by one at most. The default is True except for `exact`, which
+            solves the program as the papers state it and so bounds all policies. Zigzag, contiguous and random
+            always have equal counts.
+        documents: the document of each block, `[blocks]`; see `block_samples`.
 
-    Raises:
-        PlacementError: on an unknown policy, a workload that is negative or not finite, no rank, or no documents.
+    Raises PlacementError on an unknown policy, a workload that is negative or not finite, no rank, or no documents.
     """
     work = np.ascontiguousarray(workloads)
     if work.ndim != 1:
@@ -165,18 +165,18 @@ class PlacedRow:
 
 
 ROW_POLICIES = ("contiguous", "zigzag", "document_affine", "lpt")
-"""How ranks may share a row, the simplest first."""
+"""Policies for placing a row, the simplest first."""
 
 _CLOSE = 1.01
-"""Maximal loads that differ by less take the same time."""
+"""Maximal loads within this ratio count as equal in time."""
 
 
 def place_row(mask: AttentionMask, num_ranks: int, policy: str = "auto") -> PlacedRow:
-    """Where the tokens of a row with this mask go; the same on whoever asks.
+    """Place the tokens of a row with this mask on ranks; deterministic, so every rank gets the same result.
 
-    A row of fewer tokens than ranks leaves some ranks without any. policy: one of `ROW_POLICIES`, or "auto": the first
-    of these under which attention takes as little time as under the best of them. All that a rank does besides follows
-    from the number of its tokens and of all, in which they are alike.
+    A row of fewer tokens than ranks leaves some ranks without any. `policy` is one of `ROW_POLICIES`, or "auto": the
+    first of these whose attention time equals that of the best. All other work of a rank depends only on its number of
+    tokens and on the total, in which the policies agree.
     """
     block = LARGEST_BLOCK
     while block > 1 and block * BLOCKS_PER_RANK * num_ranks > mask.num_tokens:
@@ -187,7 +187,7 @@ def place_row(mask: AttentionMask, num_ranks: int, policy: str = "auto") -> Plac
     placed: list[Placement] = []
     for each in policies:
         placed.append(place_blocks(work, num_ranks, each, documents=documents))
-        if placed[-1].gap <= _CLOSE - 1:  # none can be better
+        if placed[-1].gap <= _CLOSE - 1:  # no policy can be better
             return PlacedRow(placed[-1], block, mask.num_tokens)
     best = min(placement.loads.max() for placement in placed)
     chosen = next(placement for placement in placed if placement.loads.max() <= best * _CLOSE)
@@ -195,9 +195,9 @@ def place_row(mask: AttentionMask, num_ranks: int, policy: str = "auto") -> Plac
 
 
 def needed_keys(table: BlockTable, placement: Placement) -> NDArray[np.bool_]:
-    """Which key blocks the queries of each rank see at all: `[ranks, key blocks]`.
+    """Return the key blocks that each rank's queries see at all: `[ranks, key blocks]`.
 
-    What a rank would have to fetch if only needed keys were sent; `table` is the table of the whole row.
+    These are what a rank would fetch if only needed keys were sent; `table` is the table of the whole row.
     """
     rank = np.repeat(placement.rank_of_block, np.diff(table.offsets))
     opened = np.zeros((placement.num_ranks, table.num_columns + 1), dtype=np.int64)
@@ -234,7 +234,8 @@ def _by_place(blocks: int, num_ranks: int, policy: str, seed: int) -> NDArray[np
 def _by_load(
     work: NDArray, num_ranks: int, equal_counts: bool, exactly: bool
 ) -> tuple[NDArray[np.int32], bool]:
-    """Longest first, then swaps that win back what equal counts cost; or the proven best."""
+    """Place blocks longest first, then swap to recover the balance that equal counts cost; or search for the
+    optimum."""
     from dilatant.attention.masks import lpt
 
     units, rank_bits = _integer_units(work, num_ranks)
@@ -252,8 +253,8 @@ def _by_load(
 def _by_document(
     work: NDArray, documents: NDArray[np.int64], num_ranks: int, equal_counts: bool, max_chunk: float
 ) -> NDArray[np.int32]:
-    """Chunks of documents, longest first; with equal counts, swaps of single blocks up to 1/64 above the bound, where
-    balance begins to cost more locality than it is worth."""
+    """Place chunks of documents, longest first; with equal counts, swap single blocks until 1/64 above the bound, below
+    which balance costs more locality than it gains."""
     from dilatant.attention.masks import lpt
 
     units, _ = _integer_units(work, num_ranks)
@@ -271,9 +272,9 @@ def _by_document(
 
 
 def _integer_units(work: NDArray, num_ranks: int) -> tuple[NDArray[np.int64], int]:
-    """Workloads as integers, and the bits of a rank number: sum and rank number fit in 62 bits together.
+    """Return workloads as integers, and the bits of a rank number: sum and rank number fit in 62 bits together.
 
-    Floats, and integers too large, are counted in the power of two that makes them fit.
+    Floats, and integers too large, are scaled by the power of two that makes them fit.
     """
     rank_bits = max(1, (num_ranks - 1).bit_length())
     bits = 62 - rank_bits

@@ -1,9 +1,9 @@
-"""Classification of blocks from summaries, for masks so ragged that sweeping their runs would cost tokens x tokens.
+"""Block classification from summaries, for masks so ragged that sweeping their runs would cost tokens x tokens.
 
-Each block is summarised per kind of query word (CAUSAL, LOCAL, WINDOW, TOGETHER set or not) by what its tokens have in
-common and between them, and each pair of blocks is judged by two summaries. What is called empty is empty and what is
-called full is full; some empty and full blocks pass as partial (reference attention_cp.md section 7). Time is blocks x
-blocks, memory what the intervals take.
+Each block is summarised per kind of query word (CAUSAL, LOCAL, WINDOW, TOGETHER set or not) by the intersection and the
+union or range of its tokens' fields, and each pair of blocks is classified from two summaries. Blocks called empty are
+empty and blocks called full are full; some empty and full blocks are called partial. Time is blocks x blocks; memory is
+that of the intervals.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SUMMARY = np.dtype(
             "all_attend",
             "low_sample",
             "high_sample",
-            "plain",  # has tokens of instance 0; the instances below are the other ones
+            "plain",  # has tokens of instance 0; the two fields below cover other instances
             "low_instance",
             "high_instance",
             "low_position",
@@ -50,13 +50,13 @@ _SUMMARY = np.dtype(
 
 @njit(cache=True)
 def _kind(word):
-    """Which of the 16 kinds of query word: WINDOW, LOCAL, CAUSAL are neighbours from bit 60 up."""
+    """Return which of the 16 kinds a query word is: bits 60 to 62 (WINDOW, LOCAL, CAUSAL), and TOGETHER as bit 3."""
     return (word >> 60) & 7 | (8 if word & _TOGETHER else 0)
 
 
 @njit(cache=True)
 def _summaries(runs, block, num_blocks, by_kind):
-    """One summary per block, or with `by_kind` per block and kind of word: `[blocks, kinds]`."""
+    """Return one summary per block, or with `by_kind` per block and kind of word: `[blocks, kinds]`."""
     result = np.zeros((num_blocks, _KINDS if by_kind else 1), _SUMMARY)
     for run in range(runs.shape[1]):
         token, length, word, position = runs[:, run]
@@ -95,7 +95,7 @@ def _summaries(runs, block, num_blocks, by_kind):
 
 @njit(cache=True)
 def _may_see(query, key, kind, window):
-    """Whether some token of `query` might see some token of `key`."""
+    """Return whether some token of `query` might see some token of `key`."""
     if query.low_sample > key.high_sample or query.high_sample < key.low_sample:
         return False
     causal = kind & 4 != 0
@@ -115,7 +115,7 @@ def _may_see(query, key, kind, window):
 
 @njit(cache=True)
 def _sees_all(query, key, kind, window):
-    """Whether every token of `query` is sure to see every token of `key`."""
+    """Return whether every token of `query` certainly sees every token of `key`."""
     if query.low_sample != key.high_sample or query.high_sample != key.low_sample:
         return False
     if key.padded or key.any_own & ~query.all_attend:
@@ -142,7 +142,7 @@ def _sees_all(query, key, kind, window):
 
 @njit(cache=True)
 def classify(query_runs, key_runs, window, query_block, key_block, query_tokens, key_tokens, store):
-    """Offsets, intervals and counts as `sweep.sweep` gives them, sound but not exact; block sizes in tokens."""
+    """Return offsets, intervals and counts as `sweep.sweep` does, sound but not exact; block sizes are in tokens."""
     num_rows = (query_tokens + query_block - 1) // query_block
     num_columns = (key_tokens + key_block - 1) // key_block
     queries = _summaries(query_runs, query_block, num_rows, True)

@@ -1,16 +1,16 @@
-"""The compiled sweep that classifies blocks of query and key tokens from runs.
+"""Compiled sweep that classifies blocks of query and key tokens from runs.
 
-For each query block the sweep holds two sorted lists of key-token intervals: *any*, what at least one of the block's
-tokens sees, and *all*, what every one of them sees. A key block is empty if it misses *any*, full if it lies inside
-*all*, else partial. Both lists are exact: within a run the word is constant and positions are consecutive, so over a
-stretch of consecutive key positions the union and the intersection of what the run's tokens see are intervals again.
+For each query block the sweep holds two sorted lists of key-token intervals: *any*, seen by at least one of the block's
+tokens, and *all*, seen by every one of them. A key block is empty if it misses *any*, full if it lies inside *all*,
+else partial. Both lists are exact: within a run the word is constant and positions are consecutive, so over a stretch
+of consecutive key positions the union and the intersection of what the run's tokens see are intervals again.
 
 Keys are grouped into stretches once per (sample, attended modalities), not once per run, so ordinary masks cost a
 constant per query block. Intervals of tokens are pairs (start, end), end exclusive; intervals of blocks are triples
 (start, length, kind).
 
-Compiled functions that call each other share this file, long as it is: numba's cache looks for changes in the file of
-the function called, not in those it calls.
+Compiled functions that call each other share this long file, because numba's cache checks for changes only in the file
+of the function called, not in the files of its callees.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ PARTIAL = 1
 FULL = 2
 
 _FAR = 1 << 40
-"""Beyond any position, and small enough that adding a position cannot overflow."""
+"""Larger than any position, and small enough that adding a position cannot overflow."""
 
 
 @njit(cache=True, error_model="numpy")
 def _grown(array, size):
-    """A copy with room for `size` rows at least. Copied by hand: slices take numba ten seconds more to compile."""
+    """Copy into an array with at least `size` rows. The loop is explicit, since slices add ten seconds to numba's
+    compile time."""
     rows, columns = array.shape
     larger = np.empty((max(size, 2 * rows), columns), array.dtype)
     for row in range(rows):
@@ -52,19 +53,20 @@ def _grown(array, size):
 
 @njit(cache=True, error_model="numpy")
 def _block_of(token, block):
-    """The block that holds the token. A block is (tokens, log2 of it or -1): shifting halves the sweep's time."""
+    """Return the block that holds the token. A block is (tokens, log2 of tokens or -1): shifting halves the sweep's
+    time."""
     return token >> block[1] if block[1] >= 0 else token // block[0]
 
 
 @njit(cache=True, error_model="numpy")
 def _blocks_before(token, block):
-    """How many blocks begin before the token."""
+    """Return how many blocks begin before the token."""
     return _block_of(token + block[0] - 1, block)
 
 
 @njit(cache=True, error_model="numpy")
 def _counting_order(order, values, num_values):
-    """`order` sorted by `values[order]`, equal ones left in place; also where each value begins."""
+    """Return `order` stably sorted by `values[order]`, and where each value begins."""
     first = np.zeros(num_values + 1, np.int64)
     for run in order:
         first[values[run] + 1] += 1
@@ -92,9 +94,10 @@ def _lower_bound(values, order, low, high, value):
 
 @njit(cache=True, error_model="numpy")
 def _append_stretches(stretches, used, order, low, high, wanted, start, length, field, position):
-    """Append the runs of `order[low:high]` whose modality is in `wanted`, joined where tokens and positions go on.
+    """Append the runs of `order[low:high]` whose modality is in `wanted`, joined where tokens and positions are
+    contiguous.
 
-    A stretch is (first token, end token, first position). The caller has made room. Returns how many there are.
+    A stretch is (first token, end token, first position). The caller has made room. Returns the number of stretches.
     """
     begin = used
     for place in range(low, high):
@@ -119,7 +122,7 @@ def _append_stretches(stretches, used, order, low, high, wanted, start, length, 
 
 @njit(cache=True, error_model="numpy")
 def _clip(stretches, low, high, lowest, beyond, out):
-    """Into `out`, the parts of the stretches at positions `lowest <= p < beyond`; touching parts are joined."""
+    """Write to `out` the parts of the stretches at positions `lowest <= p < beyond`; touching parts are joined."""
     count = 0
     for place in range(low, high):
         first, at = stretches[place, 0], stretches[place, 2]
@@ -138,14 +141,14 @@ def _clip(stretches, low, high, lowest, beyond, out):
 
 @njit(cache=True, error_model="numpy")
 def _copy(source, count, target):
-    for place in range(count):  # slices cost more than the copy: lists are a handful long
+    for place in range(count):  # faster than slices for lists of a few entries
         target[place, 0] = source[place, 0]
         target[place, 1] = source[place, 1]
 
 
 @njit(cache=True, error_model="numpy")
 def _widen(a, num_a, b, num_b, out):
-    """Replace the intervals of `a` by the union with those of `b`; `out` is room to work in."""
+    """Replace the intervals of `a` by the union with those of `b`; `out` is scratch space."""
     count = i = j = 0
     while i < num_a or j < num_b:
         if j == num_b or (i < num_a and a[i, 0] <= b[j, 0]):
@@ -166,7 +169,7 @@ def _widen(a, num_a, b, num_b, out):
 
 @njit(cache=True, error_model="numpy")
 def _narrow(a, num_a, b, num_b, out):
-    """Replace the intervals of `a` by the intersection with those of `b`; `out` is room to work in."""
+    """Replace the intervals of `a` by the intersection with those of `b`; `out` is scratch space."""
     count = i = j = 0
     while i < num_a and j < num_b:
         start = max(a[i, 0], b[j, 0])
@@ -191,8 +194,8 @@ def _move(intervals, source, target):
 
 @njit(cache=True, error_model="numpy")
 def _coalesce(intervals, low, high, most):
-    """Join neighbours among `intervals[low:high]` as partial until at most `most` are left: first those where that
-    costs little, counting the full blocks that must now be masked, and twice the empty ones now visited."""
+    """Join neighbours among `intervals[low:high]` as partial until at most `most` remain, cheapest first: the cost is
+    the full blocks that must now be masked, plus twice the empty ones now visited."""
     limit = 1
     while high - low > most:
         used = low
@@ -227,7 +230,7 @@ def _emit(some, num_some, every, num_every, block, num_tokens, intervals, used):
         end = _blocks_before(some[i, 1], block)
         if start >= end:
             continue
-        # A second token interval may begin inside the block that the last one ended in.
+        # A token interval may begin inside the block in which the previous one ended.
         while start < end:
             while place < num_every:
                 full_start = _blocks_before(every[place, 0], block)
@@ -260,7 +263,8 @@ def _emit(some, num_some, every, num_every, block, num_tokens, intervals, used):
 
 @njit(cache=True, error_model="numpy")
 def _bounds(first, beyond, causal, window):
-    """Key positions that tokens at positions `first <= p < beyond` see: from and to where some do, where all do."""
+    """Return bounds of the key positions that tokens at positions `first <= p < beyond` see: seen by some, and seen by
+    all."""
     some_lowest = every_lowest = -_FAR
     some_beyond = every_beyond = _FAR
     if window >= 0:
@@ -301,12 +305,12 @@ def _sweep_run(
     offsets,
     counts,
 ):
-    """Tokens `token` to `end` of one run, block by block; the caller has made room in the lists and for intervals.
+    """Process tokens `token` to `end` of one run, block by block; the caller has made room in the lists and for
+    intervals.
 
     `stretches[group_low:group_high]` are the keys that the run attends to, `stretches[own_low:own_high]` its own
-    instance where that is seen as a whole. `some` and `every` hold what the open block's earlier runs left.
-
-    Returns how many intervals there are, the fill of `some` and `every`, and whether nothing was joined.
+    instance if that is seen as a whole. `some` and `every` hold the results of the open block's earlier runs. Returns
+    the number of intervals, the fill of `some` and `every`, and whether nothing was joined.
     """
     size = query_block[0]
     exact = True
@@ -361,14 +365,13 @@ def sweep(
 ):
     """Classify every pair of blocks.
 
-    Runs are int64 `[4, runs]`: start, length, word, position. Blocks are (tokens, log2 of it or -1). `window` is -1
-    for none. With `store` the intervals are kept, at most `most` a query block; beyond that, neighbours are joined
-    as partial. After `budget` steps the sweep gives up: the masks are too ragged for it.
+    Runs are int64 `[4, runs]`: start, length, word, position. Blocks are (tokens, log2 of tokens or -1). `window` is -1
+    for none. With `store` the intervals are kept, at most `most` per query block; beyond that, neighbours are joined as
+    partial. After `budget` steps the sweep gives up, since the masks are too ragged for it.
 
-    Returns:
-        Whether it finished; whether nothing was joined; offsets `[blocks + 1]` into the intervals; the intervals
-        (first key block, key blocks, kind), int32 `[n, 3]`; and the full and partial key blocks `[blocks, 2]` of each
-        query block, counted before joining.
+    Returns whether it finished; whether nothing was joined; offsets `[blocks + 1]` into the intervals; the intervals
+    (first key block, key blocks, kind), int32 `[n, 3]`; and the full and partial key blocks `[blocks, 2]` of each query
+    block, counted before joining.
     """
     start, length, field, position = key_runs
     sample_of = (field >> _SAMPLE_SHIFT) & _SAMPLES
@@ -383,8 +386,8 @@ def sweep(
     by_instance, _ = _counting_order(attendable, instance_of, num_instances)
     by_instance, _ = _counting_order(by_instance, sample_of, num_samples)
 
-    # Stretches of one (sample, attended modalities) are made once and found again through a list per sample; those
-    # of a single instance are made anew behind them.
+    # Stretches per (sample, attended modalities) are built once and looked up in a list per sample; those of a single
+    # instance are rebuilt after them.
     stretches = np.empty((4 * by_sample.shape[0] + 16, 3), np.int64)
     used_stretches = 0
     newest_view = np.full(num_samples, -1, np.int64)
@@ -415,7 +418,7 @@ def sweep(
         if sample < num_samples:
             low, high = sample_first[sample], sample_first[sample + 1]
         if word & (_LOCAL | _TOGETHER):
-            # Images mostly come in the order of their numbers: the next one begins where the last one ended.
+            # Images are mostly in the order of their numbers: the next begins where the last ended.
             instance = (word >> _INSTANCE_SHIFT) & _INSTANCES
             found_low = found_high
             if (
@@ -486,8 +489,8 @@ def sweep(
         causal = word & _CAUSAL != 0
         width = window if word & _WINDOW else -1
         new = group_high - group_low + own_high - own_low
-        # Room for what the open block has and what this run adds to it; and for the intervals of some blocks at a
-        # time, since a block leaves at most two for each token interval and one more.
+        # Make room for the open block's entries and those of this run; and for the intervals of several blocks at a
+        # time, since a block adds at most two per token interval, plus one.
         most_seen = new + max(num_some, num_every)
         if most_seen > some.shape[0]:
             some = _grown(some, most_seen)
@@ -543,7 +546,7 @@ def sweep(
 
 @njit(cache=True, error_model="numpy")
 def join_nearest(offsets, intervals, most):
-    """Offsets and intervals with no row of more than `most`, and whether nothing had to be joined for it."""
+    """Return offsets and intervals with at most `most` intervals per row, and whether nothing had to be joined."""
     result = intervals.copy()
     new_offsets = np.zeros_like(offsets)
     used = 0

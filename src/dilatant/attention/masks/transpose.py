@@ -1,4 +1,5 @@
-"""The compiled transposition of a block table: from "which keys does this query block see" to the other way round."""
+"""Compiled transposition of a block table: from the keys that each query block sees to the queries that see each key
+block."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from numba import njit
 
 @njit(cache=True, error_model="numpy")
 def _walk(offsets, intervals, num_columns, fill, first, out):
-    """Compare each row with the row before and open and close intervals of rows in the columns that changed.
+    """Compare each row with the previous one, and open or close intervals of rows in the columns that changed.
 
     Without `fill`, count the intervals of each column into `first`; with it, write them to `out` from `first` on.
     """
@@ -21,7 +22,7 @@ def _walk(offsets, intervals, num_columns, fill, first, out):
         j = offsets[row] if row < num_rows else 0
         j_end = offsets[row + 1] if row < num_rows else 0
         at = 0
-        # Stretches of columns in which neither row changes, one after the other.
+        # Iterate over ranges of columns in which neither row changes.
         while i < i_end or j < j_end:
             old = new = 0
             stop = num_columns
@@ -57,9 +58,9 @@ def _walk(offsets, intervals, num_columns, fill, first, out):
 
 @njit(cache=True, error_model="numpy")
 def transpose(offsets, intervals, num_columns):
-    """Offsets `[columns + 1]` and intervals (first row, rows, kind), int32 `[n, 3]`, of the transposed table.
+    """Return offsets `[columns + 1]` and intervals (first row, rows, kind), int32 `[n, 3]`, of the transposed table.
 
-    The work is what changes from row to row, not rows x columns, and so is the memory.
+    Time and memory are proportional to the changes between rows, not to rows x columns.
     """
     new_offsets = np.zeros(num_columns + 1, np.int64)
     out = np.empty((0, 3), np.int32)

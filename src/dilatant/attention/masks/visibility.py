@@ -1,4 +1,4 @@
-"""The rule of `mask.visible` for tensors of words: stated once for every backend that is written in PyTorch."""
+"""The rule of `mask.visible` for tensors of words, shared by every backend written in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def visible_pairs(
     key_positions: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """Whether queries see keys, element by element: bool of the common shape, to which the arguments broadcast."""
+    """Return whether queries see keys, elementwise: bool of the common shape to which the arguments broadcast."""
     differing = query_fields ^ key_fields
     same_instance = (differing & layout.INSTANCE) == 0
     alike = (query_fields & key_fields & layout.OWN) != 0

@@ -1,10 +1,9 @@
-"""Work lists: a block table turned into the units that one GPU kernel launch hands to its multiprocessors.
+"""Work lists: the units into which a block table is divided for the multiprocessors of one GPU kernel launch.
 
-A unit is one row of blocks, longest first (LPT: the order in which a greedy scheduler leaves the least idle time at
-the end). Where single rows are longer than what a multiprocessor should get in total, they are cut into units of their
-own whose partial results a second kernel joins (Cornstarch, thesis 3.3.2.2). Cornstarch cuts every row at 4096 tokens
-and stores partial results for all; here a row is cut only where that shortens the launch, by simulation of the greedy
-order.
+A unit is one row of blocks, longest first (LPT: the order in which a greedy scheduler leaves the least idle time at the
+end). Rows longer than one multiprocessor's total share are split into several units, whose partial results a second
+kernel joins (Cornstarch, the thesis, 3.3.2.2). Cornstarch splits every row at 4096 tokens and stores partial results
+for all; here a row is split only if that shortens the launch, by simulation of the greedy order.
 """
 
 from __future__ import annotations
@@ -18,30 +17,29 @@ from numpy.typing import NDArray
 from dilatant.attention.masks.blocks import BlockKind, BlockTable
 
 PARTIAL_COST = 1.5
-"""Cost of a masked block against an unmasked one. Estimated, not measured on a GPU: the mask costs about half a block's
-matrix products in integer arithmetic. `benchmarks/attention.py` prints the fitted figure."""
+"""Cost of a masked block relative to an unmasked one. Estimated, not measured on a GPU: the mask costs about half a
+block's matrix products in integer arithmetic. `benchmarks/attention.py` prints the fitted figure."""
 
 UNIT_COST = 1.0
-"""Cost of a unit besides its blocks, in unmasked blocks: first loads and epilogue (reference attention_cp.md 5)."""
+"""Fixed cost of a unit, in unmasked blocks: first loads and epilogue."""
 
 MERGE_COST = 1.0
 """Cost of joining one partial result, in unmasked blocks."""
 
 SMALLEST_PIECE_TOKENS = 4096
-"""A piece of a cut row visits at least this many tokens (thesis 3.3.2.2; reference attention_cp.md 5)."""
+"""A piece of a split row visits at least this many tokens (Cornstarch, the thesis, 3.3.2.2)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
     """Units of one kernel launch, longest first. All arrays are int32.
 
-    `units[u] = (row block, first full, end full, end partial, slot)`: the unit visits the intervals
-    `first full : end full`, none of whose blocks need masking, then `end full : end partial`, masking each. `slot` is
-    the place of its partial result, or -1 where the unit is the whole row. `intervals[i] = (first token, end token)`
-    of the column side, whole blocks: the last may reach beyond the tokens, and is then masked.
-
-    `splits[s] = (row block, first slot, end slot)` lists the rows that were cut; their slots are added up in that
-    order. Rows that see nothing are units without intervals, so that every row is written.
+    `units[u] = (row block, first full, end full, end partial, slot)`: the unit visits the intervals `first full : end
+    full` without masking, then `end full : end partial` with masking. `slot` is the index of its partial result, or -1
+    if the unit is the whole row. `intervals[i] = (first token, end token)` on the column side, in whole blocks: the
+    last may reach beyond the tokens, and is then masked. `splits[s] = (row block, first slot, end slot)` lists the
+    split rows; their slots are added up in that order. Rows that see nothing are units without intervals, so that every
+    row is written.
     """
 
     units: NDArray[np.int32]
@@ -66,7 +64,8 @@ def work_list(
     copy_cost: int = 1,
     smallest_piece_tokens: int = SMALLEST_PIECE_TOKENS,
 ) -> WorkList:
-    """The units of a launch that runs every row of `table` `copies` times (once a head) on `processors` at once.
+    """Return the units of a launch that runs every row of `table` `copies` times (once per head) on `processors` at
+    once.
 
     `copy_cost` is the work of one copy in visits of a row: in the gradient of keys and values one copy serves a whole
     group of query heads.
@@ -114,10 +113,10 @@ def work_list(
 
 
 def _masked_tail(table: BlockTable) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """Row, first and end column block and masked or not, of every interval; a short last column is always masked.
+    """Return row, first block, end block and masking of every interval; a short last column block is always masked.
 
-    A table calls a short last block full if the tokens that exist are visible. A kernel that loads whole blocks must
-    mask the rest.
+    A table calls a short last block full if the existing tokens are visible. A kernel that loads whole blocks must mask
+    the rest.
     """
     rows = np.repeat(np.arange(table.num_rows), np.diff(table.offsets))
     starts = table.start.astype(np.int64)
@@ -138,7 +137,7 @@ def _masked_tail(table: BlockTable) -> tuple[NDArray, NDArray, NDArray, NDArray]
 
 
 def _choose_pieces(row_weight: NDArray, copies: int, processors: int, piece: float) -> NDArray[np.int64]:
-    """How many units each row becomes: int64 `[rows]`, the choice with the shorter simulated launch."""
+    """Return the number of units of each row, int64 `[rows]`: the choice with the shorter simulated launch."""
     whole = np.ones(row_weight.size, dtype=np.int64)
     if not row_weight.size:
         return whole
@@ -157,9 +156,8 @@ def _choose_pieces(row_weight: NDArray, copies: int, processors: int, piece: flo
 
 
 def greedy_makespan(weights: NDArray, copies: int, processors: int) -> float:
-    """When the last of `processors` finishes if units of the given weights, `copies` of each, longest first, go to
-    whichever is free first. Units under a twentieth of a processor's share are poured in as a liquid.
-    """
+    """Return when the last of `processors` finishes if `copies` of each unit, longest first, go to whichever is free
+    first. Units under a twentieth of a processor's share are treated as perfectly divisible."""
     share = float(weights.sum()) * copies / processors
     loads = [0.0] * processors
     for weight in np.sort(weights[weights > share / 20])[::-1].tolist():
@@ -178,9 +176,9 @@ def _cut(
     pieces: NDArray,
     copy_cost: int,
 ) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
-    """Intervals of rows with several pieces cut at block borders, so that a row's pieces weigh about the same.
+    """Split intervals of rows with several pieces at block borders, such that a row's pieces weigh about the same.
 
-    Returns the intervals' row, first and end block, masked or not, and number of the piece within the row.
+    Returns each interval's row, first and end block, whether it is masked, and the number of its piece within the row.
     """
     out: list[tuple[int, int, int, bool, int]] = []
     keep = pieces[rows] == 1
