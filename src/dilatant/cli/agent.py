@@ -1,4 +1,4 @@
-"""`dilatant agent`: this machine takes part in a run that others may join and leave."""
+"""`dilatant agent`: join this machine to a run whose nodes may come and go."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def agent(
         ),
     ] = False,
 ) -> None:
-    """Have this machine's ranks take part in a run with `resilience.enabled`, from its beginning or later.
+    """Join this machine's ranks to a run with `resilience.enabled`, at its start or later.
 
-    Needs the run's secret (DILATANT_TOKEN or DILATANT_TOKEN_FILE, else that of a shared home directory), and the run
-    folder and the data at the same paths. SIGTERM and Ctrl-C leave the run at the end of the step.
+    Requires the run's secret (in DILATANT_TOKEN or DILATANT_TOKEN_FILE, else in a shared home directory), and the run
+    folder and the data at the same paths as on the other machines. SIGTERM and Ctrl-C leave the run at the end of the
+    step.
     """
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -1,6 +1,6 @@
-"""`dilatant`: the verbs put together, and how errors end.
+"""The `dilatant` command: all verbs, and the handling of errors.
 
-Verbs import what they need when they run, so that `--help` and the light verbs start at once.
+Verbs import what they need when they run, so that `--help` and fast verbs start immediately.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """What holds for all verbs."""
+    """Options common to all verbs."""
 
 
 app.command("plan")(plan.plan)
@@ -78,9 +78,8 @@ app.add_typer(data.app, name="data")
 
 
 def main() -> None:
-    """Entry point of a process, which just ends after `run`: to free all that was imported takes Python over a second,
-    which is long for who waits for an error on a busy machine. SIGTERM ends it as an error would, so that temporary
-    folders go."""
+    """Run the command line, then exit without freeing imported modules, which takes Python over a second and would
+    delay error messages on a busy machine. SIGTERM exits like an error, so that temporary folders are removed."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     remove_left_folders()
@@ -96,8 +95,8 @@ def main() -> None:
 
 
 def run() -> None:
-    """Raises SystemExit. A user's mistake is one message on stderr and exit code 2, without a stack trace; a warning is
-    one line there."""
+    """Run the verb and raise SystemExit. A user error prints one message to stderr, without a stack trace, and exits
+    with code 2; a warning prints one line to stderr."""
     try:
         with warnings_as_lines(open_console(stderr=True)):
             app()

@@ -1,4 +1,4 @@
-"""How an exported model is asked: options that `generate` and `chat` share, and what they mean."""
+"""Options for prompting an exported model, shared by `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dilatant.hf.export import Exported
 
 _COLDEST = 0.001
-"""Below it, logits divided by the temperature leave the range of float16, and later that of float32."""
+"""Below this temperature, scaled logits exceed the range of float16, and later that of float32."""
 
 ExportPath = Annotated[
     Path, typer.Argument(metavar="EXPORT", help="A folder written by `dilatant export`, or by `train`.")
@@ -43,7 +43,7 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen."""
+    """Sampling settings of text generation."""
 
     temperature: float = 0.0
     top_p: float | None = None
@@ -51,7 +51,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def problems(self) -> list[str]:
-        """What is wrong with the options, a line each."""
+        """Return what is wrong with the options, one line each."""
         found = []
         if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
             found.append(
@@ -64,7 +64,8 @@ class Sampling:
         return found
 
     def keywords(self) -> dict[str, Any]:
-        """For transformers' `generate`. Not given is all there is, whatever the model's own settings say."""
+        """Return keywords for transformers' `generate`. An option that is not given means no restriction, whatever the
+        model's own settings say."""
         keywords: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
         if self.temperature > 0:
             drawn = {"temperature": self.temperature, "top_p": self.top_p or 1.0, "top_k": self.top_k or 0}
@@ -73,7 +74,7 @@ class Sampling:
 
 
 def media_of(image: Iterable[Path], audio: Iterable[Path], video: Iterable[Path]) -> list[Media]:
-    """What options name, in their order."""
+    """Return the media that the options name, in their order."""
     from dilatant.data.sample import Media
 
     kinds: tuple[tuple[MediaKind, Iterable[Path]], ...] = (
@@ -83,7 +84,7 @@ def media_of(image: Iterable[Path], audio: Iterable[Path], video: Iterable[Path]
 
 
 def media_problems(given: Iterable[Media]) -> list[str]:
-    """Why files that options name cannot be read."""
+    """Return why files named by options cannot be read."""
     found = []
     for media in given:
         path = Path(media.name)
@@ -94,7 +95,7 @@ def media_problems(given: Iterable[Media]) -> list[str]:
 
 
 def require_encoders(exported: Exported, given: Iterable[Media]) -> None:
-    """Raises UserError for media that the model has no encoder for."""
+    """Raise UserError for media that the model has no encoder for."""
     kinds = {unit.kind for unit in exported.encoding.units}
     for media in given:
         if media.kind not in kinds:
@@ -102,5 +103,5 @@ def require_encoders(exported: Exported, given: Iterable[Media]) -> None:
 
 
 def is_text(text: str) -> bool:
-    """What a terminal sends that is no UTF-8 arrives as lone surrogates."""
+    """Return whether `text` is valid: invalid UTF-8 from a terminal arrives as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,4 +1,4 @@
-"""`dilatant chat`: talk with an exported model."""
+"""`dilatant chat`: chat with an exported model."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def chat(
     repetition_penalty: asking.RepetitionPenalty = 1.0,
     seed: asking.Seed = 0,
 ) -> None:
-    """Talk with an exported model, with images, sounds and videos by path. Questions are read line by line; /help
-    lists what else may be written. Ctrl-C stops an answer."""
+    """Chat with an exported model, with images, sounds and videos given by path. Each line is a question; /help lists
+    the commands. Ctrl-C stops an answer."""
     sampling = asking.Sampling(temperature, top_p, top_k, repetition_penalty)
     given = asking.media_of(image, audio, video)
     problems = [*asking.media_problems(given), *sampling.problems()]
@@ -81,7 +81,7 @@ def chat(
 
 
 class _Conversation:
-    """What was said so far, and the media that go with the next question."""
+    """The turns so far, and the media of the next question."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _Conversation:
         self._media = list(media)
 
     def hear(self, line: str) -> None:
-        """A question, or a command. What is wrong with it is said, and the conversation goes on."""
+        """Process a question or a command. Mistakes are reported, and the conversation continues."""
         command, _, rest = line.partition(" ")
         if not line:
             return

@@ -1,4 +1,4 @@
-"""`dilatant data`: what the data is like, and which samples would fail."""
+"""`dilatant data`: statistics of the data, and the samples that would fail."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def stats(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens of every training sample in every unit: distributions, ratios, what balancing is worth, what training
-    would refuse. Decodes no media, but for the few samples that the page shows."""
+    """Show the tokens of every training sample in every unit: distributions, ratios, the gain of balancing, and samples
+    that training would refuse. No media are decoded, except for the few samples shown on the page."""
     resolved = read_config(config, overrides, trust or None, loads=True)
     from dilatant.data.index.sizes import blend_sizes
     from dilatant.data.unused_columns import unused_by_source, unused_lines
@@ -96,7 +96,7 @@ def lint(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find every sample, to train on or held out, that would fail in training. Exits with 1 when there is one."""
+    """Find every training or held-out sample that would fail in training. Exits with code 1 if there is any."""
     resolved = read_config(config, overrides, trust or None, loads=True)
     from rich.text import Text
 
@@ -136,7 +136,7 @@ def lint(
         print(json.dumps({"samples": checked, "problems": found, "unused": unused}))
     else:
         for problem in problems:
-            # Assembled, not marked up: names and texts of the data may hold brackets.
+            # Text without markup: names and texts of the data may contain brackets.
             console.print(Text.assemble((problem.sample, "red"), f": {problem.problem}"), soft_wrap=True)
             if problem.remedy:
                 console.print(Text(f"    {problem.remedy}", "dim"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`dilatant doctor`: what this machine has, and what a run here would use."""
+"""`dilatant doctor`: describe this machine, and what a run on it would use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _PACKAGES = (
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Tell what this machine has and what a run here would use."""
+    """Describe this machine, its packages, and the device, precision and attention backends that a run on it would
+    use."""
     say_loading()
     facts = examine()
     if as_json:
@@ -48,7 +49,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def examine() -> dict[str, dict[str, Any]]:
-    """The facts by heading."""
+    """Return the facts by heading."""
     import torch
 
     from dilatant.attention.kernels.explain import explain_here
@@ -87,7 +88,7 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def _threads() -> str:
-    """How many torch computes in here, and who says so."""
+    """Return torch's number of threads and where it comes from."""
     import torch
 
     from dilatant.config.environment import chooses_threads

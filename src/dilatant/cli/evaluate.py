@@ -1,4 +1,4 @@
-"""`dilatant evaluate`: let a judge of the user's score what an exported model answers."""
+"""`dilatant evaluate`: score an exported model's answers with a user-defined function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of what is drawn.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Answer held-out samples with an exported model, and let a function of yours score the answers."""
+    """Generate answers to held-out samples with an exported model, and score them with your own function."""
     say_loading()
 
     from dilatant.config import DataSource

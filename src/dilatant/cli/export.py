@@ -1,4 +1,4 @@
-"""`dilatant export`: the newest checkpoint of a run in the Hugging Face layout."""
+"""`dilatant export`: write a run's newest checkpoint in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def export(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the newest valid checkpoint of a run in the Hugging Face layout; the best one, where the run keeps one."""
+    """Write a run's newest valid checkpoint in the Hugging Face layout, or its best one if `evaluation.keep_best` is
+    set."""
     from dilatant.hf.export_folder import check_target
     from dilatant.report.say import open_console, say, warn
 

@@ -1,4 +1,4 @@
-"""`dilatant generate`: ask an exported model something, or all questions of a file."""
+"""`dilatant generate`: answer one prompt, or all prompts of a file, with an exported model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def generate(
     seed: asking.Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Ask an exported model something, with images, sounds and videos."""
+    """Generate answers to a prompt or a file of prompts with an exported model, from text, images, sounds and
+    videos."""
     given = asking.media_of(image, audio, video)
     chosen = asking.Sampling(temperature, top_p, top_k, repetition_penalty)
     problems = asking.media_problems(given)
@@ -117,7 +118,7 @@ def generate(
         )
         print(json.dumps({"answer": answer}) if as_json else printable(answer))
         return
-    assert isinstance(model, MultimodalModel)  # whatever draws is
+    assert isinstance(model, MultimodalModel)  # every model with a generator is
     parts = answer_with_pictures(
         model,
         exported.tokenizer,
@@ -160,8 +161,9 @@ def _answer_all(
     max_new_tokens: int,
     sampling: dict[str, Any],
 ) -> None:
-    """Answer every question of a file, each as soon as it is there. What cannot be asked has its reason in the place of
-    an answer; then the exit code is 2. Raises UserError for a file that cannot be read, and a model that draws."""
+    """Answer every prompt of a file, printing each answer as soon as it is ready. A prompt that fails prints its error
+    instead of an answer, and the exit code becomes 2. Raises UserError if the file cannot be read or the model
+    generates images."""
     from dataclasses import replace
 
     from dilatant.config.data import DataSource
@@ -185,7 +187,7 @@ def _answer_all(
             if system is not None and sample.turns[0].role != "system":
                 sample = replace(sample, turns=(Turn("system", (system,)), *sample.turns))
             asked = encode_prompt(sample, exported.encoding)
-        except UserError as error:  # also of a media file
+        except UserError as error:  # includes errors of media files
             refused += 1
             print(json.dumps({"id": name, "error": str(error)}), flush=True)
             continue
@@ -199,7 +201,7 @@ def _answer_all(
 
 
 def _check_out(exported: Exported, out: Path) -> None:
-    """Raise UserError where a file is not for what the model draws."""
+    """Raise UserError if the format of `out` does not fit what the model generates (images or features)."""
     from dilatant.models.multimodal import MultimodalModel
 
     assert isinstance(exported.model, MultimodalModel)

@@ -1,4 +1,4 @@
-"""Arguments that several verbs share, and how they are read."""
+"""Arguments shared by several verbs, and the reading of configs."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ Trust = Annotated[
 ]
 
 Same = Callable[[str], bool]
-"""Whether a text is of the kind of file that an option writes."""
+"""A check that a text is of the kind of file that an option writes."""
 
 
 def output_file(is_same: Same) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
-    """The check of an option that names a file to write, made before the work begins: it can be there, and what is
-    there already is an earlier one of its kind (or empty), so that a slip of the hand costs nobody's config or data."""
+    """Return a callback that checks an option's output file before the work begins: it must be writable, and an
+    existing file must be empty or of the same kind, so that a typing mistake cannot overwrite a config or data."""
 
     def check(option: typer.CallbackParam, path: Path | None) -> Path | None:
         if path is None:
@@ -62,7 +62,7 @@ def output_file(is_same: Same) -> Callable[[typer.CallbackParam, Path | None], P
 
 
 def _check_writable(path: Path, given: str) -> None:
-    """Raises UserError when the file cannot be written. What is there stays as it is."""
+    """Raise UserError if the file cannot be written. An existing file stays unchanged."""
     there = path.exists()
     if there and not path.is_file():  # a pipe or a terminal
         return
@@ -78,19 +78,19 @@ def _replaceable(path: Path, is_same: Same) -> bool:
     try:
         text = path.read_text(encoding="utf-8")
         return not text.strip() or is_same(text)
-    except (OSError, ValueError):  # not readable, no text, or (UserError) another kind of file
+    except (OSError, ValueError):  # unreadable, not text, or (UserError) another kind of file
         return False
 
 
 def is_page(text: str) -> bool:
-    """Whether a text is a page that Dilatant wrote."""
+    """Return whether a text is a page that Dilatant wrote."""
     from dilatant.report.pages import page_links
 
     return page_links.is_page(text)
 
 
 def is_plan(text: str) -> bool:
-    """Whether a text is a plan. Raises ValueError where it is not."""
+    """Return True if a text is a plan; otherwise raise ValueError."""
     from dilatant.plan.plan import Plan
 
     Plan.from_json(text)
@@ -98,7 +98,7 @@ def is_plan(text: str) -> bool:
 
 
 def is_cost_file(text: str) -> bool:
-    """Whether a text holds layer costs. Raises UserError where it does not."""
+    """Return True if a text contains layer costs; otherwise raise UserError."""
     from dilatant.cost.model import CostModel
 
     CostModel.from_yaml(text, "")
@@ -106,7 +106,8 @@ def is_cost_file(text: str) -> bool:
 
 
 def is_hardware_file(text: str) -> bool:
-    """Whether a text holds devices and links, to which another entry may be added. Raises UserError where not."""
+    """Return True if a text contains devices and links, to which another entry may be added; otherwise raise
+    UserError."""
     from dilatant.cost.hardware import read_hardware_file
 
     read_hardware_file(text, "")
@@ -114,8 +115,9 @@ def is_hardware_file(text: str) -> bool:
 
 
 def say_loading() -> None:
-    """Say on standard error that torch and transformers are loaded now, which takes many seconds. Called once a command
-    has checked what it can without them; silent where they are loaded, and on all ranks but the first."""
+    """Announce on standard error that torch and transformers are being loaded, which takes many seconds. A command
+    calls this after all checks that do not need them. Prints nothing if they are loaded, or on any rank but the
+    first."""
     place = place_from()
     if "torch" not in sys.modules and (place is None or place.rank == 0):
         print("loading torch and transformers", file=sys.stderr, flush=True)
@@ -129,11 +131,13 @@ def read_config(
     loads: bool = False,
     run: Path | None = None,
 ) -> Config:
-    """`load_config`, whose libraries are imported only now, so that `--help` starts at once. Paths in overrides are
-    relative to the working folder. What moved along with a run, or a plan, that wrote the file is found, and said.
-    trust: False where the user named a folder, and the config was found in it; None where the user named the config.
-    prepare: changes the tree of the file before. loads: see `say_loading`. run: the folder of the run, else told by
-    what lies beside the file."""
+    """Call `load_config`, importing its libraries only now, so that `--help` starts immediately.
+
+    Paths in `overrides` are relative to the working directory. Files that moved together with the run or plan that
+    wrote the config are found, and reported. `trust` is False if the user named a folder in which the config was found,
+    None if the user named the config. `prepare` modifies the file's tree first. `loads` calls `say_loading`. `run` is
+    the run's folder, by default derived from the files beside the config.
+    """
     from dilatant.config import load_config
     from dilatant.config.files.paths import follow_run
     from dilatant.config.files.trust import names_code, run_folder_of
@@ -154,7 +158,7 @@ def read_config(
             stacklevel=1,
         )
     if config.train.device == "cpu":
-        # Before torch is imported, and for every process that this one starts: none of them sees a GPU.
+        # Before torch is imported, so that this process and its children see no GPU.
         hide_gpus()
     if loads:
         say_loading()
@@ -164,8 +168,8 @@ def read_config(
 def read_run(
     folder: Path, overrides: Iterable[str] = (), resume: bool = False, trust: bool = False
 ) -> Config:
-    """The config that a run was started with. What moved along with the run is found. resume: it is to go on from its
-    newest checkpoint. Raises UserError."""
+    """Return the config that a run was started with. Files that moved with the run are found. With `resume`, the config
+    continues from the run's newest checkpoint. Raises UserError."""
     saved = folder / "config.yaml"
     if not saved.is_file():
         raise UserError(f"{str(folder)!r} is not a run folder: it has no config.yaml")
@@ -179,7 +183,7 @@ def read_run(
 
 
 def read_config_text(text: str) -> Config:
-    """The config of a YAML text, with paths relative to the working directory. Raises UserError."""
+    """Return the config of a YAML text, with paths relative to the working directory. Raises UserError."""
     from dilatant.config.config import parse_config
     from dilatant.config.files.yaml_text import read_yaml
 

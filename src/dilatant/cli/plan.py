@@ -1,4 +1,4 @@
-"""`dilatant plan`: who should do what, before anything trains."""
+"""`dilatant plan`: plan the parallel layout of a run before training."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def plan(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest plan for a model, its data and a cluster, and say why. Nothing is trained.
+    """Find the fastest plan for a model, its data and a cluster, and explain the choice. Nothing is trained.
 
-    Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
+    Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into plan/ in the run folder.
     """
     from dilatant.config import UserError
 
@@ -100,7 +100,7 @@ def plan(
     from dilatant.report.text.plan_table import print_plan
 
     console = open_console(stderr=as_json)
-    check_plan_folder(resolved)  # before the work, too
+    check_plan_folder(resolved)  # fail before the search
     problem = open_problem(resolved, like)
     units = [unit.name for unit in problem.model.spec.units]
     asked = {text: read_asked(text, units) for text in why_not or ()}
@@ -145,7 +145,7 @@ def plan(
 
 
 def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Console) -> None:
-    """What it costs that nodes may be lost; also written as fault_tolerance.json."""
+    """Show the step time by the number of nodes that may be lost; also write it to fault_tolerance.json."""
     import json
 
     from dilatant.config.files.durable import write_durably
@@ -171,15 +171,15 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
 
 
 def with_costs(config: Config, costs: Path | None) -> Config:
-    """The config with another cost file, if one is given."""
+    """Return the config with another cost file, if one is given."""
     if costs is None:
         return config
     return config.model_copy(update={"plan": config.plan.model_copy(update={"costs": str(costs.resolve())})})
 
 
 def open_problem(config: Config, like: str | None = None) -> PlanningProblem:
-    """What is to be planned, with a progress line on standard error while samples and layers are measured. like: see
-    `planning_problem`."""
+    """Return the planning problem, showing progress on standard error while samples and layers are measured. `like` is
+    as in `planning_problem`."""
     from dilatant.planning.assemble import assemble_samples
     from dilatant.planning.planning import planning_problem
     from dilatant.report.say import open_console, show_progress
@@ -195,8 +195,9 @@ def open_problem(config: Config, like: str | None = None) -> PlanningProblem:
 
 
 def train_command(config: Path, plan_file: Path) -> str:
-    """The command that trains with a plan as it was simulated: microbatches, schedule and policy are in the file."""
-    # The whole section, so that a layout in the file gives way. Its paths are relative to the YAML file.
+    """Return the command that trains with a plan as simulated: microbatches, schedule and policy are in the plan
+    file."""
+    # Sets the whole section, which replaces a layout in the config. Its paths are relative to the YAML file.
     path = os.path.relpath(plan_file.resolve(), config.resolve().parent)
     return f"dilatant train {shlex.quote(str(config))} --set {shlex.quote(f'parallel={{plan: {path}}}')}"
 
@@ -207,7 +208,7 @@ def _seen_from_here(path: Path) -> Path:
 
 
 def show_places(console: Console, places: dict[Path, str]) -> None:
-    """The files that were written, and what each is."""
+    """List the files that were written, with a description of each."""
     from dilatant.report.terminal import print_line
 
     console.print()

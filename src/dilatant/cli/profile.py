@@ -1,4 +1,4 @@
-"""`dilatant profile`: what this model's layers take on this machine."""
+"""`dilatant profile`: measure the costs of a model's layers on this machine."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def profile(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every layer type of a model: forward, gradients, recomputation, memory, at several token counts.
+    """Measure every layer type of a model at several token counts: forward, gradients, recomputation and memory.
 
-    For hardware that is not this machine (cluster.hardware), costs are modelled from FLOPs and bytes and say so.
-    Links are measured between two processes of this machine, or between the ranks that torchrun or Slurm started.
+    For hardware other than this machine (`cluster.hardware`), costs are modelled from FLOPs and bytes, and marked as
+    such. Links are measured between two processes on this machine, or between the ranks started by torchrun or Slurm.
     """
     lengths = _counts(tokens, "--tokens", "512,1024,2048")
     degrees = {
@@ -169,7 +169,8 @@ def profile(
 
 
 def _measure_links(target: Target) -> MeasuredLinks:
-    """Between the ranks there are, or between two processes started here. Raises UserError where there is no pair."""
+    """Measure links between existing ranks, or between two processes started here. Raises UserError if there is no
+    pair."""
     import torch
 
     from dilatant.comm.launch import launch
@@ -217,7 +218,8 @@ def _counts(text: str, option: str, example: str) -> tuple[int, ...]:
 
 
 def _at(kind: str, counts: tuple[int, ...]) -> int:
-    """The largest tokens at which a layer type is shown: for encoders one image or clip."""
+    """Return the token count at which a layer type is shown: the largest measured, or one image or clip for
+    encoders."""
     _, marker, tokens = kind.rpartition("@")
     return int(tokens.split()[0]) if marker else counts[-1]
 
@@ -241,7 +243,7 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
         times |= {"if first trained": lambda cost: cost.first_trainable, "again": lambda cost: cost.recompute}
     sizes = ("parameters", "activations") if wide else ()
     figures = ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit")
-    # Names give way where there is no room for all: a figure that is cut off is none.
+    # In a narrow terminal names are shortened, never figures.
     table = plain_table(("layer type", *figures), right=figures, whole=figures)
     for kind, degrees in costs.layers.items():
         for name, cost in _row_names(kind, degrees):
@@ -262,7 +264,8 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
 
 
 def _row_names(kind: str, degrees: Mapping[Degree, LayerCost]) -> Iterator[tuple[str, LayerCost]]:
-    """The type's name for its first row, degrees for the others, and for the first unless they are 1."""
+    """Yield each row's name and cost: the layer type for the first row, with its degrees unless they are 1; then
+    degrees only."""
     for number, ((tp, cp), cost) in enumerate(degrees.items()):
         group = f"tp {tp}" + (f" cp {cp}" if cp > 1 else "")
         if number == 0:
@@ -272,7 +275,7 @@ def _row_names(kind: str, degrees: Mapping[Degree, LayerCost]) -> Iterator[tuple
 
 
 def _plain(costs: CostModel, counts: tuple[int, ...]) -> dict[str, object]:
-    """What `--json` prints: the cost file's facts, and seconds at the tokens of the table."""
+    """Return what `--json` prints: the content of the cost file, and the token counts of the table."""
     import yaml
 
     document = yaml.safe_load(costs.to_yaml())

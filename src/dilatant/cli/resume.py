@@ -1,4 +1,4 @@
-"""`dilatant resume`: go on with a run from its newest valid checkpoint."""
+"""`dilatant resume`: continue a run from its newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def resume(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run from its newest valid checkpoint, with the config it was started with."""
+    """Continue a run from its newest valid checkpoint, with the config it was started with."""
     config = read_run(folder, overrides, resume=True, trust=trust)
     raise typer.Exit(run(config, as_json=as_json))

@@ -1,4 +1,4 @@
-"""`dilatant simulate`: how long a step of a plan takes on a cluster, also on one that is not there."""
+"""`dilatant simulate`: predict the step time of a plan on any cluster, including hardware that is not here."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ def simulate(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time a plan on any cluster. Of a YAML file the best plan for its cluster is timed; of a run over several
-    processes the step that it measured last, beside the measurement.
+    """Predict the step time of a plan on any cluster. For a YAML file, the best plan for its cluster is simulated; for
+    the folder of a multi-process run, the last measured step is, and shown beside its measurement.
 
-    Costs of hardware that is not here are modelled (or `--set plan.costs=FILE`). With --failures, nodes of the
-    cluster come and go as the trace says: throughput over time under pipeline templates and under restarts.
+    Costs of hardware other than this machine are modelled, unless `--set plan.costs=FILE` gives them. With --failures,
+    nodes join and leave the cluster as in the trace; the result is throughput over time with pipeline templates and
+    with restarts.
     """
     given = _read(source, [*_cluster(cluster), *overrides], trust)
 
@@ -84,8 +85,8 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What is to be simulated: of a plan file the plan and the microbatches it is for, of a run its measured step.
-    row_tokens, zero: see `TrainingPlan`. name: of the run, or of the file. folder: where it is."""
+    """The input of a simulation: a plan file's plan and number of microbatches, or a run's measured step. `row_tokens`
+    and `zero` are as in `TrainingPlan`; `name` is that of the run or file, `folder` its location."""
 
     config: Config
     name: str
@@ -133,7 +134,7 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
         "tensor_parallel": {stage.tp for stage in stages},
         "context_parallel": {stage.cp for stage in stages},
     }
-    for key, own in degrees.items():  # what layers cost at these is asked for, too
+    for key, own in degrees.items():  # costs are needed at these degrees, too
         if own != {1} and not {"plan", f"plan.{key}"} & said:
             config = _with(config, "plan", **{key: tuple(sorted({1, *own}))})
     folder = path.parent
@@ -152,12 +153,12 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
-    """The config with other values of one section."""
+    """Return the config with other values in one section."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def _measured(folder: Path) -> MeasuredStep | None:
-    """The step that a run measured, if this is the folder of one."""
+    """Return the step that a run measured, or None if the folder has none."""
     from dilatant.schedule.measured import MeasuredStep
 
     path = folder / "step.json"
@@ -170,7 +171,7 @@ def _measured(folder: Path) -> MeasuredStep | None:
 
 
 def _costs_beside(folder: Path, config: Config) -> str | None:
-    """The costs that the plan was made with, if they are of the hardware that is now asked for."""
+    """Return the costs with which the plan was made if they are for the requested hardware, else None."""
     from dilatant.cost.model import load_costs
     from dilatant.planning.problem.planned_hardware import is_same_hardware, target_of_run
 
@@ -186,7 +187,7 @@ def _costs_beside(folder: Path, config: Config) -> str | None:
 
 
 def _cluster(text: str) -> list[str]:
-    """`16x8:H100` as overrides of the cluster section."""
+    """Convert `16x8:H100` to overrides of the cluster section."""
     if not text:
         return []
     found = re.fullmatch(r"(\d+)[x×](\d+)(?::(.+))?", text)
@@ -244,7 +245,7 @@ def _show(planned: PlannedRun, given: _Given, page: Path | None, as_json: bool, 
 
 
 def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Prediction:
-    """Of the very same actions, instead of a typical step."""
+    """Predict the very same actions as measured, instead of a typical step."""
     from dilatant.planning.planning import predicted_step
     from dilatant.report.step_comparison import Prediction
     from dilatant.report.text.wording import origin_text
@@ -259,7 +260,7 @@ def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Pred
 def _beside(
     report: PlanReport, schedule: str | None, measured: MeasuredStep, prediction: Prediction
 ) -> PlanReport:
-    """The report with a measured step, and its prediction."""
+    """Return the report with a measured step and its prediction."""
     from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
 
     return replace(
@@ -273,7 +274,7 @@ def _beside(
 def _write_pages(
     page: Path, report: PlanReport, given: _Given, prediction: Prediction | None
 ) -> dict[Path, str]:
-    """The plan's page; of a run that measured a step also that step's, now with its prediction."""
+    """Write the plan's page; for a run with a measured step also that step's page, with its prediction."""
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import write_plan_page
     from dilatant.report.pages.step_page import write_step_page

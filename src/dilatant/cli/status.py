@@ -1,4 +1,4 @@
-"""`dilatant status`: who is in a run that goes on, and what has happened to it."""
+"""`dilatant status`: show the members and the history of a resilient run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def status(
         ),
     ] = False,
 ) -> None:
-    """Show members, generation and history of a run with `resilience.enabled`."""
+    """Show the members, the generation and the history of a run with `resilience.enabled`."""
     from rich.live import Live
 
     from dilatant.report.say import open_console

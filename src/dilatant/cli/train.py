@@ -1,4 +1,4 @@
-"""`dilatant train`: from a YAML file to a trained model in a run folder."""
+"""`dilatant train`: train a model from a YAML file, with the results in a run folder."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def train(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train the model of a YAML file, or a model on data by their names. Ctrl-C or SIGTERM saves and stops;
-    `dilatant resume` goes on."""
+    """Train from a YAML file, or fine-tune a model given by name on data given by name. Ctrl-C or SIGTERM saves a
+    checkpoint and stops; `dilatant resume` continues."""
     if check_transport:
         overrides = [*overrides, "parallel.check_transport=true"]
     if config is not None:
@@ -106,7 +106,7 @@ def _written_out(
     overrides: list[str],
     trust: bool,
 ) -> str:
-    """The YAML of a one-line start. Raises UserError for a model that cannot be opened."""
+    """Return the YAML of a run given by options. Raises UserError if the model cannot be opened."""
     import yaml
 
     from dilatant.config.config import apply_override
@@ -129,7 +129,7 @@ def _written_out(
 
 
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
-    """Train, show how it ended, and return the exit code. Raises UserError."""
+    """Train, show the result, and return the exit code. Raises UserError."""
     from dilatant.config.environment import place_from
 
     began, place = time.monotonic(), place_from()
@@ -137,11 +137,13 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     if config.resilience.enabled and place is not None and place.rank:
         from dilatant.resilience.processes.agent_run import launched_agent, run_agent
 
-        return run_agent(launched_agent(config, place))  # without our own imports: only its ranks need them
+        return run_agent(
+            launched_agent(config, place)
+        )  # without the imports below, which only its ranks need
     if place is None and (config.parallel.is_laid_out or config.parallel.auto):
         from dilatant.comm.fork_server import warm_up
 
-        warm_up()  # before our own imports, which take as long as the server's
+        warm_up()  # before the imports below, so that both run concurrently
 
     from dilatant.comm.launch import WorkerFailed
     from dilatant.resilience.run import train
@@ -222,7 +224,7 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
 
 
 def _summary(result: RunResult, began: float) -> dict[str, Any]:
-    """What `--json` prints of a run that ended. `began`: the command, by `time.monotonic`."""
+    """Return what `--json` prints for a finished run. `began` is the command's start by `time.monotonic`."""
     summary: dict[str, Any] = {
         "run": str(result.folder),
         "steps": result.step,
@@ -235,7 +237,7 @@ def _summary(result: RunResult, began: float) -> dict[str, Any]:
     if result.training_began is not None:
         summary["startup_seconds"] = round(result.training_began - began, 2)
     if result.evaluation is not None:
-        # The verdicts that eval.json shows are not repeated.
+        # The wrong examples are only in eval.json.
         record = result.evaluation.to_record(examples=0)
         record.pop("wrong_examples")
         summary |= {**result.evaluation.figures, "loss": summary["loss"], "evaluation": record}
@@ -245,5 +247,5 @@ def _summary(result: RunResult, began: float) -> dict[str, Any]:
 
 
 def _shortest(path: Path) -> Path:
-    """The path as seen from the working directory, where that is inside."""
+    """Return the path relative to the working directory if it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
