@@ -9,10 +9,8 @@ _NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_keyword(forward: Callable[..., Any]) -> str:
-    """Return the keyword by which `forward` takes the cache (keys, values and states of earlier tokens).
-
-    Raises TypeError if `forward` takes none.
-    """
+    """Return the keyword by which `forward` takes the cache (keys, values and states of earlier tokens). Raises
+    TypeError if `forward` takes none."""
     parameters = inspect.signature(forward).parameters
     for name in _NAMES:
         if name in parameters:

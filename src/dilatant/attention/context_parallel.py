@@ -208,10 +208,8 @@ class _Gathered(NamedTuple):
 def _gather(
     key: torch.Tensor, value: torch.Tensor, groups: list[_Heads], share: ContextParallelRow
 ) -> Iterator[_Gathered]:
-    """Yield keys and values of the whole row, `[ranks * width, heads, dim]`, one group of heads after the other.
-
-    The next group is gathered while the caller computes on one. A yielded group is overwritten two steps later.
-    """
+    """Yield keys and values of the whole row, `[ranks * width, heads, dim]`, one group of heads after the other. The
+    next group is gathered while the caller computes on one. A yielded group is overwritten two steps later."""
     ranks = len(share.group.ranks)
     buffers: list[torch.Tensor] = []
 

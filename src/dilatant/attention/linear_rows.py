@@ -99,10 +99,8 @@ def _lengths(numbers: NDArray[np.int64]) -> list[int]:
 
 
 def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) -> list[Tensor]:
-    """Return the outputs of `run` for each piece of a sample in `rows`, [1, own tokens, width].
-
-    Raises AttentionError if the rank's tokens are not consecutive.
-    """
+    """Return the outputs of `run` for each piece of a sample in `rows`, [1, own tokens, width]. Raises AttentionError
+    if the rank's tokens are not consecutive."""
     tokens = share.tokens
     if not tokens.size:
         return [run(rows)]
@@ -134,10 +132,8 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
 
 
 class _Carry:
-    """Stand-in for a cache: gives a layer the state before its tokens, and stores the state after them.
-
-    Layers access it by methods; those of transformers 5.17 by the `layers` of the cache.
-    """
+    """Stand-in for a cache: gives a layer the state before its tokens, and stores the state after them. Layers access
+    it by methods; those of transformers 5.17 by the `layers` of the cache."""
 
     record_past = True  # a single token is not a decoding step, which would overwrite states
 

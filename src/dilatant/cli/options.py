@@ -78,7 +78,7 @@ def _replaceable(path: Path, is_same: Same) -> bool:
     try:
         text = path.read_text(encoding="utf-8")
         return not text.strip() or is_same(text)
-    except (OSError, ValueError):  # unreadable, not text, or (UserError) another kind of file
+    except (OSError, ValueError):  # not readable, no text, or (UserError) another kind of file
         return False
 
 

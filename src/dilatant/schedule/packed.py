@@ -125,10 +125,8 @@ def pieces_of(
 
 
 def pack(arrays: PlanArrays, assignment: Assignment, schedule: Schedule) -> PackedActions:
-    """Return `schedule` as arrays, whichever representation it has.
-
-    Raises UserError listing the actions on a stage that the plan lacks or a microbatch that the assignment lacks.
-    """
+    """Return `schedule` as arrays, whichever representation it has. Raises UserError listing the actions on a stage
+    that the plan lacks or a microbatch that the assignment lacks."""
     actions = schedule.actions
     if isinstance(actions, PackedActions):
         return actions

@@ -25,10 +25,10 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work: `kind` on `stage` for `microbatch` (its number within the stage's unit replica).
+    """One unit of work on a rank: `kind` on `stage` for `microbatch` (its number within the stage's unit replica).
 
-    `samples` names the part of the microbatch worked on; None means the whole microbatch. Parts exist where an
-    encoder microbatch is consumed by several language microbatches (deferral).
+    `samples` names the part of the microbatch worked on; None means the whole microbatch. Parts exist where an encoder
+    microbatch is consumed by several language-model microbatches (deferral).
     """
 
     kind: ActionKind

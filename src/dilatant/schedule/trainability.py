@@ -15,17 +15,15 @@ from dilatant.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Trainability:
-    """By stage number: whether the stage runs a backward and whether it has weight gradients."""
+    """Two flags per stage number: the stage runs a backward, and the stage has weight gradients."""
 
     backward: tuple[bool, ...]
     weight_gradient: tuple[bool, ...]
 
 
 def trainability_of(plan: Plan, trainable: Mapping[str, Sequence[bool]]) -> Trainability:
-    """Apply the frozen rule to a plan; `trainable[unit][layer]` says which layers train.
-
-    Raises ValueError if a unit is missing or has fewer layers than its stages cover.
-    """
+    """Apply the frozen rule to a plan; `trainable[unit][layer]` says which layers train. Raises ValueError if a unit is
+    missing or has fewer layers than its stages cover."""
     before: dict[str, bool] = {unit.name: False for unit in plan.units}
     for unit in plan.units:
         if unit.name not in trainable:

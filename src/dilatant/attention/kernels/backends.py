@@ -30,10 +30,8 @@ KERNELS = ("triton", "blockwise")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The properties of one attention call.
-
-    `not_plain` says why the mask is not one full or causal block per sample, or is None if it is.
-    """
+    """The properties of one attention call. `not_plain` says why the mask is not one full or causal block per sample,
+    or is None if it is."""
 
     device: str
     dtype: torch.dtype
@@ -49,8 +47,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What the machine offers: `capability` of the GPU (None without one), whether Triton can be imported, and whether
-    its interpreter, which runs kernels on the CPU, is on."""
+    """Capabilities of the machine: compute `capability` of the GPU (None without one), whether Triton can be imported,
+    and whether its interpreter, which runs kernels on the CPU, is on."""
 
     triton: bool = False
     capability: tuple[int, int] | None = None
@@ -76,10 +74,8 @@ def obstacle(name: str, request: Request, installed: Installed) -> str | None:
 
 
 def choose_backend(request: Request, installed: Installed, wanted: str = "auto") -> Choice:
-    """Return the backend for a request on a machine; a pure function, which `dilatant doctor` shows.
-
-    Raises AttentionError if `wanted` is unknown or cannot run the request, with the reason and the alternatives.
-    """
+    """Return the backend for a request on a machine; a pure function, which `dilatant doctor` shows. Raises
+    AttentionError if `wanted` is unknown or cannot run the request, with the reason and the alternatives."""
     if wanted != "auto" and wanted not in _OBSTACLES:
         raise AttentionError(f"unknown attention backend {wanted!r}; known are auto, {', '.join(PREFERENCE)}")
     obstacles = {name: obstacle(name, request, installed) for name in PREFERENCE}
@@ -102,10 +98,8 @@ def choose_backend(request: Request, installed: Installed, wanted: str = "auto")
 
 
 def choose_kernel(request: Request, installed: Installed, wanted: str = "auto") -> str:
-    """Return the backend among our own kernels, whose forward and backward can be called separately.
-
-    Raises AttentionError if `wanted` is none of them or cannot run the request.
-    """
+    """Return the backend among our own kernels, whose forward and backward can be called separately. Raises
+    AttentionError if `wanted` is none of them or cannot run the request."""
     if wanted not in ("auto", *KERNELS):
         raise AttentionError(
             f"attention backend {wanted!r} has no separate backward; use one of {', '.join(KERNELS)}"
@@ -128,9 +122,7 @@ def request_of(
     key_tokens: int | None = None,
 ) -> Request:
     """Return the request for these tensors; `key_tokens` is the expected number of keys if not all of the plan's.
-
-    Raises AttentionError listing every mismatch in shapes, dtypes and devices.
-    """
+    Raises AttentionError listing every mismatch in shapes, dtypes and devices."""
     problems = []
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 3:

@@ -140,10 +140,8 @@ def backward(
 
 
 def sink_gradient(sinks: torch.Tensor, logsumexp: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks `[query_heads]`: a sink has a part of every softmax but no value.
-
-    `delta` is the sum over channels of output times its gradient, `[query_heads, tokens]`.
-    """
+    """Return the gradient of the sinks `[query_heads]`: a sink has a part of every softmax but no value. `delta` is the
+    sum over channels of output times its gradient, `[query_heads, tokens]`."""
     share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp().masked_fill(logsumexp == -math.inf, 0)
     return -(share * delta).sum(1).to(sinks.dtype)
 

@@ -162,10 +162,8 @@ def _why_not_plain(plan: AttentionPlan) -> str | None:
 
 
 def group_samples(runs: Runs, free_pairs: int) -> list[tuple[Batch, list[tuple[int, int]]]]:
-    """Return the batches of a plain row, each with the (first token, tokens) of its samples, longest first.
-
-    Samples with full attention share a batch only with others of their length, since they would see padding.
-    """
+    """Return the batches of a plain row, each with the (first token, tokens) of its samples, longest first. Samples
+    with full attention share a batch only with others of their length, since they would see padding."""
     samples = [
         (bool(word & layout.CAUSAL) and not (word & layout.TOGETHER and word & layout.OWN), length, start)
         for start, length, word in zip(runs.start.tolist(), runs.length.tolist(), runs.field.tolist())

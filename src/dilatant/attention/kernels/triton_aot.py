@@ -62,10 +62,8 @@ def compile_kernel(
     together: bool = True,
     softcap: bool = False,
 ) -> Compiled:
-    """Compile kernel `name` (a key of `KERNELS`) for a compute capability (90 is Hopper) as a launch would.
-
-    Raises RuntimeError if Triton or its assembler refuses the kernel.
-    """
+    """Compile kernel `name` (a key of `KERNELS`) for a compute capability (90 is Hopper) as a launch would. Raises
+    RuntimeError if Triton or its assembler refuses the kernel."""
     kernel = KERNELS[name]
     tile: Tile = getattr(tuning, name)
     constants = {

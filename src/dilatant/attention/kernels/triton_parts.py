@@ -55,10 +55,7 @@ def load_tile(
     CHECKED: tl.constexpr,
 ):
     """Load `ROWS` tokens of one head, `[ROWS, BLOCK_DIM]`; zeros beyond the tokens (if `CHECKED`) and the head's
-    channels.
-
-    `source` is a pointer, or with `TMA` a descriptor over `[tokens, heads * BLOCK_DIM]`.
-    """
+    channels. `source` is a pointer, or with `TMA` a descriptor over `[tokens, heads * BLOCK_DIM]`."""
     if TMA:
         tile = source.load([row, head * BLOCK_DIM])
     else:
@@ -100,10 +97,8 @@ def visible(
     TOGETHER: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Apply the rule of `mask.visible` to queries and keys, given as a column and a row or the other way round.
-
-    Terms of the query alone are computed once per query; a pair costs a few 32-bit operations.
-    """
+    """Apply the rule of `mask.visible` to queries and keys, given as a column and a row or the other way round. Terms
+    of the query alone are computed once per query; a pair costs a few 32-bit operations."""
     causal = (query_high & _CAUSAL) != 0
     last = tl.where(causal, query_position, _FAR)
     attended = (query_low >> _ATTEND_SHIFT) & _MODALITIES
@@ -124,10 +119,8 @@ def visible(
 
 @triton.jit
 def bounded(dot, inner, SOFTCAP: tl.constexpr):
-    """Return the products of queries and keys, or with a soft cap the hyperbolic tangent of `inner` times them.
-
-    Times `outer` (see `triton_kernel.score_factors`) this is the score in base 2.
-    """
+    """Return the products of queries and keys, or with a soft cap the hyperbolic tangent of `inner` times them. Times
+    `outer` (see `triton_kernel.score_factors`) this is the score in base 2."""
     if SOFTCAP:
         dot = 2.0 * tl.sigmoid(2.0 * inner * dot) - 1.0
     return dot

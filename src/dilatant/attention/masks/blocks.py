@@ -19,7 +19,7 @@ from dilatant.attention.masks.mask import SAMPLE, SAMPLE_SHIFT, AttentionMask, M
 
 
 class BlockKind(IntEnum):
-    """How a kernel treats a block of scores: skip, mask, or compute without masking."""
+    """Treatment of a block of scores by a kernel: skip, mask, or compute without masking."""
 
     EMPTY = 0
     PARTIAL = 1

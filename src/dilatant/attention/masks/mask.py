@@ -99,10 +99,8 @@ def pack_fields(
     window: ArrayLike = False,
     together: ArrayLike = False,
 ) -> NDArray[np.int64]:
-    """Build words from their parts, which broadcast against each other; int64 of the common shape.
-
-    Raises MaskError naming every part that does not fit its field, with the limit.
-    """
+    """Build words from their parts, which broadcast against each other; int64 of the common shape. Raises MaskError
+    naming every part that does not fit its field, with the limit."""
     problems = []
     parts = {}
     for name, value, limit in (

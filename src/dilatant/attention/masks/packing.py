@@ -27,7 +27,7 @@ from dilatant.attention.masks.mask import (
 TEXT = "text"
 PADDING_SEGMENT = "padding"
 MEDIA_KINDS = ("causal", "bidirectional", "embedded", "modality", "isolated")
-"""What media tokens may see (see `media_mask`)."""
+"""Rules for what media tokens may see (see `media_mask`)."""
 
 
 class Segment(NamedTuple):
@@ -159,29 +159,29 @@ def _mask(row: RowLayout, fields: ArrayLike, positions: NDArray[np.int64] | None
 
 
 def causal(row: RowLayout) -> AttentionMask:
-    """Every token sees all tokens before it, across samples too: the row is one document."""
+    """Build a mask in which every token sees all tokens before it, across samples too: the row is one document."""
     start = np.cumsum(row.length) - row.length
     return _mask(row, pack_fields(1, 1, causal=True, window=True), start)
 
 
 def document_causal(row: RowLayout) -> AttentionMask:
-    """Every token sees the tokens before it in its sample."""
+    """Build a mask in which every token sees the tokens before it in its sample."""
     return _mask(row, pack_fields(1, 1, sample=row.sample, causal=True, window=True))
 
 
 def full(row: RowLayout) -> AttentionMask:
-    """Every token sees its whole sample: encoders over packed images."""
+    """Build a mask in which every token sees its whole sample: for encoders over packed images."""
     return _mask(row, pack_fields(1, 1, sample=row.sample, window=True))
 
 
 def sliding_window(row: RowLayout, window: int) -> AttentionMask:
-    """Every token sees itself and the `window - 1` tokens before it in its sample."""
+    """Build a mask in which every token sees itself and the `window - 1` tokens before it in its sample."""
     return document_causal(row).with_window(window)
 
 
 def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
-    """The first `prefix_lengths[s]` tokens of sample s see each other; the other tokens see all tokens before them. A
-    window applies only to those other tokens (as in PaliGemma 2).
+    """Build a prefix-LM mask: the first `prefix_lengths[s]` tokens of sample s see each other; the other tokens see all
+    before them. A window applies only to those other tokens (as in PaliGemma 2).
 
     Raises MaskError unless there is one prefix per sample, none longer than its sample.
     """
@@ -295,10 +295,7 @@ def embedded(row: RowLayout, across_instances: bool = False) -> AttentionMask:
 
 def prepended(row: RowLayout, across_instances: bool = False) -> AttentionMask:
     """Mask for encoder outputs before the text (EP; Cornstarch, the thesis, 3.5.4): `embedded` on rows with that
-    layout.
-
-    Raises MaskError naming the sample in which an encoder output follows text.
-    """
+    layout. Raises MaskError naming the sample in which an encoder output follows text."""
     text_seen = -1
     for sample, modality in zip(row.sample.tolist(), row.modality.tolist()):
         if modality == 0:
@@ -329,10 +326,8 @@ def multimodal_packing(row: RowLayout, kinds: Sequence[str]) -> AttentionMask:
 
 
 def pack(masks: Sequence[AttentionMask]) -> AttentionMask:
-    """Concatenate rows with masks of any kinds, keeping their samples apart.
-
-    Raises MaskError if window widths differ or the row has more samples than a word distinguishes.
-    """
+    """Concatenate rows with masks of any kinds, keeping their samples apart. Raises MaskError if window widths differ
+    or the row has more samples than a word distinguishes."""
     windows = {mask.window for mask in masks}
     if len(windows) > 1:
         raise MaskError(
@@ -369,10 +364,8 @@ MASK_KINDS: dict[str, Callable[[RowLayout], AttentionMask]] = {
 
 
 def build_mask(row: RowLayout, kind: str, window: int | None = None) -> AttentionMask:
-    """Build the mask of `kind` (a key of `MASK_KINDS`) over a packed row, with an optional sliding window.
-
-    Raises MaskError on an unknown kind, listing the known ones.
-    """
+    """Build the mask of `kind` (a key of `MASK_KINDS`) over a packed row, with an optional sliding window. Raises
+    MaskError on an unknown kind, listing the known ones."""
     if kind not in MASK_KINDS:
         raise MaskError(f"unknown mask kind {kind!r}; known are {', '.join(sorted(MASK_KINDS))}")
     return MASK_KINDS[kind](row).with_window(window)

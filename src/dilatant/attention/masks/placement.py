@@ -272,10 +272,8 @@ def _by_document(
 
 
 def _integer_units(work: NDArray, num_ranks: int) -> tuple[NDArray[np.int64], int]:
-    """Return workloads as integers, and the bits of a rank number: sum and rank number fit in 62 bits together.
-
-    Floats, and integers too large, are scaled by the power of two that makes them fit.
-    """
+    """Return workloads as integers, and the bits of a rank number: sum and rank number fit in 62 bits together. Floats,
+    and integers too large, are scaled by the power of two that makes them fit."""
     rank_bits = max(1, (num_ranks - 1).bit_length())
     bits = 62 - rank_bits
     if work.dtype == np.int64 and work.size * int(work.max(initial=0)) < 1 << bits:

@@ -218,10 +218,8 @@ def _coalesce(intervals, low, high, most):
 
 @njit(cache=True, error_model="numpy")
 def _emit(some, num_some, every, num_every, block, num_tokens, intervals, used):
-    """Append the key-block intervals (start, length, kind) of one query block; the caller has made room.
-
-    Returns how many intervals there are now, and the numbers of full and of partial key blocks appended.
-    """
+    """Append the key-block intervals (start, length, kind) of one query block; the caller has made room. Returns how
+    many intervals there are now, and the numbers of full and of partial key blocks appended."""
     full = partial = 0
     place = done = 0
     full_start = full_end = 0

@@ -9,10 +9,8 @@ from numba import njit
 
 @njit(cache=True, error_model="numpy")
 def _walk(offsets, intervals, num_columns, fill, first, out):
-    """Compare each row with the previous one, and open or close intervals of rows in the columns that changed.
-
-    Without `fill`, count the intervals of each column into `first`; with it, write them to `out` from `first` on.
-    """
+    """Compare each row with the previous one, and open or close intervals of rows in the columns that changed. Without
+    `fill`, count the intervals of each column into `first`; with it, write them to `out` from `first` on."""
     num_rows = offsets.shape[0] - 1
     kind_now = np.zeros(num_columns, np.int8)
     since = np.zeros(num_columns, np.int32)

@@ -19,7 +19,7 @@ RESOLUTION = 1024
 
 
 def effective_microbatches(encoder: NDArray[np.float64], num_microbatches: int) -> int:
-    """Return K_eff (line 3): the most microbatches that are each at least as long as the longest sample; at least 1."""
+    """Return K_eff (line 3): the most microbatches, within 1 to K, each at least as long as the longest sample."""
     longest = float(encoder.max(initial=0.0))
     if longest <= 0:
         return num_microbatches

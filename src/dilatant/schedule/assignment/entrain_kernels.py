@@ -9,10 +9,7 @@ from numba import njit
 @njit(cache=True, nogil=True)
 def reachable_sums(units, size):
     """Return `last[s]`: the sample whose addition first reached sum s of `units`, -1 if unreached, -2 for the empty
-    sum.
-
-    Samples are added one by one, so following `last` downwards never uses a sample twice.
-    """
+    sum. Samples are added one by one, so following `last` downwards never uses a sample twice."""
     last = np.empty(size + 1, dtype=np.int32)
     for total in range(size + 1):
         last[total] = -1

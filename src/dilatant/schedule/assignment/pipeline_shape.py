@@ -71,7 +71,7 @@ class PipelineShape:
 
     @property
     def goes_round(self) -> bool:
-        """Whether some rank holds several stages of one unit (interleaved)."""
+        """True if some rank holds several stages of one unit (interleaved)."""
         stages = [replica.stages for unit in self.plan().units for replica in unit.replicas]
         return any(len({stage.ranks for stage in own}) < len(own) for own in stages)
 

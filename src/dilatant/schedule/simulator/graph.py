@@ -165,10 +165,8 @@ def _rank_of_row(packed: PackedActions) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slots:
-    """The op of every (kind, stage, piece), -1 if there is none; `twice` is the first duplicated op, or -1.
-
-    A stage has `num_pieces[stage]` pieces, numbered from `first_piece[stage]`.
-    """
+    """The op of every (kind, stage, piece), -1 if there is none; `twice` is the first duplicated op, or -1. A stage has
+    `num_pieces[stage]` pieces, numbered from `first_piece[stage]`."""
 
     ops: NDArray[np.int32]
     base: NDArray[np.int32]

@@ -346,9 +346,7 @@ def _pop(heap, count, end):
 @njit(cache=True, nogil=True)
 def binding(order, previous, offsets, source, end, start, arrival_of_edge, edge):
     """Return, for every op (by op number), the op whose end decided its start, -1 at time zero or without predecessors.
-
-    Between equals the list predecessor wins: an op that did not have to wait is bound by its own rank.
-    """
+    Between equals the list predecessor wins: an op that did not have to wait is bound by its own rank."""
     n = len(order)
     binder = np.empty(n, dtype=np.int32)
     for i in range(n):
