@@ -114,7 +114,7 @@ class ContextParallelRow:
         return share
 
     def take(self, row: torch.Tensor, padding: int = 0) -> torch.Tensor:
-        """Select this rank's tokens from a tensor over the whole row, `[tokens, ...]`; a rank without tokens gets one
+        """Select this rank's tokens from a tensor over the whole row, `[tokens, ...]`; without tokens, one
         `padding`."""
         if not self.tokens.size:
             return row.new_full((1, *row.shape[1:]), padding)
@@ -290,8 +290,8 @@ class _ContextParallel(torch.autograd.Function):
 
 
 class _Reduction(NamedTuple):
-    """A reduce-scatter in progress: gradients of a group of heads, sent to the tokens' ranks; `parts` lives until it is
-    done."""
+    """A reduce-scatter in progress: gradients of a group of heads, sent to their ranks; `parts` is kept until the
+    end."""
 
     heads: _Heads
     work: Pending

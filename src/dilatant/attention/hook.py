@@ -80,8 +80,7 @@ def leaks_between_samples(model: PreTrainedModel) -> str | None:
 
 
 def dropout_of(model: PreTrainedModel) -> str | None:
-    """Return a description of the attention dropout in `model`, which attention with plans cannot apply; None if it has
-    none."""
+    """Describe the attention dropout of `model`, which attention with plans cannot apply; None if it has none."""
     config = model.config.get_text_config()
     for name in _DROPOUTS:
         if rate := getattr(config, name, None):

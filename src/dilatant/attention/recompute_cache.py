@@ -49,8 +49,8 @@ def exchange_kept(exchange: Callable[[Tensor | None], Tensor], given: Tensor) ->
 
 
 class KeepsAttention(TorchFunctionMode):
-    """Cache attention (`attend_kept` and torch's SDPA) and results of `exchange_kept` in `calls`; if `again`, use the
-    cache."""
+    """Cache attention (`attend_kept` and torch's SDPA) and `exchange_kept` results in `calls`, or use them if
+    `again`."""
 
     def __init__(self, calls: list[_Call | Tensor], again: bool) -> None:
         super().__init__()

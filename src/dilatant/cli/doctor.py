@@ -26,8 +26,7 @@ _PACKAGES = (
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Describe this machine, its packages, and the device, precision and attention backends that a run on it would
-    use."""
+    """Describe this machine, and the device, precision and attention backends that a run on it would use."""
     say_loading()
     facts = examine()
     if as_json:

@@ -22,8 +22,7 @@ def export(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's newest valid checkpoint in the Hugging Face layout, or its best one if `evaluation.keep_best` is
-    set."""
+    """Write a run's newest valid checkpoint in the Hugging Face layout; its best one with `evaluation.keep_best`."""
     from dilatant.hf.export_folder import check_target
     from dilatant.report.say import open_console, say, warn
 

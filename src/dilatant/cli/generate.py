@@ -56,8 +56,7 @@ def generate(
     seed: asking.Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Generate answers to a prompt or a file of prompts with an exported model, from text, images, sounds and
-    videos."""
+    """Answer a prompt, or a file of prompts, with an exported model; prompts may include images, sounds and videos."""
     given = asking.media_of(image, audio, video)
     chosen = asking.Sampling(temperature, top_p, top_k, repetition_penalty)
     problems = asking.media_problems(given)

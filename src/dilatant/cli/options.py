@@ -106,7 +106,7 @@ def is_cost_file(text: str) -> bool:
 
 
 def is_hardware_file(text: str) -> bool:
-    """Return True if a text contains devices and links, to which another entry may be added; otherwise raise
+    """Return True if a text is a hardware file (devices and links), which takes more entries; otherwise raise
     UserError."""
     from dilatant.cost.hardware import read_hardware_file
 

@@ -195,8 +195,7 @@ def open_problem(config: Config, like: str | None = None) -> PlanningProblem:
 
 
 def train_command(config: Path, plan_file: Path) -> str:
-    """Return the command that trains with a plan as simulated: microbatches, schedule and policy are in the plan
-    file."""
+    """Return the command that trains with a plan as simulated: its file contains microbatches, schedule and policy."""
     # Sets the whole section, which replaces a layout in the config. Its paths are relative to the YAML file.
     path = os.path.relpath(plan_file.resolve(), config.resolve().parent)
     return f"dilatant train {shlex.quote(str(config))} --set {shlex.quote(f'parallel={{plan: {path}}}')}"

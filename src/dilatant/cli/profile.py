@@ -169,8 +169,7 @@ def profile(
 
 
 def _measure_links(target: Target) -> MeasuredLinks:
-    """Measure links between existing ranks, or between two processes started here. Raises UserError if there is no
-    pair."""
+    """Measure links between existing ranks, or between two processes started here. Raises UserError without a pair."""
     import torch
 
     from dilatant.comm.launch import launch
@@ -218,8 +217,7 @@ def _counts(text: str, option: str, example: str) -> tuple[int, ...]:
 
 
 def _at(kind: str, counts: tuple[int, ...]) -> int:
-    """Return the token count at which a layer type is shown: the largest measured, or one image or clip for
-    encoders."""
+    """Return the token count at which a layer type is shown: the largest measured; for encoders, one image or clip."""
     _, marker, tokens = kind.rpartition("@")
     return int(tokens.split()[0]) if marker else counts[-1]
 
@@ -264,8 +262,8 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
 
 
 def _row_names(kind: str, degrees: Mapping[Degree, LayerCost]) -> Iterator[tuple[str, LayerCost]]:
-    """Yield each row's name and cost: the layer type for the first row, with its degrees unless they are 1; then
-    degrees only."""
+    """Yield each row's name and cost: the layer type, with its degrees unless they are 1; further rows, degrees
+    only."""
     for number, ((tp, cp), cost) in enumerate(degrees.items()):
         group = f"tp {tp}" + (f" cp {cp}" if cp > 1 else "")
         if number == 0:

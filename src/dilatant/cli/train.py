@@ -137,9 +137,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     if config.resilience.enabled and place is not None and place.rank:
         from dilatant.resilience.processes.agent_run import launched_agent, run_agent
 
-        return run_agent(
-            launched_agent(config, place)
-        )  # without the imports below, which only its ranks need
+        return run_agent(launched_agent(config, place))  # skips the imports below, which only its ranks need
     if place is None and (config.parallel.is_laid_out or config.parallel.auto):
         from dilatant.comm.fork_server import warm_up
 

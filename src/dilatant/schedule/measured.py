@@ -14,9 +14,8 @@ from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule,
 class MeasuredAction:
     """One action as it ran on one rank.
 
-    The rank turned to the action at `start` (seconds since the epoch), waited `waited_seconds` for rows, longest for
-    rank `waited_for` (None if it awaited nothing), and computed for `seconds`. `samples` are positions in the global
-    batch.
+    The rank began the action at `start` (seconds since the epoch), waited `waited_seconds` for rows, longest for rank
+    `waited_for` (None if for nothing), and computed for `seconds`. `samples` are positions in the global batch.
     """
 
     rank: int

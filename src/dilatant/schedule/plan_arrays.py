@@ -17,8 +17,7 @@ from dilatant.plan.plan import PlacedStage, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanArrays:
-    """A plan's stages and chains. Stage numbers are `PlacedStage.index`; chain numbers count unit replicas in plan
-    order.
+    """A plan's stages and chains: stages are numbered by `PlacedStage.index`, chains (unit replicas) in plan order.
 
     `unit_of[chain]` indexes `units`; `stages_of[chain]` is the half-open range of its stages. `before[stage]` and
     `after[stage]` are the neighbours in the same chain, -1 at its ends. `feeds` lists pairs of unit indices.

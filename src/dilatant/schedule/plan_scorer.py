@@ -149,8 +149,7 @@ def origin_text(costs: CostModel) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One simulated step. `seconds` lasts until all gradients are summed; `schedule` is a key of
-    `schedule.FAMILIES`."""
+    """A simulated step; `schedule` is a key of `schedule.FAMILIES`, `seconds` includes summing all gradients."""
 
     timeline: Timeline
     seconds: float
@@ -166,8 +165,7 @@ def best_steps(
     how: Microbatching,
     families: Mapping[str, Family] | None = None,
 ) -> list[Step]:
-    """Simulate one step per batch, all under one family: the fastest of `families` on average that fits memory in every
-    step.
+    """Simulate one step per batch under one family: the fastest of `families` on average that fits memory in all steps.
 
     If none fits, the most frugal family is returned. On many devices only the `PROMISING` families are candidates if
     one of them fits. `how` gives the remaining settings; its own family is ignored. `bytes_per_device` is one number

@@ -101,8 +101,7 @@ class Schedule:
 
 
 def whole(value: Any) -> int:
-    """Return a sample, stage or microbatch number, or a count, read from a file. Raises ValueError unless an int in [0,
-    2^31)."""
+    """Return a number (sample, stage, microbatch, count) read from a file. Raises ValueError unless 0 <= int < 2^31."""
     if type(value) is not int or not 0 <= value < 1 << 31:
         raise ValueError(f"{value!r} where a whole number from 0 on was expected")
     return value

@@ -32,8 +32,7 @@ class DeviceWork(NamedTuple):
 
 
 class AttentionPlan:
-    """Everything that attention derives from a mask, computed on first use. Build one per microbatch and pass it to all
-    layers.
+    """Everything that attention derives from a mask, computed on first use. Build one per microbatch for all layers.
 
     `keys` is the mask of the keys if they are not the queries' own row (a context-parallel rank holds some of the
     queries and all keys); its window is ignored. Tables are cached per window width, block size and device, and freed
@@ -129,8 +128,8 @@ class AttentionPlan:
         return self._tensors[device]
 
     def remember(self, key: Any, make: Callable[[AttentionPlan], Any]) -> Any:
-        """Return `make(plan)`, computed once and cached under `key`: for values that one backend derives from the
-        mask."""
+        """Return `make(plan)`, computed once and cached under `key`: for values derived from the mask by one
+        backend."""
         if key not in self._remembered:
             self._remembered[key] = make(self)
         return self._remembered[key]

@@ -26,8 +26,7 @@ KEY_BLOCK = 128
 CHUNK_TOKENS = 2048
 
 KEPT_PAIRS = 1 << 26
-"""Masks of partial blocks are cached with the plan, for other layers and the backward, up to this many pairs
-(bytes)."""
+"""The plan caches masks of partial blocks, for other layers and the backward, up to this many pairs (bytes)."""
 
 
 class Chunk(NamedTuple):
@@ -151,8 +150,8 @@ def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _blocks(plan: AttentionPlan, device: torch.device) -> list[Block]:
-    """Return every block of queries that sees anything, in chunks of at most `CHUNK_TOKENS` keys; cached with the
-    plan."""
+    """Return every block of queries that sees anything, in chunks of at most `CHUNK_TOKENS` keys; the plan caches
+    them."""
     sizes = (QUERY_BLOCK, KEY_BLOCK, CHUNK_TOKENS)
     return plan.remember(("blockwise", device, *sizes), lambda plan: _make_blocks(plan, device))
 
@@ -224,8 +223,7 @@ def _scored(
 
 
 def _rows(tensor: torch.Tensor, tokens: slice, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return some tokens as `[kv_heads, group * tokens, dim]`: the query heads of one KV head are stacked along
-    tokens."""
+    """Return some tokens as `[kv_heads, group * tokens, dim]`: query heads of one KV head are stacked along tokens."""
     part = tensor[tokens].to(dtype)
     return part.view(part.shape[0], kv_heads, -1, part.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
 

@@ -37,8 +37,7 @@ def _examples() -> dict[str, AttentionMask]:
 
 
 def compiler_note(capability: tuple[int, int] | None) -> str | None:
-    """Return the assembler version for Triton's kernels on a GPU, with a warning if it is known to fail; None without
-    Triton."""
+    """Return the assembler's version for a GPU, with a warning if it is known to fail; None without Triton."""
     if capability is None or not installed(torch.device("cpu")).triton:
         return None
     from triton.backends.nvidia.compiler import get_ptxas

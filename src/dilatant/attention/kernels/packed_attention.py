@@ -23,14 +23,14 @@ def attention(
 ) -> torch.Tensor:
     """Compute attention of one packed row: `[tokens, query_heads, value_dim]` in the query's dtype.
 
-    `query` is `[tokens, query_heads, head_dim]`, `key` `[key_tokens, kv_heads, head_dim]` and `value` `[key_tokens,
-    kv_heads, value_dim]`; every `query_heads / kv_heads` consecutive query heads share a KV head. `mask` says which
-    tokens attend to which; pass an `AttentionPlan` if several calls share a mask, so that its tables are computed once.
-    A query that sees nothing (padding) yields zeros and zero gradients; values at padding must be finite. `scale`
-    defaults to `head_dim ** -0.5`. `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2). `sinks`
-    `[query_heads]` are logits in each head's softmax without a value (gpt-oss). `backend` is "auto" or a name in
-    `dilatant.attention.kernels.backends`. Raises AttentionError, with the reason, if the tensors do not fit together or
-    the backend does not support the request.
+    `query` is `[tokens, query_heads, head_dim]`, `key` `[key_tokens, kv_heads, head_dim]` and `value`
+    `[key_tokens, kv_heads, value_dim]`; every `query_heads / kv_heads` consecutive query heads share a KV head. `mask`
+    says which tokens attend to which; pass an `AttentionPlan` if several calls share a mask, so that its tables are
+    computed once. A query that sees nothing (padding) yields zeros and zero gradients; values at padding must be
+    finite. `scale` defaults to `head_dim ** -0.5`. `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma
+    2). `sinks` `[query_heads]` are logits in each head's softmax without a value (gpt-oss). `backend` is "auto" or a
+    name in `dilatant.attention.kernels.backends`. Raises AttentionError, with the reason, if the tensors do not fit
+    together or the backend does not support the request.
     """
     return _attend(query, key, value, mask, scale, softcap, sinks, backend, False)[0]
 

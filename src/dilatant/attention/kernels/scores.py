@@ -17,8 +17,7 @@ class AttentionError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Formula of a score from query and key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k` without a
-    cap."""
+    """Formula of scores from query and key: `softcap * tanh(scale * q.k / softcap)`; `scale * q.k` without a cap."""
 
     scale: float
     softcap: float | None = None

@@ -58,8 +58,7 @@ def delta_kernel(
 
 @triton.jit
 def _load_row_numbers(logsumexp, delta, row, head, query_tokens, ROWS: tl.constexpr):
-    """Load base-2 logsumexp and delta of `ROWS` queries; +inf, which makes all weights 0, where a query sees
-    nothing."""
+    """Load base-2 logsumexp and delta of `ROWS` queries; +inf (all weights 0) where a query sees nothing."""
     rows = row + tl.arange(0, ROWS)
     exist = rows < query_tokens
     at = tl.cast(head, tl.int64) * query_tokens + rows

@@ -53,8 +53,8 @@ def _visit(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Update the running softmax `(peak, total, sums)` with the keys of some intervals; without masking only keys and
-    values are read."""
+    """Update the running softmax `(peak, total, sums)` with some intervals' keys; reads only keys and values if
+    unmasked."""
     for i in range(first, end):
         begin = tl.load(intervals + 2 * i)
         stop = tl.load(intervals + 2 * i + 1)

@@ -43,8 +43,7 @@ def kernel(tuning: Tuning | None = None) -> Kernel:
 
 
 def score_factors(scores: Scores) -> tuple[float, float]:
-    """Return `inner` and `outer`: the score in base 2 is `outer * q.k`, or `outer * tanh(inner * q.k)` with a soft
-    cap."""
+    """Return `inner` and `outer`: the score in base 2 is `outer * q.k`, or `outer * tanh(inner * q.k)` if capped."""
     if scores.softcap is None:
         return 0.0, scores.scale * math.log2(math.e)
     return scores.scale / scores.softcap, scores.softcap * math.log2(math.e)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of one kernel's inner step: `queries` by `keys` tokens, on `warps` warps, with loads `stages` steps
-    ahead."""
+    """Shape of one kernel's inner step: `queries` by `keys` tokens, on `warps` warps, loading `stages` steps ahead."""
 
     queries: int
     keys: int

@@ -1,5 +1,4 @@
-"""Block tables: the blocks of keys that each block of queries must visit, for kernels; block workloads, for the
-planner.
+"""Block tables: the key blocks that each query block must visit, for kernels; and block workloads, for the planner.
 
 They are computed from runs, so neither tokens x tokens nor blocks x blocks is ever stored. Tables are always sound: an
 empty block hides no visible pair, a full block contains no hidden one. They are exact (see `BlockTable.exact`) unless a
@@ -36,8 +35,7 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """Per row block, sorted disjoint intervals of column blocks with their kind; column blocks in no interval are
-    empty.
+    """Sorted disjoint intervals of column blocks, with their kind, per row block; other column blocks are empty.
 
     Rows are query blocks and columns key blocks, or the other way round in a transposed table. Interval i covers column
     blocks `start[i] : start[i] + length[i]`; row r has intervals `offsets[r] : offsets[r + 1]`. The last block of a

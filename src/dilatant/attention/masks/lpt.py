@@ -15,8 +15,8 @@ _BUCKETS = 1 << _DIGIT
 
 @njit(cache=True, error_model="numpy")
 def descending(keys):
-    """Return indices of non-negative int64 keys, largest first, equal keys in order: radix sort up to the highest
-    digit."""
+    """Return indices of non-negative int64 keys, largest first, equal keys in order (radix sort to the highest
+    digit)."""
     size = keys.shape[0]
     order = np.arange(size)
     other = np.empty(size, np.int64)
@@ -110,8 +110,7 @@ def _best_swap(work, items, first, loads, high, low):
 
 @njit(cache=True, error_model="numpy")
 def swap_to_even(work, order, rank_of, num_ranks, enough, budget):
-    """Swap items between the most loaded rank and others while that lowers its load, until the load is at most
-    `enough`.
+    """Swap items between the most loaded rank and others while its load falls, until the load is at most `enough`.
 
     Counts stay unchanged: this recovers the balance that equal counts cost. `order` lists the items by descending work.
     Changes `rank_of` in place; stops after `budget` comparisons.
@@ -242,8 +241,8 @@ def cut_documents(work, documents, limit):
 
 @njit(cache=True, error_model="numpy")
 def assign_chunks(work, chunk_of, order, num_ranks, equal_counts):
-    """Assign each chunk of `order` to the least loaded rank with room for all of it, else block by block. Returns the
-    rank of every block."""
+    """Assign each chunk of `order` to the least loaded rank with room for it, else block by block; return each block's
+    rank."""
     size = work.shape[0]
     rank_of = np.empty(size, np.int32)
     loads = np.zeros(num_ranks, np.int64)

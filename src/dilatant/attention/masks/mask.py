@@ -51,8 +51,7 @@ PADDING = 0
 
 
 class MaskError(UserError):
-    """Error for a mask that the encoding cannot represent or that is inconsistent; the message gives the limit and the
-    remedy."""
+    """Error for an inconsistent mask or one that the encoding cannot represent, with the limit and the remedy."""
 
 
 def visible(

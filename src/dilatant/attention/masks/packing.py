@@ -257,8 +257,7 @@ def _seen_together(row: RowLayout, plain: NDArray[np.bool_], whole: NDArray[np.b
 
 
 def mask_of_samples(row: RowLayout, make: Callable[[RowLayout], AttentionMask]) -> AttentionMask:
-    """Build the mask of a row from that of each sample: `make` is called with the layout of one sample, without
-    padding.
+    """Build the mask of a row from the masks of its samples; `make` is called with one sample's layout without padding.
 
     Raises MaskError naming the sample for which `make` returns anything but a mask of the sample's tokens without a
     window and without padding.

@@ -74,7 +74,7 @@ class Placement:
         return np.flatnonzero(self.rank_of_block == rank)
 
     def tokens_of_rank(self, rank: int, num_tokens: int, block: int = 128) -> NDArray[np.int64]:
-        """Return the row indices of the rank's tokens, in row order, for a row of `num_tokens`; the last block may be
+        """Return row indices of the rank's tokens in a row of `num_tokens`, in row order; the last block may be
         short."""
         if -(-num_tokens // block) != self.rank_of_block.size:
             raise PlacementError(
@@ -234,8 +234,7 @@ def _by_place(blocks: int, num_ranks: int, policy: str, seed: int) -> NDArray[np
 def _by_load(
     work: NDArray, num_ranks: int, equal_counts: bool, exactly: bool
 ) -> tuple[NDArray[np.int32], bool]:
-    """Place blocks longest first, then swap to recover the balance that equal counts cost; or search for the
-    optimum."""
+    """Place blocks longest first, then swap to recover the balance that equal counts cost; or find the optimum."""
     from dilatant.attention.masks import lpt
 
     units, rank_bits = _integer_units(work, num_ranks)

@@ -41,8 +41,7 @@ _FAR = 1 << 40
 
 @njit(cache=True, error_model="numpy")
 def _grown(array, size):
-    """Copy into an array with at least `size` rows. The loop is explicit, since slices add ten seconds to numba's
-    compile time."""
+    """Copy into an array with at least `size` rows; by a loop, since slices add ten seconds to numba's compile time."""
     rows, columns = array.shape
     larger = np.empty((max(size, 2 * rows), columns), array.dtype)
     for row in range(rows):
@@ -53,8 +52,7 @@ def _grown(array, size):
 
 @njit(cache=True, error_model="numpy")
 def _block_of(token, block):
-    """Return the block that holds the token. A block is (tokens, log2 of tokens or -1): shifting halves the sweep's
-    time."""
+    """Return the token's block. A block size is (tokens, log2 of tokens or -1): shifting halves the sweep's time."""
     return token >> block[1] if block[1] >= 0 else token // block[0]
 
 
@@ -94,8 +92,7 @@ def _lower_bound(values, order, low, high, value):
 
 @njit(cache=True, error_model="numpy")
 def _append_stretches(stretches, used, order, low, high, wanted, start, length, field, position):
-    """Append the runs of `order[low:high]` whose modality is in `wanted`, joined where tokens and positions are
-    contiguous.
+    """Append the runs of `order[low:high]` with modalities in `wanted`, joined if tokens and positions are contiguous.
 
     A stretch is (first token, end token, first position). The caller has made room. Returns the number of stretches.
     """
@@ -261,8 +258,7 @@ def _emit(some, num_some, every, num_every, block, num_tokens, intervals, used):
 
 @njit(cache=True, error_model="numpy")
 def _bounds(first, beyond, causal, window):
-    """Return bounds of the key positions that tokens at positions `first <= p < beyond` see: seen by some, and seen by
-    all."""
+    """Return the key position ranges that some and that all tokens at positions `first <= p < beyond` see."""
     some_lowest = every_lowest = -_FAR
     some_beyond = every_beyond = _FAR
     if window >= 0:
@@ -303,8 +299,7 @@ def _sweep_run(
     offsets,
     counts,
 ):
-    """Process tokens `token` to `end` of one run, block by block; the caller has made room in the lists and for
-    intervals.
+    """Process tokens `token` to `end` of one run, block by block; the caller has made room for entries and intervals.
 
     `stretches[group_low:group_high]` are the keys that the run attends to, `stretches[own_low:own_high]` its own
     instance if that is seen as a whole. `some` and `every` hold the results of the open block's earlier runs. Returns

@@ -1,5 +1,4 @@
-"""Compiled transposition of a block table: from the keys that each query block sees to the queries that see each key
-block."""
+"""Compiled transposition of a block table: from keys per query block to queries per key block."""
 
 from __future__ import annotations
 

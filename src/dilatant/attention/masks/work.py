@@ -34,12 +34,12 @@ SMALLEST_PIECE_TOKENS = 4096
 class WorkList:
     """Units of one kernel launch, longest first. All arrays are int32.
 
-    `units[u] = (row block, first full, end full, end partial, slot)`: the unit visits the intervals `first full : end
-    full` without masking, then `end full : end partial` with masking. `slot` is the index of its partial result, or -1
-    if the unit is the whole row. `intervals[i] = (first token, end token)` on the column side, in whole blocks: the
-    last may reach beyond the tokens, and is then masked. `splits[s] = (row block, first slot, end slot)` lists the
-    split rows; their slots are added up in that order. Rows that see nothing are units without intervals, so that every
-    row is written.
+    `units[u] = (row block, first full, end full, end partial, slot)`: the unit visits the intervals
+    `first full : end full` without masking, then `end full : end partial` with masking. `slot` is the index of its
+    partial result, or -1 if the unit is the whole row. `intervals[i] = (first token, end token)` on the column side, in
+    whole blocks: the last may reach beyond the tokens, and is then masked.
+    `splits[s] = (row block, first slot, end slot)` lists the split rows; their slots are added up in that order. Rows
+    that see nothing are units without intervals, so that every row is written.
     """
 
     units: NDArray[np.int32]
@@ -64,8 +64,7 @@ def work_list(
     copy_cost: int = 1,
     smallest_piece_tokens: int = SMALLEST_PIECE_TOKENS,
 ) -> WorkList:
-    """Return the units of a launch that runs every row of `table` `copies` times (once per head) on `processors` at
-    once.
+    """Return the units of a launch that runs every row of `table` `copies` times (once per head) on `processors`.
 
     `copy_cost` is the work of one copy in visits of a row: in the gradient of keys and values one copy serves a whole
     group of query heads.

@@ -92,8 +92,8 @@ def assign_microbatches(
       `evaluations` simulated steps.
 
     `balanced` groups samples within `capacity`; the other policies split a microbatch that exceeds it into several that
-    are neighbours in execution order. Raises UserError for seconds that are not a finite non-negative array `[samples,
-    units]`, a microbatch count below 1, an unknown policy, or samples that do not fit `capacity`.
+    are neighbours in execution order. Raises UserError for seconds that are not a finite non-negative array
+    `[samples, units]`, a microbatch count below 1, an unknown policy, or samples that do not fit `capacity`.
     """
     began = time.perf_counter()
     table = np.array(seconds, dtype=np.float64)
@@ -323,8 +323,7 @@ def _fill(batches: list[Microbatch], count: int) -> tuple[Microbatch, ...]:
 
 
 def _searched(problem: _Problem, evaluations: int | None) -> _Found:
-    """Return the best of all policies and of a search that starts from the best policy with microbatches shared by all
-    units."""
+    """Return the best of all policies, including a search from the best policy whose units share microbatches."""
     from dilatant.schedule.assignment.joint_search import default_evaluations, joint_search, step_model
 
     model = step_model(problem.shape, problem.num_microbatches)

@@ -59,8 +59,8 @@ def place_two_units(order, first, second, slot_of, num_slots):
 
 @njit(cache=True, nogil=True)
 def place_units(order, share, speed, weight, room, slot_of):
-    """Generalise `place_two_units` to any number of units, slots of different `speed`, and limited `room`. `share
-    [units, samples]`. Returns the first sample for which no slot has room, or -1."""
+    """Generalise `place_two_units` to any number of units, slots of different `speed`, and limited `room`.
+    `share [units, samples]`. Returns the first sample for which no slot has room, or -1."""
     num_units, num_slots = len(share), len(speed)
     load = np.zeros((num_slots, num_units))
     for sample in order:
@@ -143,11 +143,10 @@ def even_out(share, weight, capacity, slot_of, num_slots, limit, pairs):
 
 @njit(cache=True, nogil=True)
 def step_time(first, before, cost_of, share, last, cost, end):
-    """Return the latest end of a step with ops in topological order. Fills `end` from op `first` on; earlier entries
-    must hold.
+    """Return the latest end of a step; fill `end` from op `first` on. Earlier entries must be valid.
 
-    `before [ops, n]` are each op's predecessors, padded with the number of ops, whose `end` is 0. Op i takes `share[i]
-    * cost[cost_of[i]]` seconds. `last` are the ops without successors.
+    Ops are in topological order. `before [ops, n]` are each op's predecessors, padded with the number of ops, whose
+    `end` is 0. Op i takes `share[i] * cost[cost_of[i]]` seconds. `last` are the ops without successors.
     """
     if before.shape[1] == 2:
         for i in range(first, len(share)):

@@ -13,7 +13,7 @@ from dilatant.schedule.assignment.assign import Policy, assign_microbatches
 
 @dataclass(frozen=True, slots=True)
 class BatchBalance:
-    """Wait fractions of batches divided into `groups` by a policy of `assign_microbatches`, if work is proportional to
+    """Wait fractions of batches in `groups` divided by an `assign_microbatches` policy, if work is proportional to
     tokens.
 
     `waits[unit]` is the fraction of time that the mean group idles while the largest works on the unit. `step_waits` is

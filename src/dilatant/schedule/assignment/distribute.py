@@ -27,8 +27,7 @@ from dilatant.schedule.schedule import Assignment, Microbatch
 
 
 def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) -> NDArray[np.int64]:
-    """Return the replica of every sample, `[samples]`. `seconds [samples, units]`; `speed[replica]` is relative
-    throughput.
+    """Return every sample's replica, `[samples]`; `seconds [samples, units]`, `speed[replica]` is relative throughput.
 
     All units are balanced at once, relative to their totals: sorting by encoder seconds and placing by language seconds
     alone leaves the encoder 7 to 43 % uneven.
@@ -48,8 +47,7 @@ def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) ->
 
 
 def served_by(replica: int, replicas: int, anchors: int) -> range:
-    """Return the anchor replicas whose samples this replica serves: several of them, or one that it shares with
-    others."""
+    """Return the anchor replicas whose samples this replica serves: several, or one that it shares with others."""
     if replicas <= anchors:
         return range(-(-replica * anchors // replicas), -(-(replica + 1) * anchors // replicas))
     return range(replica * anchors // replicas, replica * anchors // replicas + 1)

@@ -60,7 +60,7 @@ def entrain_microbatches(
 
 def _stratified(encoder: NDArray[np.float64], language: NDArray[np.float64], count: int) -> list[list[int]]:
     """Spread samples over encoder microbatches (lines 4-6): first the samples with most language work, then the others,
-    each set by descending encoder seconds to the microbatch with the least encoder load.
+    each set by descending encoder seconds, to the microbatch with the least encoder load.
 
     The thesis gives no threshold between the two sets. Here the `count` samples with the most language work are the
     coarse set if at least `count` fine ones remain; else there is one set.
@@ -82,8 +82,8 @@ def _stratified(encoder: NDArray[np.float64], language: NDArray[np.float64], cou
 class _Table:
     """All subset sums of one overloaded microbatch's samples, and the sum nearest to each partner's target.
 
-    The table depends on the microbatch alone and serves all partners. Sums are rounded to `RESOLUTION` parts; `moved
-    [partners]` are the exact seconds of the chosen samples.
+    The table depends on the microbatch alone and serves all partners. Sums are rounded to `RESOLUTION` parts;
+    `moved [partners]` are the exact seconds of the chosen samples.
     """
 
     batch: list[int]

@@ -8,8 +8,10 @@ from numba import njit
 
 @njit(cache=True, nogil=True)
 def reachable_sums(units, size):
-    """Return `last[s]`: the sample whose addition first reached sum s of `units`, -1 if unreached, -2 for the empty
-    sum. Samples are added one by one, so following `last` downwards never uses a sample twice."""
+    """Return `last[s]`: the sample that first reached sum s of `units`, -1 if unreached, -2 for the empty sum.
+
+    Samples are added one by one, so following `last` downwards never uses a sample twice.
+    """
     last = np.empty(size + 1, dtype=np.int32)
     for total in range(size + 1):
         last[total] = -1
@@ -46,8 +48,7 @@ def closest_sums(last, units, seconds, targets):
 
 @njit(cache=True, nogil=True)
 def matchable(allowed, must):
-    """Return whether every row in `must` can be matched to a distinct column in `allowed[row, column]` (Kuhn's
-    algorithm)."""
+    """Return whether a matching gives every row in `must` a column of `allowed[row, column]` (Kuhn's algorithm)."""
     rows, columns = allowed.shape
     owner = np.empty(columns, dtype=np.int64)
     for column in range(columns):

@@ -112,8 +112,7 @@ def op_shares(shape: PipelineShape, graph: ScheduleGraph) -> tuple[NDArray[np.in
 
 
 def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: ByUnit) -> float:
-    """Return the exact time of a step; `seconds [samples, units]` are forward plus backward on each stage of the
-    unit."""
+    """Return a step's exact time; `seconds [samples, units]` are forward plus backward on each stage of the unit."""
     from dilatant.schedule.simulator.simulate import step_seconds
 
     graph = shape_graph(shape, by_unit)

@@ -87,8 +87,7 @@ def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str
 
 
 def _unit_profile(plan: Plan, unit: str, costs: StageCosts, samples: Workload) -> tuple[float, float]:
-    """Return backward seconds per forward second of the batch, and what a microbatch costs a stage beyond its
-    samples."""
+    """Return backward seconds per forward second of the batch, and a microbatch's fixed seconds per stage."""
     stages = _stages_of(plan, unit, 0)
     tokens, squares = _sizes(samples, unit)
     forward, backward = (

@@ -33,8 +33,7 @@ from dilatant.schedule.trainability import Trainability, all_trainable
 
 
 def depths_within(wanted: Sequence[int], limits: Sequence[int], plan: Plan) -> tuple[int, ...]:
-    """Return the largest depths within `wanted` and `limits` that cannot deadlock: no stage deeper than one before
-    it."""
+    """Return the largest depths within `wanted` and `limits` that cannot deadlock: none exceeds an earlier stage's."""
     arrays = plan_arrays(plan)
     depth = np.minimum(wanted, limits)
     for unit in range(len(arrays.units)):
@@ -62,8 +61,7 @@ def eager(
     trainability: Trainability | None = None,
     depths: Sequence[int] | None = None,
 ) -> Schedule:
-    """Build eager 1F1B: twice as far ahead as 1F1B, which hides transfers and uneven microbatches; or any `depths`, by
-    stage number."""
+    """Build eager 1F1B, or any `depths` by stage number. Twice 1F1B's depth hides transfers and uneven microbatches."""
     return pipelined(plan, assignment, eager_depths(plan) if depths is None else depths, trainability)
 
 
@@ -121,8 +119,7 @@ Times = list[tuple[NDArray[np.float64], NDArray[np.float64]]]
 def _virtual_times(
     arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], forward_first: bool, interleave: bool
 ) -> Times:
-    """Return virtual forward and backward times `[stages, pieces]` for every chain. One slot of the longest sink is
-    2."""
+    """Return every chain's virtual forward and backward times `[stages, pieces]`. A slot of the longest sink is 2."""
     fed = {source for source, _ in arrays.feeds}
     sinks = [unit for unit in range(len(arrays.units)) if unit not in fed]
     slots = _slots(pieces)
@@ -156,8 +153,7 @@ def _virtual_times(
 
 
 def _slots(pieces: Pieces) -> NDArray[np.int64]:
-    """Return each chain's last microbatch with a piece, plus one: earlier empty microbatches keep their slot of the
-    clock."""
+    """Return each chain's last microbatch with a piece, plus one: earlier empty microbatches keep their clock slots."""
     chain = np.repeat(np.arange(len(pieces.first) - 1), np.diff(pieces.first))
     slots = np.zeros(len(pieces.first) - 1, dtype=np.int64)
     np.maximum.at(slots, chain, pieces.microbatch + 1)
@@ -315,8 +311,7 @@ def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability
 
 @lru_cache(maxsize=1)  # many schedules share one plan
 def _stages_on_ranks(arrays: PlanArrays) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.int64]]:
-    """Return the distinct sets of stages on ranks, and each rank's set: ranks with the same set run the same
-    actions."""
+    """Return the distinct sets of stages on ranks, and each rank's set: ranks with equal sets run the same actions."""
     on_rank: dict[int, list[int]] = {rank: [] for rank in arrays.ranks}
     for placed in arrays.placed:
         for rank in placed.stage.ranks:

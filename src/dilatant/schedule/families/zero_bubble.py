@@ -28,8 +28,7 @@ def zero_bubble_h1(plan: Plan, assignment: Assignment, trainability: Trainabilit
 
 
 def zero_bubble_h2(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Build ZB-H2: eager 1F1B with delayed weight gradients; twice 1F1B's memory, and no bubble between equal
-    stages."""
+    """Build ZB-H2: eager 1F1B with delayed weight gradients; twice 1F1B's memory, no bubble between equal stages."""
     limit = 2 * max(path_depths(plan), default=1) - 1
     schedule = eager(plan, assignment, trainability)
     return split_backward(plan, assignment, schedule, trainability, [limit] * len(plan.stages()))

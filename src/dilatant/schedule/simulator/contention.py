@@ -84,7 +84,7 @@ class _Ways:
 
 @lru_cache(maxsize=1)  # the families of a plan send between the same stages
 def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways:
-    """Number the links: out of each rank inside its node, in, out of each port, in. `pairs`: source * stages +
+    """Number the links: out of each rank inside its node, in, out of each port, in. `pairs` = source * stages +
     target."""
     placed = arrays.placed
     source, target = np.divmod(np.asarray(pairs, dtype=np.int64), max(len(placed), 1))
@@ -125,8 +125,8 @@ def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ends:
-    """Per rank of the plan: its index, node and port, [ranks]; and bandwidth and latency inside the node and of the
-    port, [2, ranks]."""
+    """Ranks' indices in the plan, nodes and ports, [ranks]; bandwidth and latency in the node and of the port, [2,
+    ranks]."""
 
     rank: NDArray[np.int64]
     node: NDArray[np.int64]

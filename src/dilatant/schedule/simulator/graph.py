@@ -238,8 +238,8 @@ def _unled_rows(packed: PackedActions, row_op: NDArray[np.int32]) -> list[str]:
 def _order_edges(
     ops: Ops, row_op: NDArray[np.int32], lead: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return (sources, targets) of the order on ranks that do not lead all they run, without edges that a leader's own
-    order implies."""
+    """Return (sources, targets) of the order on ranks that do not lead all they run, without what leaders' orders
+    imply."""
     row_rank = _rank_of_row(ops.packed)
     inner = np.flatnonzero((row_rank[1:] == row_rank[:-1]) & (row_op[1:] >= 0) & (row_op[:-1] >= 0))
     earlier, later = row_op[inner], row_op[inner + 1]
@@ -253,8 +253,8 @@ def _order_edges(
 def _room_edges(
     ops: Ops, source: NDArray[np.int32], target: NDArray[np.int32], look_ahead: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return edges consumer of message i → producer of message i + look_ahead, for every directed edge between
-    stages."""
+    """Return edges from the consumer of message i to the producer of message i + look_ahead, per directed stage
+    edge."""
     if look_ahead < 1:
         raise ValueError(f"look_ahead must be at least 1 message, got {look_ahead}")
     order = _by_stages(ops.stage, source, target)

@@ -43,7 +43,7 @@ def fill_slots(kind, stage, piece, slot_base, num_pieces, first_piece, num_slots
 
 @njit(cache=True, nogil=True)
 def _gradient_op(slots, slot_base, num_pieces, first_piece, stage, piece):
-    """Return the op that makes the gradient of the stage's input for `piece`: I if backward is split, else B, else
+    """Return the op that makes the gradient of the stage's input for `piece`: I for a split backward, else B, else
     -1."""
     local = piece - first_piece[stage]
     base = slot_base[stage] + local

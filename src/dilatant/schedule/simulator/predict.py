@@ -70,8 +70,7 @@ def piece_sums(
 
 
 def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
-    """Return, per message, sums as in `piece_sums` in the token counts of the unit whose stage made its rows:
-    `[messages, 3]`.
+    """Return each message's sums, `[messages, 3]` as in `piece_sums`, for the unit whose stage made its rows.
 
     A gradient has the rows of the forward message that it answers.
     """
@@ -116,7 +115,7 @@ def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.flo
 
 
 def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the bytes of every message on a rank of the stage that makes its rows, `[messages]`; `sums` as
+    """Return each message's bytes on a rank of the stage that makes its rows, `[messages]`; `sums` as
     `message_sums`."""
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])

@@ -157,8 +157,7 @@ def _timeline(
 def _phases(
     graph: ScheduleGraph, end: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return, per rank, the row whose start ends its warm-up, the last row before its drain, and the end of its
-    pipelines.
+    """Return, per rank, the row whose start ends warm-up, the last row before drain, and the end of its pipelines.
 
     Warm-up lasts until a rank's first backward; the drain begins after its last forward. A rank without backward has
     neither beyond its first action: idling after its last action means that it had less work than the others.
