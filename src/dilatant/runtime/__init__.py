@@ -1,1 +1,1 @@
-"""Doing it: the step, the optimizer, checkpoints and the loop around them."""
+"""One training step on one rank: receive rows, run stages, sync gradients and agree with the other ranks."""

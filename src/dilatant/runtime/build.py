@@ -1,4 +1,4 @@
-"""What a rank holds under a plan: its stages with memory and weights, and the buckets of their gradients."""
+"""Build what a rank holds under a plan: materialized stages with their weights, and the buckets of their gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dilatant.runtime.state.shared_weights import SharedWeights, share_weights
 
 
 def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:
-    """Of every stage: unit → boundary of the rows that it takes from there, the stage's own for the next stage."""
+    """Return, by stage, consumer unit (the stage's own for the next stage) → boundary of the rows it takes."""
     boundaries = []
     for placed in plan.stages():
         consumers = model.graph.feeds[placed.unit] if placed.is_last else (placed.unit,)
@@ -46,11 +46,11 @@ def build_stages(
     boxes: Mapping[str, Box],
     precision: torch.dtype | None = None,
 ) -> dict[int, Stage]:
-    """The stages of `comm.rank` by number, on its device: drawn from `seed`, or with the `weights` of their names.
+    """Build the stages of `comm.rank` by number, on its device: weights are drawn from `seed`, or copied from
+    `weights`.
 
-    boxes: what this rank holds of each weight, and what `weights` have of it. precision: what the weights of all units
-    are held in from now on, by every rank, since it is what rows travel in; what trains gets fp32 gradients then. None:
-    as they are.
+    boxes: the part of each weight that this rank (and `weights`) has. precision: the dtype of all units' weights from
+    now on, on every rank, since rows are sent in it; gradients are then fp32. None: the model's dtypes.
 
     Raises UserError for a weight of another shape.
     """
@@ -66,7 +66,9 @@ def build_stages(
             shared[placed.unit].materialize(first, end, seed, weights.keys())
         else:
             materialize(model.units[placed.unit], first, end, seed, weights.keys())
-    if precision is not None:  # drawn in the model's own format, so that draws do not depend on this
+    if (
+        precision is not None
+    ):  # after drawing in the model's own dtype, so that draws do not depend on `precision`
         for unit in model.units.values():
             hold_in(unit, precision)
     for name in dict.fromkeys(placed.unit for placed in own):
@@ -88,7 +90,9 @@ def build_stages(
                 tensor.copy_(weights[name])
         for _, parameter in stage.named_logical_parameters():
             if precision is not None and parameter.requires_grad:
-                parameter.grad_dtype = torch.float32  # autograd casts what arrives, and adds in fp32
+                parameter.grad_dtype = (
+                    torch.float32
+                )  # autograd casts incoming gradients and accumulates in fp32
         stages[placed.index] = stage
     return stages
 
@@ -118,7 +122,7 @@ def build_shared(
     masters: bool = True,
     before: OwnedWeights | None = None,
 ) -> SharedWeights:
-    """The weights in `stages` that train, in buckets that all ranks cut alike. See `share_weights`."""
+    """Bucket the trainable weights in `stages`, alike on all ranks. See `share_weights`."""
     everything: dict[str, Tensor] = {}
     frozen: set[str] = set()
     for unit_plan in plan.units:

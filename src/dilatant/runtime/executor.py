@@ -1,7 +1,7 @@
-"""The executor: runs one rank's actions in their order.
+"""The executor runs one rank's actions in their order.
 
 It knows stages, rows and gradients, but no schedule family and no unit. Before an action it awaits the rows that the
-routes name; after it, it sends what others need.
+routes name; after the action it sends the rows that other ranks need.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dilatant.schedule.schedule import Action, ActionKind
 
 
 class ActionFailed(RuntimeError):
-    """An action raised; the message names rank, stage, action and samples, `__cause__` is what it raised."""
+    """An action raised `__cause__`; the message names rank, stage, action and samples."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A forward whose backward is still to come; with `samples` only the second half of it."""
+    """A forward whose backward has not run; if `samples` is set, only the weight-gradient half (W) of it is left."""
 
     inputs: dict[str, Tensor]
     rows: dict[str, Tensor]
@@ -47,17 +47,17 @@ class _Piece:
 
 
 Covered = Callable[[int, tuple[int, ...]], Sequence[nn.Parameter]]
-"""From stage and samples to the weights of which somebody has these samples' gradients already."""
+"""Function (stage, samples) → the weights of which some rank has these samples' gradients already."""
 PieceKey = tuple[int, int, tuple[int, ...] | None]
 
 
 def nothing_covered(stage: int, samples: tuple[int, ...]) -> tuple[nn.Parameter, ...]:
-    """Of a step that begins anew."""
+    """Return no weights: a step that starts from scratch has no recovered gradients."""
     return ()
 
 
 class Executor:
-    """Runs steps on the stages of one rank, given by stage number."""
+    """Runs steps on the stages of one rank. stages: by stage number."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class Executor:
         ledger: Ledger | None = None,
         covered: Covered = nothing_covered,
     ) -> list[Outcome]:
-        """Run `actions`; returns the losses of their forwards, or the predictions, where `data` asks for these
-        (`actions` are forwards only, and leave no gradients).
+        """Run `actions` and return the losses of their forwards, or predictions if `data` asks for these (`actions` are
+        then forwards only and leave no gradients).
 
-        agreement: that all ranks run this step; settled before the first row or gradient leaves or is awaited. owners:
-        who has which rows. ledger: notes what is finished. covered: what must not be added to gradients.
-        Raises ActionFailed, or UserError (a mistake in a sample) as it is, Diverged, CommAborted when another rank
-        failed, and CommTimeout when one is silent.
+        agreement: check that all ranks run this step; awaited before the first row or gradient is sent or received.
+        owners: which rank has which rows. ledger: records what has been accumulated. covered: weights whose gradients
+        must not be added to. Raises ActionFailed, or UserError unchanged (a mistake in a sample), Diverged, CommAborted
+        when another rank failed, and CommTimeout when another rank does not respond.
         """
         self._agreement = agreement
         self._owners = owners
@@ -115,7 +115,7 @@ class Executor:
             self._sync.begin(last)
         split = {action.stage for action in actions if action.kind == ActionKind.I}
         for number, stage in self._stages.items():
-            # What is exact does not depend on the schedule either: the same products in the same functions.
+            # Exact sums must not depend on the schedule, either: always use the same functions for the same products.
             stage.gradients.splits = number in split or self._exact is not None
         results: list[Outcome] = []
         for index, action in enumerate(actions):
@@ -126,7 +126,7 @@ class Executor:
                 if action.kind == ActionKind.F:
                     results += self._forward(stage, action, samples, routes, data)
                 elif stage.needs_backward:
-                    agreement.require()  # gradients are summed over ranks as soon as they are there
+                    agreement.require()  # gradients are summed over ranks as soon as they are complete
                     is_last = last[action.stage] == index
                     if action.kind == ActionKind.W:
                         self._weight_gradients(action, samples)
@@ -159,10 +159,10 @@ class Executor:
         for unit, (boundary, needs_gradient) in stage.inbound.items():
             messages = self._from(unit, routes.received.get(action, ()))
             self._require_all(messages, samples, unit, boundary, data)
-            # Detached: a tensor handed over within the rank may have other takers.
+            # Detached: a tensor passed within the rank may have other consumers.
             rows = self._assemble(messages, self._counts(stage, samples, unit, boundary), boundary).detach()
             inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
-        if stage.together:  # its ranks meet within the forward
+        if stage.together:  # the forward contains collectives of the stage's ranks
             self._agreement.require()
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
@@ -192,8 +192,8 @@ class Executor:
         samples: tuple[int, ...],
         routes: Routes,
     ) -> dict[str, Tensor]:
-        """The rows for every consumer as they travel, none where the stage gives none. Raises UserError where a unit
-        does not give what it says to one that takes it."""
+        """Return the rows for every consumer in the dtype in which they are sent, zero rows where the stage has no
+        output. Raises UserError where the shape is not the declared one and a consumer takes the rows."""
         made = {}
         for unit, boundary in stage.outbound.items():
             rows = output.rows_for(unit)
@@ -225,7 +225,7 @@ class Executor:
                 outputs.append(piece.rows[unit])
                 counts = self._counts(stage, samples, unit, boundary)
                 gradients.append(self._assemble(received, counts, boundary))
-            else:  # nothing trains in this microbatch, but what was sent must be taken
+            else:  # nothing trains in this microbatch, but messages that were sent must be received
                 for message in received:
                     self._take(message)
         for name, loss in piece.losses.items():
@@ -280,7 +280,7 @@ class Executor:
 
     @contextmanager
     def _adding(self, number: int, covered: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Around what adds to the gradients of a stage, but for those of the weights that are `covered`."""
+        """Accumulate gradients of a stage inside, but leave those of `covered` weights unchanged."""
         if self._exact is None:
             with self._ledger.adding(number), set_aside(covered):
                 yield
@@ -290,8 +290,8 @@ class Executor:
             yield
 
     def settle(self) -> None:
-        """After a step that was ended: finish the second halves of backwards, for which nobody is needed, and let go of
-        what waits for others."""
+        """Clean up an interrupted step: run its outstanding weight-gradient actions, which need no other rank, and drop
+        everything that waits for other ranks."""
         for (stage, _, _), piece in self._pieces.items():
             if piece.samples is not None and stage not in self._ledger.open:
                 self._add_deferred(stage, piece.samples, piece)
@@ -300,13 +300,13 @@ class Executor:
     def _counts(
         self, stage: LocalStage, samples: tuple[int, ...], other: str, boundary: Boundary
     ) -> dict[int, int]:
-        """How many rows this rank has of each sample, of those that pass a boundary to or from the unit `other`."""
+        """Return sample → number of its rows on this rank at the boundary to or from the unit `other`."""
         counts = self._owners.counts(stage.placed.index, self._rank, samples, other, boundary)
         return dict(zip(samples, counts, strict=True))
 
     def _assemble(self, messages: Sequence[Message], counts: Mapping[int, int], boundary: Boundary) -> Tensor:
-        """Rows of samples in their order, so many of each, from messages that hold them in pieces; those of several
-        messages about one sample are added (gradients from several consumers)."""
+        """Concatenate the rows of `messages` in sample order, `counts` rows for each sample. Rows of one sample from
+        several messages (gradients from several consumers) are added."""
         parts: dict[int, Tensor] = {}
         whole = None
         for message in messages:

@@ -1,4 +1,4 @@
-"""What a forward gives besides rows."""
+"""Losses and predictions that a forward contributes to the step's result."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from dilatant.models.core.stage import Predictions
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a forward made for the step's result: of the loss of this name these samples' share (as of `StageOutput`),
-    or what a unit of this name predicts for them. by_sample: what each adds to the loss before it is divided,
-    [samples], where that is known."""
+    """The loss `name` of a forward (these samples' share, as in `StageOutput`) or the predictions of the unit `name`.
+    by_sample: each sample's addend to the loss before normalization, [samples], if known."""
 
     name: str
     value: Tensor | Predictions

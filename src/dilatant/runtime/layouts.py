@@ -1,4 +1,4 @@
-"""Which plans this runtime trains."""
+"""Check that this runtime can train a plan."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dilatant.runtime.state.holders import tensor_plans
 
 
 def require_trainable(plan: Plan, units: Mapping[str, Unit]) -> None:
-    """Raises UserError that lists why this runtime cannot train `plan`."""
+    """Raise UserError with all reasons why this runtime cannot train `plan`."""
     problems = layout_problems(plan, units)
     if problems:
         raise list_problems("this plan cannot train:", problems)
 
 
 def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
-    """Everything that `require_trainable` would complain about."""
+    """Return the problems that `require_trainable` reports."""
     problems = [
         f"{p.unit} replica {p.replica} stage {p.position} has ranks {list(p.stage.ranks)}, but tp {p.stage.tp} and cp "
         f"{p.stage.cp}"
@@ -56,7 +56,7 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
 
 
 def context_problems(unit: Unit) -> list[str]:
-    """Why ranks cannot share the tokens of a unit; items of encoders and generators they always can."""
+    """Return why context parallelism cannot split a unit's tokens; encoders' and generators' items always can be."""
     remedy = "give it cp: 1 and more stages, replicas or tp"
     if not isinstance(unit, LanguageUnit):
         return []

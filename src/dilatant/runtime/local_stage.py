@@ -1,4 +1,4 @@
-"""The stages of one rank, with all that is around them while they train."""
+"""A rank's stages together with the state that they need while they train."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dilatant.runtime.state.weight_gradients import (
 class LocalStage:
     """A stage on this rank.
 
-    outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
-    they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: loss → how often it counts. dropout: goes around its forwards. speaks: of the ranks of the
-    stage that make the same losses, this one tells them. leads: of all its ranks, this one tells predictions.
-    together: the stage has others. replaced: what `close` gives back.
+    outbound: unit → boundary of the rows it takes from this stage. inbound: unit → boundary of the rows it sends here,
+    and whether they need gradients. needs_backward: something at or before this stage trains. gradients: the delayed
+    weight gradients of its linear layers. loss_weights: loss → its weight. dropout: wraps the stage's forwards. speaks:
+    this rank reports the losses, as one of the ranks that compute the same ones. leads: it reports the predictions of
+    the whole stage. together: the stage has other ranks, too. replaced: the layers that `close` restores.
     """
 
     placed: PlacedStage
@@ -43,7 +43,7 @@ class LocalStage:
     replaced: Replaced | None = None
 
     def close(self) -> None:
-        """Give the module back as it was: plain linear layers, no hooks. Once more changes nothing."""
+        """Restore the module's plain linear layers and remove hooks. May be called twice."""
         if self.dropout is not None:
             self.dropout.close()
         if self.replaced is not None:
@@ -59,8 +59,8 @@ def local_stages(
     boundaries: Sequence[Mapping[str, Boundary]],
     backward: Sequence[bool],
 ) -> dict[int, LocalStage]:
-    """The stages of `rank` by number, of these `modules`. boundaries: of every stage, by the unit that takes its rows.
-    backward: whether there is something to train at or before a stage."""
+    """Wrap `modules`, the stages of `rank` by number. boundaries: for every stage, by consumer unit. backward: for
+    every stage, True if something at or before it trains."""
     placed, before = plan.stages(), stages_before(plan)
     stages = {}
     for index, module in modules.items():
@@ -68,7 +68,7 @@ def local_stages(
         gradients = WeightGradients()
         inbound: dict[str, tuple[Boundary, bool]] = {}
         for source in before[index]:
-            # The frozen rule looks at layers, so all replicas of a unit say the same at its end.
+            # The frozen rule depends on layers only, so all replicas of a unit agree on the value at its end.
             inbound[placed[source].unit] = boundaries[source][own.unit], backward[source]
         stages[index] = LocalStage(
             placed=own,

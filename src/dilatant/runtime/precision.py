@@ -1,4 +1,4 @@
-"""The device and the number format that one process trains with."""
+"""Choose the device and the dtype in which one process trains."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dilatant.config import UserError
 
 
 def pick_device() -> torch.device:
-    """The current accelerator, or the CPU."""
+    """Return the current accelerator, or the CPU."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
 def pick_precision(setting: str, device: torch.device) -> torch.dtype:
-    """What weights, activations and rows are held in on `device` under `train.precision`. Raises UserError for bf16 on
-    a GPU without it."""
+    """Return the dtype of weights, activations and rows on `device` under `train.precision`. Raises UserError for bf16
+    on a GPU that does not support it."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if setting == "auto":
         return torch.bfloat16 if has_bf16 else torch.float32

@@ -1,7 +1,7 @@
-"""Routes: which rows one rank receives before, and sends after, each of its actions.
+"""Routes: the messages that one rank receives before, and sends after, each of its actions.
 
-The messages are those of `schedule.messages`, which both ends of an edge derive alike; here they are sorted for one
-rank, and gradients for stages that need none are left out.
+Both ends of an edge derive the same messages from `schedule.messages`; this module sorts those of one rank and leaves
+out gradients for stages that need none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dilatant.schedule.schedule import Action, ActionKind
 from dilatant.schedule.simulator.graph import ScheduleError, ScheduleGraph, message_order
 
 Link = tuple[int, int, int, int]
-"""A directed edge between two ranks: stages, then ranks, of its two ends."""
+"""A directed edge between two ranks: producer stage, consumer stage, source rank, target rank."""
 
 K = TypeVar("K", Action, Link)
 
@@ -29,13 +29,12 @@ K = TypeVar("K", Action, Link)
 class Routes:
     """The messages of one rank in one step.
 
-    received, sent: by own action, in edge order. incoming, outgoing: by directed edge from or to a rank, this one
-    included, in the order of the edge. samples: of each own action, and of those that these exchange messages with.
-    turn: for each action in a message, a number that grows along the actions of its rank.
+    received, sent: by this rank's action, in edge order. incoming, outgoing: by directed edge to or from this rank
+    (edges to itself included), in edge order. samples: of each of this rank's actions and of the actions they exchange
+    messages with. turn: for each action in a message, a number that increases along the actions of its rank.
 
-    Tensor-parallel ranks all need, and all have, the same rows; context-parallel ranks have their own. Each row
-    travels once all the same, to one of the ranks that need it, which gather what came to all of them (Narayanan et al.
-    2021, section 4.1).
+    Tensor-parallel ranks all need, and all have, the same rows; context-parallel ranks have different ones. Each row is
+    still sent only once, to one of the ranks that need it, which then all-gather (Narayanan et al. 2021, section 4.1).
     """
 
     received: Mapping[Action, tuple[Message, ...]]
@@ -47,14 +46,14 @@ class Routes:
 
 
 def boundary_of(message: Message) -> int:
-    """The stage whose output the rows of a message are, or the gradients in it belong to."""
+    """Return the stage whose output the message's rows are, or to whose output its gradients belong."""
     forward = message.producer.kind == ActionKind.F
     return message.producer.stage if forward else message.consumer.stage
 
 
 def stages_before(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Stage → the stages whose rows it takes: its predecessor in the replica, or the last stages of all replicas of
-    the units that feed it."""
+    """Return stage → the stages whose rows it takes: its predecessor in the replica, or the last stages of all replicas
+    of the units that feed it."""
     stages = plan.stages()
     feeders: dict[str, list[int]] = defaultdict(list)
     for unit in plan.units:
@@ -68,10 +67,10 @@ def stages_before(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 
 def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int]) -> Routes:
-    """The routes of `rank`.
+    """Derive the routes of `rank`.
 
-    with_backward: stages that something trainable is in or before; others get no gradient. Raises ScheduleError when
-    such a stage of this rank has a forward without a backward.
+    with_backward: stages with something trainable in or before them; the others get no gradients. Raises ScheduleError
+    when such a stage of this rank has a forward without a backward.
     """
     stages = graph.plan.stages()
     is_own = np.asarray([rank in placed.stage.ranks for placed in stages])[graph.stage]
@@ -115,9 +114,9 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
 
 
 def places_met(giving: PlacedStage, taking: PlacedStage, one_row: bool) -> Iterator[tuple[int, int]]:
-    """Context-parallel places of two stages between which rows of a message may travel.
+    """Yield (producer, consumer) pairs of context-parallel indices between which rows of a message may be sent.
 
-    one_row: both stages run the same samples in one row; of one unit, they then part it alike.
+    one_row: both stages run the same samples in one row; within one unit, they then split the row in the same way.
     """
     alike = one_row and giving.unit == taking.unit and giving.stage.cp == taking.stage.cp
     for place in range(taking.stage.cp):
@@ -126,12 +125,12 @@ def places_met(giving: PlacedStage, taking: PlacedStage, one_row: bool) -> Itera
 
 
 def ranks_in(stage: Stage, place: int) -> tuple[int, ...]:
-    """The tensor-parallel ranks of a stage in one of its context-parallel places."""
+    """Return the tensor-parallel ranks of a stage at one context-parallel index."""
     return stage.ranks[place * stage.tp : (place + 1) * stage.tp]
 
 
 def crossings(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(giver, taker): between which ranks rows may travel that `having` all have and `taking` all need."""
+    """Yield the (giver, taker) pairs that may exchange rows which `having` all have and `taking` all need."""
     both = [rank for rank in taking if rank in having]
     if both:
         yield from zip(both, both)
@@ -146,9 +145,9 @@ def crossings(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[in
 def divide_rows(
     rows: NDArray[np.int64], having: Sequence[int], taking: Sequence[int]
 ) -> dict[tuple[int, int], NDArray[np.int64]]:
-    """(giver, taker) → those of `rows` that go there: equal shares of each giver and of each taker, one behind the
-    other. Ranks that have them already send none: if those are all of `taking`, each has all; if some, each is counted
-    a share."""
+    """Return (giver, taker) → the `rows` sent between them: equal consecutive slices for each giver and each taker.
+    Ranks that have the rows already send none: if they are all of `taking`, each has all rows; if some, each is counted
+    for one slice."""
     both = [rank for rank in taking if rank in having]
     if len(both) == len(taking):
         return {(rank, rank): rows for rank in both}

@@ -1,4 +1,4 @@
-"""The runtime: one rank's part of a model under one plan, for one generation."""
+"""The runtime executes training steps on one rank, under one plan, for one generation."""
 
 from __future__ import annotations
 
@@ -49,35 +49,35 @@ from dilatant.schedule.trainability import trainability_of
 
 
 class Runtime:
-    """The stages of `comm.rank` under `plan`, ready to execute steps until `close()`.
+    """Build the stages of `comm.rank` under `plan` and execute steps on them until `close()`.
 
-    model: its units may be on the meta device; the layers held here are then given memory and weights fixed by `seed`,
-    the others stay without. weights: logical name → tensor for weights held here, instead of the seed's: whole, or what
-    `boxes` says. Every rank builds the same model and plan. Nothing is global: a process may close one runtime and
-    build another under another plan. Raises UserError where replicas would begin with unlike weights, and for a plan
-    that cannot be trained.
-    precision: what weights, activations and rows are held in, by the model from now on; None: as they are. In bf16
-    gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
-    microbatching: how a step is planned. costs: what stages cost, by which samples are assigned and steps predicted;
-    those of rank 0 count; without them tokens are counted. correct_costs: let measurements correct them as steps go on.
-    keeps_gradients: so that they may be salvaged when ranks are lost, a rank's own gradients stay until `forget`.
-    exact: sums over samples are the same to the bit under any plan whose stages have as many ranks; wants microbatches
+    model: its units may be on the meta device; only the layers held here are then materialized, with weights fixed by
+    `seed`. weights: logical name → tensor, used instead of the seed's draws: the whole weight or the part that `boxes`
+    gives. Every rank builds the same model and plan. Nothing is global: a process may close one runtime and build
+    another under another plan. Raises UserError for a plan that cannot be trained and where replicas would start from
+    different weights.
+    precision: the dtype of weights, activations and rows; the model keeps it. None: the model's own dtypes. Gradients
+    are fp32 in bf16, too: `training.master_weights` has the optimizer for them.
+    microbatching: how a step is planned. costs: the stage costs by which samples are assigned and steps are predicted;
+    rank 0's are used everywhere; None: count tokens. correct_costs: let measurements correct the costs during the run.
+    keeps_gradients: keep each rank's own gradients until `forget`, so that they survive the loss of other ranks.
+    exact: make sums over samples bit-identical under any plan whose stages have equally many ranks; needs microbatches
     of one sample (`Microbatching.alone`).
-    check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
-    communication, too. num_sources: data sets that samples are of, whose losses are told apart where there are several.
-    begins_alike: prove that replicas have equal weights, and take the costs of rank 0; False: the weights are yet to be
-    filled in, and all ranks were given the same costs.
+    check_transport: check with a header that both ends agree on every message. owns_comm: `close` closes `comm`, too.
+    num_sources: number of data sets; with several, the loss is also reported by data set.
+    begins_alike: check that replicas have equal weights, and use the costs of rank 0. False: weights are filled in
+    later, and all ranks were given the same costs.
 
-    before: of the same model in a generation that is over, closed, where this rank's part `stays`: its stages go on as
-    they are, with their weights, and nothing is built.
+    before: the closed runtime of an earlier generation with the same model, for whose rank `stays` returned True: its
+    stages are reused with their weights, and nothing is built.
 
-    holdings: who holds what; boxes: of each weight and buffer held here, by logical name, the part of it that is.
-    parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
-    every other holder does.
+    holdings: the holders of every weight; boxes: logical name → the part of each weight and buffer held here.
+    parameters: logical name → parameter held here; they are ordinary parameters, which any optimizer updates after
+    `execute` as on every other holder.
 
-    zero: who shares the optimizer's state of a weight, see `cost.memory.Zero`; node_of: rank → node (default: as they
-    are). Unless it is "none", gradients come to `owned`, whose parameters an optimizer updates instead, and
-    `owned.gather` follows every update. keeps_masters: what is owned of a weight in bf16 is fp32; else as the weight.
+    zero: which ranks shard the optimizer state of a weight, see `cost.memory.Zero`; node_of: rank → node (default:
+    detected). Unless `zero` is "none", gradients arrive in `owned`: the optimizer updates its parameters, and
+    `owned.gather` must follow every update. keeps_masters: hold owned bf16 weights in fp32.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Runtime:
         self.costs = CostCorrection(
             plan,
             costs or token_costs(plan, self._trainability.backward),
-            # Without seconds there is nothing to hold against, and alone nobody has anything to balance.
+            # Token counts cannot be compared with measured seconds, and a single rank has nothing to balance.
             correct_costs and costs is not None and len(plan.ranks) > 1,
         )
         if not model.language.packs_rows:
@@ -199,12 +199,12 @@ class Runtime:
 
     @property
     def modules(self) -> dict[int, Stage]:
-        """The stages held here, by stage number."""
+        """Map stage number → stage held here."""
         return {index: stage.module for index, stage in self._stages.items()}
 
     def stays(self, plan: Plan, rank: int) -> bool:
-        """Whether `rank` holds under `plan` what this rank holds here, each stage alone, so that `Runtime` may take it
-        over as it is."""
+        """Return True if `rank` holds under `plan` the layers that this rank holds here, all in stages of one rank, so
+        that a new `Runtime` can reuse this one."""
         there = [placed for placed in plan.stages() if rank in placed.stage.ranks]
         here = [stage.placed for stage in self._stages.values()]
         return all(len(placed.stage.ranks) == 1 for placed in (*here, *there)) and [
@@ -212,29 +212,29 @@ class Runtime:
         ] == [(placed.unit, placed.stage.first, placed.stage.end) for placed in there]
 
     def clear_gradients(self) -> None:
-        """Of all weights held here: those of a generation that is over, which this one has taken over with them."""
+        """Drop the gradients of all weights held here; a reused runtime still has those of the earlier generation."""
         for parameter in (*self.parameters.values(), *self.owned.parameters.values()):
             parameter.grad = None
 
     @property
     def owned(self) -> OwnedWeights:
-        """What an optimizer updates on this rank."""
+        """The parameters that an optimizer updates on this rank."""
         return self._shared.owned
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        """Parameters for an optimizer; a rank of frozen layers has none."""
+        """Trainable parameters for an optimizer; empty on a rank whose layers are all frozen."""
         return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
 
     def plan_step(
         self, samples: Sequence[Sized], *, forwards: bool = False, step_number: int | None = None
     ) -> PreparedStep:
-        """The step of a global batch, ready to be executed. Of samples only `sizes` and `draw` are read; nothing is
-        sent and nothing kept, so it may be called ahead of the steps, from another thread.
+        """Plan the step of a global batch and compile it for this rank. Reads only `sizes` and `draw` of the samples,
+        does not communicate and keeps no state, so another thread may plan ahead.
 
-        forwards: for `predict`. step_number: of the step in the run; needed ahead of it, since all ranks must plan it
-        by the same costs, and at most `cost_correction.INTERVAL` steps ahead. By default the one to be executed next.
-        Raises RuntimeError for a step further ahead, UserError for samples that cannot be assigned.
+        forwards: forwards only, for `predict`. step_number: in the run, by default the next to execute; required for
+        planning ahead (all ranks must use the same costs), by at most `cost_correction.INTERVAL` steps. Raises
+        RuntimeError for a step further ahead, UserError for samples that cannot be assigned.
         """
         self._has_planned = self._has_planned or not forwards
         number, salvage = self._number(step_number), self._unfinished.salvage
@@ -253,8 +253,8 @@ class Runtime:
         forwards: bool = False,
         step_number: int | None = None,
     ) -> PreparedStep:
-        """As `plan_step`, of an assignment and a schedule of one's own. Raises ScheduleError when it cannot run, of
-        which the other ranks learn."""
+        """Compile a step from a given assignment and schedule, as `plan_step` does from its own. Raises ScheduleError
+        for a step that cannot run; the other ranks are told."""
         with self._telling_others():
             return self._planner.prepare(samples, assignment, schedule, self._number(step_number), forwards)
 
@@ -267,15 +267,14 @@ class Runtime:
         found: Callable[[], Sequence[Any]] = tuple,
         step_number: int | None = None,
     ) -> StepResult:
-        """Forward, backward and gradient sync of one global batch, on all ranks together.
+        """Run forward, backward and gradient sync of one global batch; called by all ranks.
 
-        samples: the whole batch in one order everywhere; media are needed only where an encoder's first stage runs
-        the sample. step: what `plan_step` or `prepare` gave for these samples; planned here by default. Gradients that
-        are already there are added to. Returns when every rank holds its reduced gradients: whoever applies them now
-        applies what all apply. should_stop: asked at the end; where any rank is to stop, all learn it with the result.
-        found: asked at the end for JSON values that all ranks are to know, seldom any (see `StepResult.found`).
-        step_number: the caller's own number of this step, from 0 on, on which all ranks must agree, too; by default the
-        one after the last.
+        samples: the whole batch, in the same order on all ranks; media are needed only where an encoder's first stage
+        runs the sample. step: the result of `plan_step` or `prepare` for these samples; planned here by default.
+        Existing gradients are added to. Returns when every rank has its reduced gradients: if one rank may apply them,
+        all may. should_stop: called at the end; if it returns True on any rank, the result says so on all. found:
+        called at the end for JSON values to share with all ranks, usually none (see `StepResult.found`). step_number:
+        the caller's number of this step, from 0 on, by default the one after the last; all ranks must agree on it.
 
         Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
         CommAborted when another rank failed. The runtime can then only be closed.
@@ -292,10 +291,10 @@ class Runtime:
     def predict(
         self, samples: Sequence[EncodedSample], step: PreparedStep | None = None
     ) -> dict[int, Predicted]:
-        """Sample number → what is predicted, of the samples whose language model ends on this rank. Called by all
-        ranks together.
+        """Return sample number → predictions for the samples whose last language-model stage is on this rank; called by
+        all ranks.
 
-        step: what `plan_step` gave for these samples with `forwards`; planned here by default. Raises as `execute`.
+        step: the result of `plan_step` with `forwards` for these samples; planned here by default. Raises as `execute`.
         """
         with self._telling_others():
             step = step or self.plan_step(samples, forwards=True)
@@ -312,40 +311,40 @@ class Runtime:
             return predicted
 
     def take_up(self, salvage: Salvage, gradients: Mapping[str, Tensor]) -> None:
-        """Salvage a step: when it is planned and executed next, only what is missing runs. gradients: this rank's part,
-        by logical name. Where the step's samples turn out to be others, all of it runs. Raises RuntimeError where
-        a step is planned already, which would run whole."""
+        """Adopt the recovered part of a failed step: when that step is planned and executed next, only its missing part
+        runs. gradients: this rank's recovered gradients by logical name. If the next step has other samples, all of it
+        runs. Raises RuntimeError if a step has been planned already, since that one would run as a whole."""
         if self._has_planned:
             raise RuntimeError("a step was planned before it was known what of it is salvaged")
         self._unfinished.take_up(salvage, gradients)
 
     @property
     def trained_by_layer(self) -> LayerWeights:
-        """Unit → of each layer the weights that train, wherever they are held."""
+        """Unit → for each layer, the logical names of its trainable weights, on whatever rank."""
         return self._unfinished.weights
 
     def finished(self) -> Finished | None:
-        """What this rank has of the step in hand, and of what was taken up for it; None where there is nothing. The
-        gradients are those of `local_gradients`."""
+        """Return what this rank has accumulated of the current step, including what it adopted for it; None for
+        nothing. The gradients are those of `local_gradients`."""
         self._executor.settle()
         return self._unfinished.finished(self.local_gradients()) if self._keeps else None
 
     def local_gradients(self) -> Mapping[str, Tensor]:
-        """This rank's own gradients of that step by logical name: as far as it has any, its sums over samples."""
+        """Return this rank's own gradients of that step, sums over its samples, as far as there are any."""
         return self._unfinished.gradients if self._unfinished.is_to_come else self._sync.local()
 
     @property
     def dtype_of_sums(self) -> torch.dtype | None:
-        """Of `local_gradients`, where that is not each gradient's own."""
+        """The dtype of `local_gradients`; None if each has the dtype of its weight's gradient."""
         return torch.int64 if self._exact else None
 
     def forget(self) -> None:
-        """The step in hand is applied: nothing of it is to be salvaged."""
+        """Discard this rank's own gradients of the current step, which has been applied."""
         self._unfinished.forget()
         self._sync.forget()
 
     def grad_norm(self) -> float:
-        """The norm of all gradients as they are now; the same on every rank, and called by all of them."""
+        """Return the current norm of all gradients, the same on every rank; called by all ranks."""
         total = torch.tensor(self.owned.squared_norm(), dtype=torch.float64)
         self.comm.world.sum_(total, "the gradient norm").wait()
         return float(total.sqrt())
@@ -353,7 +352,7 @@ class Runtime:
     def clip_grad_norm_(self, max_norm: float, norm: float | None = None) -> float:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm before.
 
-        norm: `StepResult.grad_norm`, where gradients are still what that step left; otherwise all ranks must call.
+        norm: `StepResult.grad_norm`, if gradients are unchanged since that step; otherwise all ranks must call.
         """
         norm = self.grad_norm() if norm is None else norm
         gradients = [p.grad for p in self.owned.parameters.values() if p.grad is not None]
@@ -362,31 +361,31 @@ class Runtime:
         return norm
 
     def measured(self) -> tuple[MeasuredAction, ...]:
-        """When every action of the last step ran, on all ranks; called by all of them."""
+        """Return the measured times of every action of the last step, of all ranks; called by all ranks."""
         rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
         return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
 
     @property
     def last_step(self) -> PreparedStep | None:
-        """The step that was executed last; None before the first."""
+        """The last executed step; None before the first."""
         return self._last
 
     def measured_step(self) -> MeasuredStep | None:
-        """The last step that the runtime planned itself, as all ranks ran it; None before the first; called by all."""
+        """Return the last executed step as measured on all ranks; None before the first; called by all ranks."""
         if self._last is None:
             return None
         return MeasuredStep(self._last.assignment, self._last.schedule, self._last.tokens, self.measured())
 
     def arrows(self) -> list[tuple[Action, Action]]:
-        """Which action of that step made rows for which other one, for `write_timeline`."""
+        """Return (producer, consumer) action pairs of the last step's messages, for `write_timeline`."""
         if self._last is None:
             return []
         edges = messages(self.plan, self._last.assignment, self._last.schedule).values()
         return [(message.producer, message.consumer) for edge in edges for message in edge]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight and persistent buffer held here by logical name, tied ones once; not copies. What `boxes` says
-        of each."""
+        """Return every weight and persistent buffer held here by logical name, tied ones once; not copies. `boxes` has
+        the part of each that is held."""
         held: dict[str, Tensor] = {}
         for module in self.modules.values():
             held |= stage_tensors(module)
@@ -395,9 +394,9 @@ class Runtime:
     def require_equal(
         self, masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        """Prove that all holders of a weight have the same, and all who own the same box the same state, after they
-        were loaded; called by all ranks. masters: what is updated of the owned weights, by their keys. moments: key →
-        kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
+        """Check, after loading, that all holders of a weight have equal weights and all owners of a box equal optimizer
+        state; called by all ranks. masters: key → fp32 master of an owned weight. moments: key → kind → tensor, as
+        `optimizer_tensors` returns them. Raises UserError."""
         copies = {key: tensor for key, tensor in masters.items() if tensor is not self.owned.parameters[key]}
         state = {"master weights": copies}
         for kind in ("exp_avg", "exp_avg_sq", "ema"):
@@ -407,12 +406,12 @@ class Runtime:
         self._shared.require_equal(state)
 
     def train(self, mode: bool = True) -> None:
-        """Training or evaluation mode of the stages held here."""
+        """Set training or evaluation mode on the stages held here."""
         for module in self.modules.values():
             module.train(mode)
 
     def close(self) -> None:
-        """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
+        """Restore the model's plain linear layers and remove hooks. `comm` stays open unless owned."""
         self._sync.close()
         for stage in self._stages.values():
             stage.close()
@@ -425,7 +424,7 @@ class Runtime:
     def _telling_others(self) -> Iterator[None]:
         try:
             yield
-        except Diverged:  # every rank finds out for itself; an abort would overtake its answers
+        except Diverged:  # every rank detects this itself; an abort would overtake the exchange
             raise
         except BaseException as error:
             self.comm.abort(f"rank {self.comm.rank} failed: {error}")
@@ -435,7 +434,7 @@ class Runtime:
         return self._next_step if step_number is None else step_number
 
     def _run(self, data: StepData, step: PreparedStep, number: int) -> list[Outcome]:
-        """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
+        """Run this rank's part of a step; returns its losses or predictions with their samples."""
         samples = data.samples
         agreement = Agreement(
             self.comm,
@@ -463,7 +462,7 @@ class Runtime:
         return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)
 
     def _covering(self, salvaged: Salvaged | None) -> Covered:
-        """The weights of a stage whose gradients of some samples are salvaged."""
+        """Return the function (stage, samples) → weights of the stage whose gradients have been recovered."""
         if salvaged is None:
             return nothing_covered
         by_layer = salvaged.salvage.covered()
@@ -480,7 +479,7 @@ class Runtime:
 
 
 def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts | None:
-    """The costs of rank 0: machines may know different ones, but all must plan by the same."""
+    """Return the costs of rank 0: machines may know different costs, but all ranks must plan with the same."""
     digests = all_gather_object(comm, None if costs is None else digest(json.dumps(costs.to_document())))
     if len(set(digests)) == 1:
         return costs

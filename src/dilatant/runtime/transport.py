@@ -1,11 +1,11 @@
-"""Transport: rows of samples along directed edges between ranks of different stages.
+"""Transport: point-to-point communication of samples' rows between the ranks of different stages.
 
-Every directed edge has its own communicator, on a GPU with its own stream. Both ends know every message, its order and
-its shape, so nothing but rows travels; what a rank has for itself stays where it is. Sends return at once. Receives are
-posted in the sender's order, at most `look_ahead` messages beyond the furthest one that was needed so far, so buffers
-are bounded by the schedule. Tensor-parallel ranks are each sent a share of the rows that they all need, and gather
-these over the links by which they share layers. What was sent is let go when a message comes back from an action that
-took it, or from a later one of the same rank: Gloo does not tell when a send is over, but then it must be.
+Every directed edge has its own communicator, on a GPU with its own stream. Both ends derive every message, its order
+and its shape, so only rows are sent; rows for the same rank are not sent at all. Sends return at once. Receives are
+posted in the sender's order, at most `look_ahead` messages beyond the last one needed so far, so the schedule bounds
+the buffers. Tensor-parallel ranks that need the same rows each receive a slice and all-gather within the stage. A sent
+buffer is freed when a message arrives from an action that used it, or from a later action of the same rank: Gloo does
+not report when a send completes, but by then it must have.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _HEADER_TAG = 1 << 19
 
 
 class TransportError(RuntimeError):
-    """A message is not the one that the schedule says comes next on its edge."""
+    """A message differs from the one that the schedule expects next on its edge."""
 
 
 class Transport:
-    """The edges of one rank. `begin`, then `receive` and `send`, then `finish`, each step.
+    """The edges of one rank. In each step call `begin`, then `receive` and `send`, then `finish`.
 
-    stages: of the plan, by number. All ranks make one together, since it opens the groups of tensor-parallel ranks.
-    check: a header before every message proves that both ends mean the same one (slower; for debugging).
+    stages: all stages of the plan, by number. All ranks construct it together, since it opens the tensor-parallel
+    groups. check: send a header before every message to prove that both ends mean the same one (slower; for debugging).
     """
 
     def __init__(self, comm: Comm, stages: Sequence[Stage], look_ahead: int = 2, check: bool = False) -> None:
@@ -66,18 +66,18 @@ class Transport:
         self._before: Callable[[], None]
 
     def has_open(self, routes: Routes) -> bool:
-        """Whether all edges of a step are open already."""
+        """Return True if all edges of a step are open already."""
         return self._edges.keys() >= set(_edges(routes))
 
     def begin(self, routes: Routes, owners: RowOwners, before: Callable[[], None]) -> None:
         """Open the edges of a step, which waits for the ranks at their other ends, and post the first receives.
 
-        owners: who has which rows, the same at both ends. before: called before rows are sent to, or awaited from,
-        another rank.
+        owners: which rank has which rows, the same at both ends. before: called before rows are sent to, or awaited
+        from, another rank.
         """
         self._owners, self._before = owners, before
         self._turn = routes.turn
-        # Every rank opens its edges in the same order of all edges, so nobody waits in a circle.
+        # Every rank opens its edges in one global order, so there is no circular wait.
         for link in sorted(set(_edges(routes)) - self._edges.keys()):
             made, taken, source, target = link
             self._edges[link] = self._comm.edge(f"edge/{made}-{taken}/{source}-{target}", source, target)
@@ -95,8 +95,8 @@ class Transport:
         }
 
     def receive(self, message: Message) -> tuple[Tensor, int | None]:
-        """This rank's rows of `message`, [rows, width], when they are here, and a rank that they had to come from, if
-        any. Each message is received once."""
+        """Wait for this rank's rows of `message`; returns [rows, width] and a remote rank that sent some of them, or
+        None. Each message is received once."""
         parts: list[tuple[Parcel, Tensor]] = []
         came_from = None
         for link in self._sources.get(message, ()):
@@ -118,8 +118,8 @@ class Transport:
         return rows, came_from
 
     def send(self, message: Message, rows: Tensor) -> None:
-        """Send [rows, width], all that this rank has of `message`, to those who need them, and return at once; `rows`
-        must not change any more."""
+        """Send [rows, width], this rank's rows of `message`, to the ranks that need them, and return at once; `rows`
+        must not change afterwards."""
         links = self._targets.get(message, ())
         turn, what = self._turn[message.consumer], describe(message)
         sending = self._sending[self._ranks_of_stage[message.consumer.stage]]
@@ -145,7 +145,7 @@ class Transport:
             sending.append((turn, edge.send(own, target, place % _TAGS, what)))
 
     def finish(self) -> None:
-        """Return when everything is sent. Raises TransportError if a message was never received."""
+        """Wait until everything is sent. Raises TransportError if a message was never received."""
         for sending in self._sending.values():
             for _, pending in sending:
                 pending.wait()
@@ -156,7 +156,7 @@ class Transport:
             raise TransportError(f"{len(left)} messages were not used; the first is {describe(left[0])}")
 
     def header(self, message: Message, link: Link, place: int) -> Tensor:
-        """What both ends of a checked edge must agree on: int64 [5]."""
+        """Return the header that both ends of a checked edge compare: int64 [5]."""
         parcel = self._owners.parcel(message, link)
         samples = hashlib.sha256(repr(message).encode()).digest()
         return torch.tensor(
@@ -164,7 +164,7 @@ class Transport:
         )
 
     def _joined(self, message: Message, parts: Sequence[tuple[Parcel, Tensor]]) -> Tensor:
-        """All rows of a message that were sent to this rank, from what came from each rank that had some."""
+        """Assemble the rows of a message that this rank receives from one or several source ranks."""
         for parcel, rows in parts:
             if parcel.at_target is None and (parcel.rows or len(parts) == 1):
                 return rows
@@ -177,7 +177,7 @@ class Transport:
         return whole
 
     def _let_go(self, ranks: tuple[int, ...], turn: int) -> None:
-        """Forget what was sent to actions of `ranks`, which run the same ones, up to `turn`: they are done."""
+        """Free what was sent to the actions of `ranks` (the same on each) up to `turn`, which have run."""
         sending = self._sending[ranks]
         for wanted, pending in sending:
             if wanted <= turn:
@@ -237,7 +237,7 @@ class _Inbox:
             self._next += 1
 
     def _after_header(self, place: int, posted: _Posted) -> _Posted:
-        """Compare before the rows are received: Gloo ends the process when a message outgrows its buffer."""
+        """Check the header before the rows are received: Gloo ends the process when a message exceeds its buffer."""
         assert posted.header is not None
         message = self._messages[place]
         wanted = self._transport.header(message, self._link, place)
@@ -255,7 +255,7 @@ class _Inbox:
 
 
 def _gathered(own: Tensor, shares: Sequence[Rows], group: Group, what: str) -> Tensor:
-    """All rows of a message that the ranks of a group need, of which each was sent its share."""
+    """All-gather the rows of a message over the tensor-parallel ranks, each of which was sent a slice."""
     most = max(len(rows) for rows in shares)
     padded = own if len(own) == most else torch.cat([own, own.new_empty(most - len(own), own.shape[1])])
     everybody = own.new_empty(len(shares), *padded.shape)
@@ -270,14 +270,14 @@ def _gathered(own: Tensor, shares: Sequence[Rows], group: Group, what: str) -> T
 
 
 def _some(rows: Tensor, at: Rows) -> Tensor:
-    """Rows at these places, which rise; a view where they are one behind the other."""
+    """Return the rows at these ascending indices; a view where the indices are consecutive."""
     if len(at) and at[-1] - at[0] + 1 == len(at):
         return rows[int(at[0]) : int(at[-1]) + 1]
     return rows[upload(at, rows.device)]
 
 
 def _edges(routes: Routes) -> Iterator[Link]:
-    """Those that end at another rank."""
+    """Yield the edges between this rank and other ranks."""
     return (link for link in (*routes.incoming, *routes.outgoing) if not _is_own(link))
 
 
@@ -294,7 +294,7 @@ def _by_message(links: Mapping[Link, Sequence[Message]]) -> dict[Message, list[L
 
 
 def describe(message: Message) -> str:
-    """A message in words, for people who look for the reason of an error."""
+    """Describe a message for error texts."""
     producer, consumer = message.producer, message.consumer
     more = "..." if len(message.samples) > 8 else ""
     return (
