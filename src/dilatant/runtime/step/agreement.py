@@ -1,4 +1,4 @@
-"""Agreement: all ranks hold the same Plan, Assignment and Schedule, or learn who does not, before anything moves."""
+"""Agreement: before a step exchanges data, verify that all ranks hold the same Plan, Assignment and Schedule."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _BITS = 62
 
 
 class Diverged(RuntimeError):
-    """Ranks were about to run different steps; the message names them."""
+    """Ranks were about to run different steps; the message names the ranks."""
 
 
 def digest(*documents: str | NDArray[np.int64]) -> int:
-    """62 bits of the SHA-256 of `documents`: texts, and arrays by their bytes."""
+    """Return 62 bits of the SHA-256 of `documents`: strings, and arrays by their bytes."""
     joined = hashlib.sha256()
     for document in documents:
         data = document.encode() if isinstance(document, str) else np.ascontiguousarray(document).data
@@ -31,9 +31,9 @@ def digest(*documents: str | NDArray[np.int64]) -> int:
 
 
 class Agreement:
-    """Whether all ranks began a step with equal `values` (name → integer of 62 bits, names equal everywhere).
+    """Check that all ranks start a step with equal `values` (name → integer of 62 bits, the same names on every rank).
 
-    Values travel while the rank computes; it must `require` them to be equal before it sends, awaits or sums anything.
+    The values are gathered while the rank computes; it must call `require` before it sends, awaits or sums anything.
     """
 
     def __init__(self, comm: Comm, values: Mapping[str, int]) -> None:
@@ -42,8 +42,8 @@ class Agreement:
         self._gathering: AsyncAllGather | None = AsyncAllGather(comm, own, "agreement on the step")
 
     def require(self) -> None:
-        """Return when all agree; again and again, if need be. Raises Diverged on every rank otherwise, naming what
-        differs and the ranks in the minority."""
+        """Return when all ranks agree; may be called repeatedly. Otherwise raises Diverged on every rank, naming the
+        differing values and the ranks in the minority."""
         if self._gathering is None:
             return
         gathered = self._gathering.wait()

@@ -1,9 +1,9 @@
-"""Costs that follow measurements: what actions took corrects what the next steps are planned by, alike on all ranks.
+"""Cost correction: measured action times scale the costs that later steps are planned with, alike on all ranks.
 
-Every rank adds up the normal equations of its own actions: measured seconds over the square, linear and fixed parts
-that the costs gave them. These few sums travel with the agreement that a step commits, so all ranks know the same
-totals and derive the same factors. Factors count from a later step on, which every rank knows by its number: whoever
-plans ahead plans with the same ones.
+Every rank sums the normal equations of its own actions: measured seconds against the quadratic, linear and fixed parts
+of the predicted cost. These few sums are exchanged with the agreement that commits a step, so all ranks know the totals
+and derive the same factors. New factors apply from a later step number on, which every rank can derive, so ranks that
+plan ahead use the same ones.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.step.stragglers import Slowness
 
 INTERVAL = 16
-"""Steps for which the factors stay. Those of an interval are decided when the one before it begins, so a step may be
-planned at least this many steps ahead."""
+"""Number of steps that share one set of factors. The factors of an interval are fixed when the preceding interval
+begins, so a step may be planned at least this many steps ahead."""
 FORGETTING = 0.95
-"""What a step's sums weigh after each further step: about the last twenty count."""
+"""Decay per step of a step's sums: about the last twenty steps count."""
 UNSETTLED = 2
-"""First steps after a start, which are not counted: buffers are allocated and kernels chosen in them."""
+"""The first steps after a start are not counted, since buffers are allocated and kernels chosen in them."""
 RIDGE = 2e-3
-"""How strongly the parts of a unit are held to one common factor, and that to 1, against what was measured."""
+"""Strength of the ridge terms that pull a unit's part factors towards one common factor, and that factor towards 1."""
 DRIFT = 1.5
-"""Times more or less than the costs say from which on the user is told."""
+"""Warn the user when the ratio of measured to predicted time exceeds this, or is below its inverse."""
 
 PARTS = 3
 _SUMS = 9
@@ -41,20 +41,20 @@ _TRIANGLE = np.triu_indices(PARTS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnWork:
-    """What the costs say of one rank's actions of a step, in their order: `parts [actions, 3]` seconds, square, linear
-    and fixed; `group [actions]`, as `CostCorrection.group_of` numbers them."""
+    """Predicted cost of one rank's actions in a step, in order: `parts [actions, 3]` in seconds (quadratic, linear,
+    fixed) and `group [actions]`, numbered by `CostCorrection.group_of`."""
 
     parts: NDArray[np.float64]
     group: NDArray[np.int64]
 
 
 class CostCorrection:
-    """The costs of one run as they are corrected. Steps are finished one after another; `costs_at` may be called from
-    any thread.
+    """The corrected costs of one run. Steps are finished in order; `costs_at` may be called from any thread.
 
-    Factors are of a unit, of unlike devices of a unit on one group of them; and for each direction.
+    There is a factor for each unit and direction (forward, backward), and on mixed hardware for each device type of a
+    unit.
 
-    enabled: False only observes, and `costs_at` stays at `origin`.
+    enabled: False only observes; `costs_at` then always returns `origin`.
     """
 
     def __init__(self, plan: Plan, origin: StepCosts, enabled: bool = True) -> None:
@@ -81,12 +81,12 @@ class CostCorrection:
 
     @property
     def num_sums(self) -> int:
-        """Numbers of `own`."""
+        """Length of the list that `own` returns."""
         return self._sums.size + self.slowness.num_sums
 
     def costs_at(self, step: int) -> StepCosts:
-        """The costs that step `step` is planned by, on every rank. Raises RuntimeError for a step so far ahead that
-        they are not known."""
+        """Return the costs that every rank plans step `step` with. Raises RuntimeError for a step whose costs are not
+        known yet."""
         with self._lock:
             interval = step // INTERVAL
             if self._finished is None:
@@ -104,7 +104,7 @@ class CostCorrection:
             return self._costs[version]
 
     def is_corrected_at(self, step: int) -> bool:
-        """Return whether measurements are in `costs_at(step)`."""
+        """Return True if `costs_at(step)` includes measurements."""
         with self._lock:
             return self._version(step // INTERVAL) > 0
 
@@ -114,15 +114,15 @@ class CostCorrection:
     def group_of(
         self, stage: NDArray[np.signedinteger], kind: NDArray[np.signedinteger]
     ) -> NDArray[np.int64]:
-        """`OwnWork.group` of actions, by stage number and place in `KIND_ORDER`."""
+        """Return `OwnWork.group` for actions given by stage number and index in `KIND_ORDER`."""
         return self._group[stage, kind]
 
     def own(self, rank: int, work: OwnWork, seconds: Sequence[float]) -> list[float]:
-        """The sums of a step of `rank`, its actions having taken `seconds`: all ranks' are added up for `finish`."""
+        """Return this rank's sums for a step whose actions took `seconds`; `finish` needs the total over all ranks."""
         measured, predicted = np.asarray(seconds, dtype=np.float64), work.parts.sum(axis=1)
         sums = np.zeros(self._sums.shape)
         if len(measured) == len(predicted):
-            # Errors count relative to what was predicted, so that long actions do not decide alone.
+            # Errors count relative to the prediction, so that long actions do not dominate the fit.
             known = predicted > 0
             weight = np.where(known, 1.0 / np.where(known, predicted, 1.0), 0.0)
             products = work.parts[:, _TRIANGLE[0]] * work.parts[:, _TRIANGLE[1]]
@@ -135,8 +135,8 @@ class CostCorrection:
         return [*sums.ravel().tolist(), *self.slowness.own(rank, seconds, corrected)]
 
     def finish(self, step: int, summed: Sequence[float]) -> str | None:
-        """Step `step` is done on all ranks, whose sums add up to `summed`. Returns what to tell the user, once: that a
-        unit takes much more or less than the costs say."""
+        """Record that all ranks finished step `step` and that their sums add up to `summed`. Returns a warning for the
+        user, at most once per run, when a unit's times differ much from the costs."""
         everything = np.asarray(summed, dtype=np.float64)
         now = everything[: self._sums.size].reshape(self._sums.shape)
         self.drift = self._drift_of(now)
@@ -158,7 +158,7 @@ class CostCorrection:
         return self._warning() if (step + 1) % INTERVAL == 0 else None
 
     def to_json(self) -> str:
-        """The state between two steps, for a checkpoint."""
+        """Serialize the state between two steps, for a checkpoint."""
         with self._lock:
             return json.dumps(
                 {
@@ -173,8 +173,8 @@ class CostCorrection:
             )
 
     def from_json(self, text: str) -> None:
-        """Go on from what `to_json` wrote. A state of other units or of costs from elsewhere is left aside: its factors
-        mean something else. Raises ValueError when it is no such state."""
+        """Restore the state that `to_json` wrote. A state with other units or costs of another origin is ignored, since
+        its factors mean something else. Raises ValueError for malformed input."""
         try:
             state = json.loads(text)
             same = state["origin"] == self.origin.origin and state["units"] == self._units
@@ -198,7 +198,7 @@ class CostCorrection:
             self._slow = {number: slow.get(number, nobody) for number in versions}
 
     def _drift_of(self, sums: NDArray[np.float64]) -> dict[str, float]:
-        """Unit → measured over predicted seconds, of the origin's costs; only of units that had work."""
+        """Return unit → measured over predicted seconds by the original costs, for units that had work."""
         drift = {}
         for index, name in enumerate(self._units):
             both = sums[2 * index] + sums[2 * index + 1]
@@ -224,7 +224,7 @@ class CostCorrection:
 
 
 def _name(placed: PlacedStage, costs: StepCosts) -> str:
-    """What has factors of its own: a unit, of unlike devices on each group of them."""
+    """Return the name under which a stage shares factors: its unit and, on mixed hardware, its device type."""
     cluster = costs.cluster
     if cluster is None or not cluster.parts:
         return placed.unit
@@ -232,7 +232,7 @@ def _name(placed: PlacedStage, costs: StepCosts) -> str:
 
 
 def _factors(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Factors [3] of the parts that predict best what was measured, none negative; ones where nothing was."""
+    """Fit non-negative factors [3] of the cost parts to the measurements; ones where nothing was measured."""
     matrix, right = _matrix(sums), sums[6:]
     predicted = matrix.sum()
     if predicted <= 0:

@@ -1,4 +1,4 @@
-"""What one rank adds to the losses of a step."""
+"""Sum the losses that one rank contributes to a step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dilatant.runtime.state.exact_sums import rounded_loss
 def sum_losses(
     outcomes: Sequence[Outcome], data: StepData, salvaged: Sequence[LossShare], exact: bool
 ) -> tuple[dict[str, float], list[str]]:
-    """Loss → the sum of what was computed of it here, and of what was before; and the ids of samples whose are not
-    finite. exact: each is rounded, so that their sum does not depend on their order."""
+    """Return loss name → sum of this rank's new and recovered losses, and the ids of samples with a non-finite loss.
+    exact: round each loss, so that the sum does not depend on the order."""
     parts = [outcome.value.float().reshape(-1) for outcome in outcomes if isinstance(outcome.value, Tensor)]
     values = iter(torch.cat(parts).tolist() if parts else ())
     sums: dict[str, float] = {}
@@ -39,7 +39,7 @@ def sum_losses(
 def sum_sources(
     outcomes: Sequence[Outcome], data: StepData, salvaged: Sequence[LossShare], name: str, num_sources: int
 ) -> list[float]:
-    """What samples of each data set add to the loss `name` here, before it is divided; nothing of a single one."""
+    """Return this rank's unnormalized sum of the loss `name` by data set; empty for a single data set."""
     if num_sources < 2:
         return []
     sums = [0.0] * num_sources

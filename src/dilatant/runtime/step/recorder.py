@@ -1,4 +1,4 @@
-"""The clock of one rank: when each action began, how long it waited and for whom, how long it computed."""
+"""Record when each action of one rank began, how long it waited and for which rank, and how long it computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Step:
 
 
 class Recorder:
-    """Marks the actions of one step. On a GPU marks are CUDA events, so recording waits for nothing."""
+    """Records the actions of one step. On a GPU it uses CUDA events, so that recording does not synchronize."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
@@ -38,38 +38,38 @@ class Recorder:
         self._actions: list[_Open] = []
 
     def begin(self, kept: bool = True) -> None:
-        """A step begins, and replaces the last one unless it is not to be `kept`."""
+        """Begin a step. Its record replaces the previous one if `kept`."""
         step = _Step(time.time(), self._mark())
         self._actions = step.actions
         if kept:
             self._last = step
 
     def start(self, unit: str, action: Action, samples: tuple[int, ...]) -> None:
-        """The rank turns to an action."""
+        """Begin an action, which may first wait for rows."""
         self._actions.append(_Open(unit, action, samples, [self._mark()], {}))
 
     def waited(self, source: int, seconds: float) -> None:
-        """The host waited for rows of rank `source`."""
+        """Add host time spent waiting for rows of rank `source`."""
         waits = self._actions[-1].waits
         waits[source] = waits.get(source, 0.0) + seconds
 
     def computing(self) -> None:
-        """Everything the action needs is here."""
+        """Mark that all inputs of the action have arrived."""
         self._actions[-1].marks.append(self._mark())
 
     def done(self) -> None:
-        """The action is computed."""
+        """Mark the end of the action."""
         self._actions[-1].marks.append(self._mark())
 
     def seconds(self) -> float:
-        """Since `begin`. On a GPU this waits for the device."""
+        """Return seconds since `begin`. On a GPU this synchronizes with the device."""
         mark = self._mark()
         if self._on_gpu:
             mark.synchronize()
         return self._seconds(mark)
 
     def rows(self) -> tuple[MeasuredAction, ...]:
-        """What was measured in the last step that was kept. On a GPU this waits for the device."""
+        """Return the measured actions of the last kept step. On a GPU this synchronizes with the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         rows = []

@@ -1,8 +1,8 @@
-"""Row owners: which rank of a stage has which of a microbatch's rows, in one step.
+"""Row owners: the rows of a microbatch that each rank of a stage holds, in one step.
 
-Without context parallelism every rank of a stage has all of them. With it, a rank has the rows of its own tokens or
-items (see `Stage.owners`), whoever makes or takes them; both ends of an edge derive the same from the samples. Of
-tensor-parallel ranks, which need the same rows, each is sent a share.
+Without context parallelism every rank of a stage holds all rows. With it, a rank holds the rows of its own tokens or
+items (see `Stage.owners`), as producer and as consumer; both ends of an edge derive the same owners from the samples.
+Tensor-parallel ranks, which need the same rows, are each sent a slice.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What of a message goes from one rank to another: `rows` rows of `width` numbers. at_source, at_target: which of
-    the message's rows that the giver has, and of those that are sent to the taker, these are; None for all of them."""
+    """The part of a message sent from one rank to another: `rows` rows of `width` numbers. at_source, at_target: their
+    indices among the message's rows on the sender, and among those sent to the receiver; None for all of them."""
 
     rows: int
     width: int
@@ -36,7 +36,7 @@ class Parcel:
 
 
 class RowOwners:
-    """Of the stages of a plan, in one step. boundaries: by stage, then by the unit that takes its rows."""
+    """Row ownership for the stages of a plan in one step. boundaries: by stage, then by consumer unit."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class RowOwners:
     def counts(
         self, stage: int, rank: int, samples: tuple[int, ...], other: str, boundary: Boundary
     ) -> list[int]:
-        """How many rows a rank of a stage, which runs these samples together, has of each: of those that pass between
-        it and the unit `other`."""
+        """Return, for each of `samples` (run together by the stage), how many of its rows at the boundary to or from
+        the unit `other` are on `rank`."""
         own = self._placed[stage].stage
         if own.cp == 1:
             return [boundary.rows_of(self._data.samples[sample]) for sample in samples]
@@ -69,14 +69,14 @@ class RowOwners:
         ]
 
     def parcel(self, message: Message, link: Link) -> Parcel:
-        """What of a message goes along a link."""
+        """Return the part of a message that is sent along a link."""
         if (message, link) not in self._parcels:
             self._parcels[message, link] = self._parcel(message, link)
         return self._parcels[message, link]
 
     def shares(self, message: Message, rank: int) -> tuple[Rows, ...] | None:
-        """Of the rows of a message that `rank` takes, those that are sent to each of the tensor-parallel ranks that
-        need the same; None where each of them is sent, or has, all."""
+        """Return, for each tensor-parallel rank that needs the same rows of a message as `rank`, the indices of the
+        rows sent to it; None where each of them already gets, or has, all rows."""
         own = self._placed[message.consumer.stage].stage
         if own.tp == 1:
             return None
@@ -99,7 +99,7 @@ class RowOwners:
         return Parcel(len(rows), boundary.width, boundary.dtype, _among(rows, source), _among(rows, target))
 
     def _crossing(self, message: Message, place: int) -> dict[tuple[int, int], Rows]:
-        """(giver, taker) → the rows of a message that go from one to the other, of takers in one place."""
+        """Return (giver, taker) → the rows of a message sent between them, for takers at one context-parallel index."""
         if (message, place) not in self._crossings:
             giving, taking = (self._placed[end.stage] for end in (message.producer, message.consumer))
             samples = [self._routes.samples[end] for end in (message.producer, message.consumer)]
@@ -115,12 +115,12 @@ class RowOwners:
         return self._crossings[message, place]
 
     def _sent_to(self, message: Message, place: int, rank: int) -> Rows:
-        """Of the rows of a message those that are sent to a rank, or are there."""
+        """Return the rows of a message that a rank is sent or already has, ascending."""
         rows = [rows for (_, taker), rows in self._crossing(message, place).items() if taker == rank]
         return np.sort(np.concatenate([np.empty(0, np.int64), *rows]))
 
     def boundary(self, message: Message) -> Boundary:
-        """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
+        """Return the boundary of a message's rows, or of the rows that its gradients belong to."""
         made = boundary_of(message)
         taken = message.consumer.stage if message.producer.stage == made else message.producer.stage
         return self._boundaries[made][self._placed[taken].unit]
@@ -130,7 +130,7 @@ class RowOwners:
         return sum(boundary.rows_of(self._data.samples[sample]) for sample in message.samples)
 
     def _rows_at(self, message: Message, stage: int, other: int, place: int) -> Rows:
-        """Which rows of a message the ranks in a place of one of its stages have."""
+        """Return the rows of a message that ranks at a context-parallel index of one of its stages hold."""
         if self._placed[stage].stage.cp == 1:
             return np.arange(self._count(message))
         action = message.producer if message.producer.stage == stage else message.consumer
@@ -158,5 +158,5 @@ class RowOwners:
 
 
 def _among(rows: Rows, all_rows: Rows) -> Rows | None:
-    """Where rows are among others, which are in order; None for all of these."""
+    """Return the indices of `rows` in the ascending `all_rows`; None if they are all of them."""
     return None if len(rows) == len(all_rows) else np.searchsorted(all_rows, rows)

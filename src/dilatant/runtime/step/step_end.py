@@ -1,4 +1,4 @@
-"""The end of a step: all ranks add up a few numbers, which is also their agreement that every gradient is there."""
+"""Step end: all ranks sum a few numbers, and this exchange is also their agreement that every gradient is complete."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from dilatant.runtime.step.time_shares import ShareCounter
 
 
 class StepEnd:
-    """What this rank tells the others at the end of a step, and what they learn together. costs: told what was
-    measured. num_sources, exact: as of `Runtime`."""
+    """Exchange a step's results between all ranks. costs: receives the measured times. num_sources, exact: as in
+    `Runtime`."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class StepEnd:
         should_stop: Callable[[], bool],
         found: Callable[[], Sequence[Any]],
     ) -> StepResult:
-        """Finish the gradients of step `number`, whose actions made `outcomes` here, and agree with all ranks; the same
-        result on each. should_stop, found: as of `Runtime.execute`."""
+        """Finish the gradient sync of step `number`, whose actions made `outcomes` on this rank, and agree with all
+        ranks; returns the same result on each. should_stop, found: as in `Runtime.execute`."""
         anchor = self._graph.anchor
         told = () if step.salvaged is None else step.salvaged.losses_of(self._comm.rank)
         own_losses, nonfinite = sum_losses(outcomes, data, told, self._exact)
@@ -82,7 +82,7 @@ class StepEnd:
             *self._costs.own(self._comm.rank, step.work, [action.seconds for action in actions]),
             *shares,
         )
-        # Who answers here has all its gradients: the last answer is the agreement that the step commits.
+        # A rank that contributes here has all its gradients: when all have contributed, the step may commit.
         values = torch.tensor(own, dtype=torch.float64)
         gathered = AsyncAllGather(self._comm, values, "the agreement that all gradients are there").wait()
         sums = gathered.sum(0).tolist()
@@ -114,7 +114,7 @@ class StepEnd:
         )
 
     def _own_squares(self) -> list[float]:
-        """This rank's part in the square of the gradients' norm, to be added up over ranks."""
+        """Return this rank's part of the squared gradient norm, to be summed over ranks."""
         if not self._exact:
             return [self._owned.squared_norm()]
         gradients = {key: parameter.grad for key, parameter in self._owned.parameters.items()}

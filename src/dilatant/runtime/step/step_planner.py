@@ -1,6 +1,6 @@
-"""From the sizes of a global batch to the step that all ranks run: the same on every rank, from the same numbers.
+"""Step planner: turn the sizes of a global batch into the step that all ranks run, identically on every rank.
 
-All of it is known before a sample is decoded, so it may be done ahead of the step, in another thread.
+Sizes are known before a sample is decoded, so a step may be planned ahead, in another thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dilatant.schedule.trainability import Trainability
 
 
 class Sized(Protocol):
-    """As much of a sample as a step is planned from."""
+    """The attributes of a sample that planning a step needs."""
 
     @property
     def sizes(self) -> Mapping[str, int]: ...
@@ -45,10 +45,10 @@ class Sized(Protocol):
 class PreparedStep:
     """A step of one global batch, planned and compiled for one rank.
 
-    tokens: unit → of each sample, what the unit processes. draws: of each sample. actions, routes: of this rank.
-    digests: what all ranks must agree on. work: of this rank's actions, what the costs before any correction say.
-    timed: the simulated step, by the costs that hold for it. is_rough: nobody measured these, and no step has corrected
-    them. forwards: it has no backward. salvaged: what it rests on, where only some samples run.
+    tokens: unit → tokens of each sample. draws: by sample. actions, routes: of this rank. digests: values that all
+    ranks must agree on. work: uncorrected predicted costs of this rank's actions. timed: the simulated step, by the
+    costs in effect. is_rough: these costs are neither measured nor corrected by measurements. forwards: the step has no
+    backward. salvaged: recovered gradients of a failed step; then only the missing samples run.
     """
 
     assignment: Assignment
@@ -66,8 +66,8 @@ class PreparedStep:
     salvaged: Salvaged | None = None
 
     def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
-        """What all ranks must have alike before anything of the step moves, by what it is called. samples: those that
-        the step is executed with, as the run's number `number`. Raises ValueError when it was planned for others."""
+        """Return name → digest of everything that must be equal on all ranks before data is exchanged. samples: to
+        execute step `number` of the run with. Raises ValueError when the step was planned for others."""
         if self.draws != tuple(sample.draw for sample in samples):
             raise ValueError("the step was planned for other samples than it is given")
         kept = self.salvaged
@@ -83,19 +83,16 @@ class PreparedStep:
 
     @property
     def predicted_seconds(self) -> float | None:
-        """Seconds from the first action to synced gradients; None where costs say nothing of seconds."""
+        """Seconds from the first action to synced gradients; None if the costs are in tokens."""
         return None if self.origin == TOKENS else self.timed.seconds_synced
 
     def predicted_timeline(self) -> Timeline | None:
-        """When every action is predicted to run, and why ranks idle; None where costs say nothing of seconds."""
+        """Return the predicted times of all actions and the reasons for idle time; None if the costs are in tokens."""
         return None if self.origin == TOKENS else self.timed.timeline()
 
 
 class StepPlanner:
-    """Plans the steps of one rank of a run under one plan. Keeps no state of its own, so threads may share it.
-
-    with_backward: the stages that have a backward, by number.
-    """
+    """Plans the steps of one rank under one plan. It keeps no state, so threads may share it."""
 
     def __init__(
         self,
@@ -117,8 +114,8 @@ class StepPlanner:
         }  # fmt: skip
 
     def plan_step(self, samples: Sequence[Sized], step: int, forwards: bool = False) -> PreparedStep:
-        """The step of a global batch, which is the run's number `step`. forwards: without backwards, and only of what
-        the anchor's answers hang on. Raises RuntimeError as `CostCorrection.costs_at`."""
+        """Plan step `step` of the run from a global batch. forwards: forwards only, and only of units that the language
+        model's predictions depend on. Raises RuntimeError as `CostCorrection.costs_at`."""
         idle = self._graph.behind_anchor if forwards else ()
         tokens = self._tokens(samples, idle)
         costs = self._costs.origin if forwards else self._costs.costs_at(step)
@@ -133,7 +130,7 @@ class StepPlanner:
         return self.prepare(samples, assignment, schedule, step, forwards)
 
     def plan_missing(self, samples: Sequence[Sized], salvaged: Salvaged) -> PreparedStep:
-        """The step of a global batch of which much is done: only what is missing runs. Raises as `plan_step`."""
+        """Plan the missing part of a step that is partly recovered. Raises as `plan_step`."""
         step, missing = salvaged.salvage.step, sorted(salvaged.missing)
         costs = self._costs.costs_at(step)
         tokens = {
@@ -163,7 +160,7 @@ class StepPlanner:
     def missing(
         self, samples: Sequence[Sized], salvage: Salvage, weights: LayerWeights, speaking: Mapping[str, range]
     ) -> Salvaged:
-        """What of a global batch runs again, see `Salvage.missing`."""
+        """Return what is recovered of a global batch, with the samples that must run again; see `Salvage.missing`."""
         return Salvaged(salvage, salvage.missing(self._tokens(samples), weights, speaking))
 
     def prepare(
@@ -174,7 +171,7 @@ class StepPlanner:
         step: int,
         forwards: bool = False,
     ) -> PreparedStep:
-        """The step of an assignment and a schedule that are given. Raises ScheduleError for one that cannot run."""
+        """Compile a step from a given assignment and schedule. Raises ScheduleError if the schedule cannot run."""
         tokens = self._tokens(samples, self._graph.behind_anchor if forwards else ())
         costs = self._costs.origin if forwards else self._costs.costs_at(step)
         graph = build(self._plan, assignment, schedule)
@@ -216,7 +213,7 @@ class StepPlanner:
         rows = slice(packed.offsets[index], packed.offsets[index + 1])
         stage, kind, piece = packed.stage[rows], packed.kind[rows], packed.piece[rows]
         seconds = self._costs.origin.stages.seconds[stage, kind]
-        # An even share: what ranks that share items measure adds up to that of all, not to the fullest one's each.
+        # Ranks that split a microbatch's items count an even share each: their measured times add up to the total.
         return OwnWork(seconds * timed.pieces[piece], self._costs.group_of(stage, kind))
 
 
@@ -225,7 +222,7 @@ def _arrays(tokens: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float
 
 
 def _assignment_arrays(assignment: Assignment) -> list[NDArray[np.int64]]:
-    """The samples of all microbatches in turn, and how many are in each, by unit and replica."""
+    """Return the sizes of all microbatches and their samples in order, by unit and replica."""
     found = []
     for replicas in assignment.microbatches.values():
         for batches in replicas:

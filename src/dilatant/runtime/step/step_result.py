@@ -1,4 +1,4 @@
-"""What a step, or a prediction, gives."""
+"""Results of a training step and of a prediction."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dilatant.runtime.step.time_shares import StepShares
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The same on every rank. Reduced gradients are in the parameters of every holder.
+    """The result of a step, the same on every rank. Reduced gradients are in the parameters of every holder.
 
-    loss: of the global batch, the weighted sum of `losses`, which go by name. target_tokens: of the language model.
-    grad_norm: of all gradients, every logical weight counted once. should_stop: whether any rank was asked to stop (see
-    `execute`). shares: where the step's time went, up to the last gradient. nonfinite_samples: the ids of microbatches
-    whose loss is not finite; whoever gets such a loss or norm should not apply the gradients. found: what ranks gave,
-    in the order of ranks. predicted_seconds: of the step, up to synced gradients, None where costs say nothing of
-    seconds. is_rough: see `PreparedStep`. drift: unit → measured over predicted seconds of its actions, by the costs
-    before any correction. warning: what to tell the user of it, once in a run. source_losses: of the anchor's loss, the
-    share of each data set (see `EncodedSample.source`), before weights.
+    loss: of the global batch, the weighted sum of `losses`, by name. target_tokens: of the language model. grad_norm:
+    of all gradients, every logical weight counted once. should_stop: some rank was asked to stop (see `execute`).
+    shares: how time was spent, up to the last gradient. nonfinite_samples: ids of the samples in microbatches with a
+    non-finite loss; gradients of a step with a non-finite loss or norm should not be applied. found: values from all
+    ranks, in rank order. predicted_seconds: up to synced gradients; None if the costs are in tokens. is_rough: see
+    `PreparedStep`. drift: unit → measured over predicted seconds of its actions, by uncorrected costs. warning: a
+    message about drift for the user, at most once per run. source_losses: by data set, its unweighted share of the
+    language model's loss (see `EncodedSample.source`).
     """
 
     loss: float
@@ -40,8 +40,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the model says in the place of each target of a sample, given all before it: the likeliest token, and the
-    cross entropy of the target."""
+    """Predictions for each target of a sample, given everything before it: the most likely token, and the target's
+    cross entropy."""
 
     tokens: list[int]
     losses: list[float]

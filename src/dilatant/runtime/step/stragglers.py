@@ -1,8 +1,8 @@
-"""Stragglers: how many times slower than its peers each rank is, from what its actions took.
+"""Stragglers: estimate from measured action times how many times slower than its peers each rank is.
 
-Costs correct themselves by unit (`CostCorrection`), which says nothing of a single machine that is throttled or shared.
-A rank that is far from its peers for long has all its work counted as so much dearer, so that its replica gets fewer
-samples; it counts as it did before when it is hardly slower any more.
+`CostCorrection` corrects costs by unit and cannot see a single machine that is throttled or shared. A rank that is
+persistently slower than its peers has its costs scaled up, so that its replica gets fewer samples, until it has almost
+caught up.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from dilatant.plan.plan import Plan
 
 SLOW, WELL = 1.25, 1.1
-"""Times slower than its peers from which on a rank counts as slow, and below which no longer."""
+"""A rank is slow above the first ratio to its peers' median pace, and no longer slow below the second."""
 MOST = 16.0
-"""How many times slower a rank counts at most."""
+"""Upper limit of a rank's slowness factor."""
 FORGETTING = 0.9
-"""What a step weighs after each further step: about the last ten count."""
+"""Decay per step of a step's sums: about the last ten steps count."""
 
 
 class Slowness:
-    """Of all ranks of a plan; alike on all of them, which know the same sums. Peers of a rank are those that hold a
-    stage of a unit of which it holds one; without any it is never slow. Ranks that are `together` count as one: which
-    of them has more to do, an odd image perhaps, is none's fault.
+    """Slowness factors of all ranks of a plan, the same on all ranks, which know the same sums. The peers of a rank
+    hold stages of the same unit; a rank without peers is never slow. Ranks that are `together` are averaged, since
+    their work differs by chance (for example, by an odd image).
 
-    factors: by rank, of the last decision.
+    factors: by rank, as last decided.
     """
 
     def __init__(self, plan: Plan, together: Collection[tuple[int, ...]] = ()) -> None:
@@ -49,7 +49,7 @@ class Slowness:
 
     @property
     def is_sure(self) -> bool:
-        """Whether it is of these ranks: what was known of a run before may be of other machines, and wears off."""
+        """True if the factors are from these ranks: restored ones may be of other machines, and decay."""
         return self._decisions > 1
 
     @property
@@ -57,20 +57,20 @@ class Slowness:
         return self._sums.size
 
     def own(self, rank: int, seconds: Sequence[float], predicted: NDArray[np.float64]) -> list[float]:
-        """A rank's sums of a step: what its actions took, and should have taken by costs that know no slow ranks."""
+        """Return a rank's sums for a step: its seconds, measured and predicted by costs without slowness factors."""
         sums = np.zeros(self._sums.shape)
         if len(seconds) == len(predicted):
             sums[rank] = np.sum(seconds), predicted.sum()
         return sums.ravel().tolist()
 
     def add(self, summed: NDArray[np.float64]) -> None:
-        """All ranks' sums of a step."""
+        """Add the sums of a step, totalled over all ranks."""
         now = summed.reshape(self._sums.shape)
         if np.isfinite(now).all():
             self._sums = FORGETTING * self._sums + now
 
     def decide(self) -> NDArray[np.float64]:
-        """By rank, how many times slower it is, 1 for those that are not."""
+        """Return by rank how many times slower it is than its peers, 1 for ranks that are not slow."""
         sums = self._sums.copy()
         for ranks in self._together:
             sums[ranks] = sums[ranks].mean(axis=0)
@@ -90,15 +90,15 @@ class Slowness:
         return factors
 
     def by_stage(self, factors: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of each stage, how many times slower its slowest rank is."""
+        """Return for each stage the factor of its slowest rank."""
         return np.array([max(factors[rank] for rank in ranks) for ranks in self._stages])
 
     def to_document(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the state as plain values for JSON."""
         return {"sums": self._sums.tolist(), "factors": self.factors.tolist()}
 
     def from_document(self, document: Any) -> bool:
-        """Go on from there, where that was of as many ranks; whether it was."""
+        """Restore a state; returns False, and changes nothing, if it is for another number of ranks."""
         sums, factors = (np.asarray(document[name], dtype=np.float64) for name in ("sums", "factors"))
         if sums.shape != self._sums.shape or factors.shape != self.factors.shape:
             return False

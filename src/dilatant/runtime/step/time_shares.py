@@ -1,4 +1,4 @@
-"""Where the time of every step went: a few numbers that travel with the agreement that the step commits."""
+"""Time shares: how each step's time was spent, as a few numbers exchanged with the agreement that commits the step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dilatant.schedule.measured import MeasuredAction
 class StepShares:
     """Shares of time, 0 to 1.
 
-    busy: unit and position of a stage ("language 1", its replicas together) → how much of its ranks' time went into
-    computing it; the rest is bubble. waited: unit → how much of all ranks' time was spent waiting for its rows.
+    busy: unit and stage position ("language 1", all replicas together) → share of its ranks' time spent computing it;
+    the rest is bubble. waited: unit → share of all ranks' time spent waiting for its rows.
     """
 
     busy: Mapping[str, float] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class StepShares:
 
 
 class ShareCounter:
-    """Turns what each rank measured into shares: ranks add up `own`, then each reads `shares` off the sum."""
+    """Computes time shares from measurements: ranks sum their `own` lists, and `shares` reads the total."""
 
     def __init__(self, plan: Plan) -> None:
         stages = plan.stages()
@@ -37,7 +37,7 @@ class ShareCounter:
         self._all_ranks = len(plan.ranks)
 
     def own(self, actions: Sequence[MeasuredAction], seconds: float) -> list[float]:
-        """This rank's addends: seconds computed by stage, seconds waited by unit, and `seconds`, the step's length."""
+        """Return this rank's addends: seconds computed by stage, seconds waited by unit, and the step's `seconds`."""
         busy = dict.fromkeys(self._ranks, 0.0)
         waited = dict.fromkeys(self._units, 0.0)
         for one in actions:
@@ -47,7 +47,7 @@ class ShareCounter:
         return [*busy.values(), *waited.values(), seconds]
 
     def shares(self, summed: Sequence[float]) -> StepShares:
-        """Of the sum of all ranks' `own`; a step's length is the mean over ranks."""
+        """Return the shares from the sum of all ranks' `own`; the step's length is the mean over ranks."""
         total = summed[-1] or 1.0
         mean = total / self._all_ranks
         stages = len(self._ranks)
