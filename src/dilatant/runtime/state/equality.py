@@ -1,4 +1,4 @@
-"""Proof that ranks which hold the same hold it alike."""
+"""Check that replicas are equal: compare weights and optimizer state between the ranks that hold the same boxes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dilatant.plan.buckets import BucketShare
 from dilatant.runtime.state.shared_groups import group_of
 
 _ROUNDING = 1e-9
-"""Between sums of up to 1e9 positive float64 that ranks add in different orders; unlike draws differ far more."""
+"""Relative tolerance of sums of up to 1e9 positive float64 in different orders; other draws differ far more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:
-    """Tensors that are to be equal. what: named in errors. tensor_of: what this rank holds of a cell; there may be
-    none, then on all ranks. is_state: of optimizers, which those who own the same share compare; of weights all holders
-    do."""
+    """Tensors that must be equal. what: their name in errors. tensor_of: this rank's part for a cell, or None (then on
+    all ranks). is_state: optimizer state is compared between the owners of the same shard, weights between all
+    holders."""
 
     what: str
     tensor_of: Callable[[Box], Tensor | None]
@@ -31,7 +31,7 @@ class Compared:
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Of what this rank holds of a share: [sums, -sums], whose maxima over ranks are the largest and -smallest."""
+    """Checksums of this rank's part of a share, as [sums, -sums]; their maximum over ranks gives both extremes."""
 
     compared: Compared
     boxes: tuple[Box, ...]
@@ -42,10 +42,10 @@ class _Sums:
 
 @torch.no_grad()
 def require_equal(comm: Comm, shares: Iterable[BucketShare], everything: Sequence[Compared]) -> None:
-    """Raises UserError naming what differs: gradients would be summed all the same, and mean nothing.
+    """Raise UserError naming the tensors that differ between replicas; summing their gradients would be meaningless.
 
-    Compares two sums for each tensor, which unlike draws and unlike files do not share; all of them together, in as
-    many messages as there are sets of ranks. Called by all ranks.
+    Compares two checksums per tensor, which differ for different draws and files, all in as many messages as there are
+    sets of ranks. Called by all ranks.
     """
     sums = [made for each in everything for share in shares if (made := _sums(comm, share, each)) is not None]
     for number in range(max((len(each.rounds) for each in sums), default=0)):
@@ -65,7 +65,7 @@ def require_equal(comm: Comm, shares: Iterable[BucketShare], everything: Sequenc
     problems: dict[str, list[str]] = {}
     for each in sums:
         largest, smallest = each.widest[: len(each.widest) // 2], -each.widest[len(each.widest) // 2 :]
-        # Written so that what is not a number differs.
+        # Written so that NaN compares as different.
         same = (largest - smallest <= _ROUNDING * largest.abs()).view(-1, 2).all(1).tolist()
         unlike = [box for box, equal in zip(each.boxes, same) if not equal]
         if unlike:
@@ -82,7 +82,7 @@ def require_equal(comm: Comm, shares: Iterable[BucketShare], everything: Sequenc
 
 
 def _sums(comm: Comm, share: BucketShare, compared: Compared) -> _Sums | None:
-    """None where nobody else has any of it."""
+    """Return the checksums of a share, or None if no other rank holds any of it."""
     boxes = share.own if compared.is_state else share.bucket.boxes
     if compared.is_state:
         rounds: tuple[tuple[int, ...], ...] = (share.alike,)
@@ -97,7 +97,7 @@ def _sums(comm: Comm, share: BucketShare, compared: Compared) -> _Sums | None:
 
 
 def _magnitudes(tensor: Tensor | None, device: torch.device) -> Tensor:
-    """Sums of absolute values and of squares: float64 [2], in little memory beside the tensor's own; -1 for none."""
+    """Sum absolute values and squares: float64 [2], with little memory beyond the tensor's own; -1 for no tensor."""
     total = torch.full((2,), -1.0 if tensor is None else 0.0, dtype=torch.float64, device=device)
     if tensor is None:
         return total

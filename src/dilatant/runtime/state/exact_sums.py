@@ -1,7 +1,7 @@
-"""Sums that no layout changes: numbers are rounded to multiples of a fixed power of two, whose sums are exact.
+"""Exact sums, independent of the layout: numbers are rounded to multiples of a power of two, whose sums are exact.
 
-In floating point a sum depends on its order, hence on who has which samples. Gradients of single samples are added up
-as integers instead, losses as multiples in fp64, squares for the norm in three integers each.
+A floating-point sum depends on its order, and so on which rank has which samples. In exact mode gradients of samples
+are summed as integers, losses as multiples in fp64, and squares for the norm as three integers each.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 GRADIENT_BITS = 36
-"""Gradients are multiples of 2 ** -36 (1.5e-11), and their sums below 2 ** 19 (5e5)."""
+"""Gradients are rounded to multiples of 2 ** -36 (1.5e-11); their sums must stay below 2 ** 19 (5e5)."""
 LOSS_BITS = 36
 _SQUARE_BITS = (20, 50, 80)
 _HALF = 26
 _MOST = 2.0**56
-"""Of an integer: what stands for a gradient that is not finite, of which half, or more, is left in any sum."""
+"""Limit of an integer, which stands for a non-finite gradient; in any sum at least half of it remains."""
 
 
 class ExactGradients:
-    """The gradients of a rank's weights as integers: `totals` by logical name.
+    """The gradients of a rank's weights summed as integers: `totals` by logical name.
 
     parameters: logical name → parameter.
     """
@@ -34,7 +34,8 @@ class ExactGradients:
 
     @contextmanager
     def adding(self, parameters: Iterable[nn.Parameter], dropped: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Around the backward of one sample: what it gives `parameters` goes to the totals, but for those `dropped`."""
+        """Run the backward of a sample inside, then add the gradients of `parameters` to the totals, except for
+        `dropped`."""
         yield
         for parameter in parameters:
             if parameter.grad is not None:
@@ -51,25 +52,25 @@ class ExactGradients:
 
 
 def to_integers(gradient: Tensor) -> Tensor:
-    """int64, of which `to_numbers` makes the gradient again."""
+    """Convert a gradient to int64; `to_numbers` converts back."""
     scaled = (gradient.detach().double() * 2.0**GRADIENT_BITS).round()
-    # Of one sign, so that two of them do not cancel.
+    # Always positive, so that two of them do not cancel.
     return torch.where(scaled.abs() < _MOST, scaled, _MOST).long()
 
 
 def to_numbers(integers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradients that integers stand for; infinite from 2 ** 19 on."""
+    """Convert integers back to gradients; infinite from 2 ** 19 on."""
     numbers = integers.double()
     return (numbers * 2.0**-GRADIENT_BITS).masked_fill(numbers.abs() >= _MOST / 2, float("inf")).to(dtype)
 
 
 def rounded_loss(loss: float) -> float:
-    """A multiple of 2 ** -36: sums of such are exact in fp64 below 2 ** 17."""
+    """Round a loss to a multiple of 2 ** -36: sums of such numbers are exact in fp64 below 2 ** 17."""
     return round(loss * 2.0**LOSS_BITS) / 2.0**LOSS_BITS if abs(loss) < 2.0**16 else loss
 
 
 def square_sums(tensors: Iterable[Tensor]) -> list[float]:
-    """Of all numbers the sum of squares, as numbers to be added up over ranks in fp64, exactly: see `norm_of`."""
+    """Sum the squares of all numbers, as parts that can be added exactly over ranks in fp64: see `squares_of`."""
     totals = [0] * len(_SQUARE_BITS)
     for tensor in tensors:
         rest = tensor.detach().double().square()
@@ -83,7 +84,7 @@ def square_sums(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def squares_of(sums: Sequence[float]) -> float:
-    """The sum of squares that `square_sums`, added up over ranks, stand for."""
+    """Return the sum of squares from the parts of `square_sums`, added up over ranks."""
     if not all(map(math.isfinite, sums)):
         return math.inf
     total = 0

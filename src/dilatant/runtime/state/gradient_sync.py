@@ -1,10 +1,10 @@
-"""Gradient sync: every weight's gradient summed over the ranks that hold it, while others still compute.
+"""Gradient sync: sum every weight's gradient over its holders while other stages compute.
 
-Losses are divided by the target tokens of the whole batch, so the sum over holders is the batch's gradient, however
-unequal their shares are. What is summed are buckets of cells with equal holders; a bucket starts when its last weight
-has its last gradient of the step, and buckets start in one order everywhere (Oobleck, thesis 2.6.1, with buckets and
-overlap; a tied weight is one logical weight with the holders of both ends). Where holders share the optimizer's state,
-each receives the sum of its own boxes only: inside the node first, then across nodes, also while others compute.
+Losses are divided by the target tokens of the global batch, so the sum over holders is the batch's gradient, whatever
+their shares of the samples. Buckets of cells with equal holders are summed; a bucket starts after the last gradient of
+its last weight, and buckets start in the same order on all ranks (as in the Oobleck thesis, 2.6.1, with buckets and
+overlap; a tied weight is one logical weight with the holders of both ends). Where holders shard the optimizer state,
+each receives only the sum of its own boxes: first within the node, then across nodes, also overlapped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dilatant.runtime.state.shared_groups import group_of
 
 @dataclass(slots=True)
 class _Sum:
-    """A bucket on its way. numbers: what `pending` fills: those of this rank's share, or of all. across: it is still to
-    be summed with the same share on other nodes."""
+    """A bucket in flight. numbers: the buffer that `pending` fills, for this rank's shard or the whole bucket. across:
+    the sum with the same shard on other nodes is outstanding."""
 
     share: BucketShare
     numbers: Tensor
@@ -38,11 +38,11 @@ class _Sum:
 
 
 class GradientSync:
-    """The buckets of one rank.
+    """Sums the buckets of one rank. In each step call `begin`, `entering_last_backward` and `left_last_backward` around
+    the last backward of each stage, and `finish`.
 
-    owned: the weights held here, and what this rank updates of them. stages_of: logical name → own stages that use it.
-    shares: of all buckets that this rank is in. silent: weights whose gradient another rank of this stage contributes.
-    Each step: `begin`, `last_backward` around the last backward of a stage, `finish`.
+    owned: the weights held here and the parts that this rank updates. stages_of: logical name → own stages that use it.
+    shares: of all buckets that this rank is in. silent: weights whose gradient another rank of the stage contributes.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class GradientSync:
         self._missing: list[int] = []
         self._unpacked: dict[str, int] = {}
         self._started: list[_Sum] = []
-        self._crossed = 0  # of them, those that other nodes have or need nothing of any more
+        self._crossed = 0  # of them, those whose sum across nodes has started or is not needed
         self._beside = torch.cuda.Stream() if comm.world.is_on_device else None
         self._current: int | None = None
         self._earlier: dict[str, Tensor] = {}
         self._failed: CommAborted | CommTimeout | None = None
         self.exact: ExactGradients | None = None
-        """Where gradients are added up as integers, which then are what is summed over ranks."""
+        """If set, gradients are accumulated as integers, and these are summed over ranks."""
         self.keeps = False
-        """Whether this rank's own gradients stay beside the sums until `forget`, for those who do without others' in
-        the end: as many numbers as it has trainable weights."""
+        """Keep this rank's own gradients beside the sums until `forget`, for recovery of a partial step if other ranks
+        are lost; as many numbers as the rank has trainable weights."""
         self._kept: dict[str, Tensor] = {}
         self._to_begin_with: Mapping[str, Tensor] = {}
 
     def begin_with(self, gradients: Mapping[str, Tensor]) -> None:
-        """Gradients of the next step that this rank has already, by logical name; backwards add to them."""
+        """Set the gradients, by logical name, that the next step starts from; its backwards add to them."""
         self._to_begin_with = gradients
 
     def local(self) -> dict[str, Tensor]:
-        """This rank's own gradients of the step in hand, by logical name; those not kept are not there."""
+        """Return this rank's own gradients of the current step by logical name, as far as they are kept."""
         return {
             name: gradient
             for name in self._owned.weights
@@ -97,7 +97,7 @@ class GradientSync:
         }
 
     def forget(self) -> None:
-        """The step is applied, or never will be: let go of this rank's own gradients."""
+        """Drop this rank's own gradients: the step was applied, or never will be."""
         self._kept = {}
         if self.exact is not None:
             self.exact.totals = {}
@@ -114,7 +114,7 @@ class GradientSync:
             self.exact.totals[name] = gradient
 
     def begin(self, stages: Iterable[int]) -> None:
-        """Start a step in which `stages` run a backward. Gradients that are there are kept and added to at the end."""
+        """Start a step in which `stages` run a backward. Existing gradients are kept and added at the end."""
         running = set(stages)
         self._earlier = {}
         for key, parameter in self._owned.parameters.items():
@@ -137,11 +137,11 @@ class GradientSync:
         self._start_ready()
 
     def entering_last_backward(self, stage: int) -> None:
-        """The next backward pass is the last one of `stage`: weights are complete as soon as it has passed them."""
+        """Announce the last backward of `stage`: each weight is complete as soon as its gradient is accumulated."""
         self._current = stage
 
     def left_last_backward(self, stage: int) -> None:
-        """No gradient of `stage` is still to come. Raises what a sum that began in its last backward has raised."""
+        """Mark the gradients of `stage` as complete. Raises the error of a sum started in its last backward."""
         self._current = None
         if self._failed is not None:
             raise self._failed
@@ -152,7 +152,7 @@ class GradientSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all sums and leave them in `grad` of the owned weights; one that no holder used keeps none."""
+        """Wait for all sums and store them in `grad` of the owned weights; weights that no holder used get none."""
         arrived: list[tuple[BucketShare, Tensor, Tensor]] = []
         self._start_ready(wait=True)
         self._cross(wait=True)
@@ -160,7 +160,7 @@ class GradientSync:
         self._started, self._crossed = [], 0
         for number, under_way in enumerate(waiting):
             assert under_way is not None
-            waiting[number] = None  # so that a bucket is freed as soon as this rank's part of it is taken
+            waiting[number] = None  # frees a bucket as soon as this rank's part of it is copied
             under_way.pending.wait()
             arrived.append(_numbers_and_flags(under_way.share, _own_part(under_way)))
         flags = iter(torch.cat([flags for _, _, flags in arrived]).tolist() if arrived else ())
@@ -182,13 +182,13 @@ class GradientSync:
         self._earlier = {}
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _is_summed(self, share: BucketShare) -> bool:
-        """Whether a bucket has other holders, or a cell of a weight that has others elsewhere."""
+        """Return True if the bucket has other holders, or a cell of a weight that other ranks hold elsewhere."""
         held = self._owned.held
         return len(share.bucket.ranks) > 1 or any(box != held[box.name] for box in share.bucket.boxes)
 
@@ -199,7 +199,7 @@ class GradientSync:
                 self._complete(name, stage)
                 try:
                     self._start_ready()
-                except (CommAborted, CommTimeout) as error:  # the backward itself is as good as ever
+                except (CommAborted, CommTimeout) as error:  # the backward itself is still valid
                     self._failed = error
 
         return accumulated
@@ -218,20 +218,20 @@ class GradientSync:
                 if self._crosses_before(share):
                     break
             self._started.append(self._start(share))
-            if self._beside is not None:  # a GPU needs collectives of all groups in one order everywhere
+            if self._beside is not None:  # a GPU needs collectives in one order on all ranks
                 self._cross()
         self._cross()
 
     def _crosses_before(self, share: BucketShare) -> bool:
-        """Whether an earlier bucket is still to be summed by the group of this one. Groups need one order everywhere,
-        and when a node has its sum is known to that node alone."""
+        """Return True if the group of this bucket has yet to sum an earlier bucket across nodes. A group needs the same
+        order on all ranks, but only a node itself knows when its own sum is complete."""
         waiting = (one for one in self._started[self._crossed :] if one.across)
         return not _is_scattered(share) and any(one.share.alike == _ranks_of(share) for one in waiting)
 
     @torch.no_grad()
     def _cross(self, wait: bool = False) -> None:
-        """Sum across nodes what a node has the sum of, in the order of buckets. A GPU does so beside what it computes,
-        of each bucket before the next starts; a host looks whenever a bucket may start, and with `wait` waits."""
+        """Sum the node's results across nodes, in bucket order. A GPU does so on a second stream, each bucket before
+        the next starts; a host polls whenever a bucket may start, and blocks if `wait`."""
         while self._crossed < len(self._started):
             one = self._started[self._crossed]
             if one.across:
@@ -264,9 +264,9 @@ class GradientSync:
         return _Sum(share, numbers, group.sum_(numbers, what))
 
     def _pack(self, share: BucketShare) -> Tensor:
-        """The gradients of a bucket's cells, then a number for each cell that tells how many holders used it: unused
-        everywhere is not the same as zero to AdamW. To be scattered: the same of every share, padded to equal lengths,
-        each with the numbers of all cells."""
+        """Concatenate the gradients of a bucket's cells and, for each cell, a count of the holders that used it: AdamW
+        treats an unused weight differently from a zero gradient. For reduce-scatter: the same for every shard, padded
+        to equal length, each followed by the counts of all cells."""
         weight = self._owned.weights[share.bucket.names[0]]
         dtype = weight.grad_dtype or weight.dtype
         like = weight.new_empty(0, dtype=dtype if self.exact is None else torch.int64)
@@ -293,7 +293,7 @@ class GradientSync:
         if owned is not None:
             owned.grad = gradient
             return
-        weight = self._owned.weights[box.name]  # of which this is one of several cells
+        weight = self._owned.weights[box.name]  # `box` is one of several of its cells
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight, dtype=gradient.dtype)
         weight.grad[self._owned.held[box.name].place(box)] = gradient
@@ -304,12 +304,12 @@ def _is_scattered(share: BucketShare) -> bool:
 
 
 def _ranks_of(share: BucketShare) -> tuple[int, ...]:
-    """Who sums a bucket that is not scattered. Where other nodes cut elsewhere, everybody receives all of it."""
+    """Return the ranks that all-reduce an unscattered bucket. If nodes shard it differently, all receive all of it."""
     return share.alike if share.even else share.bucket.ranks
 
 
 def _own_part(under_way: _Sum) -> Tensor:
-    """Numbers of this rank's share, perhaps padded, and of the use of all cells; in memory of its own."""
+    """Return this rank's shard, perhaps padded, and the use counts of all cells, in memory of its own."""
     share, numbers = under_way.share, under_way.numbers
     if not share.is_divided:
         return numbers

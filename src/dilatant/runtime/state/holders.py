@@ -1,4 +1,4 @@
-"""Who holds which weight under a plan: the basis of gradient groups, of counting, and of moving state."""
+"""Holders: which ranks hold which weight under a plan; used by gradient groups, counting and state transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilatant.plan.plan import Plan, Stage
 
 
 def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
-    """Who holds which part of each parameter and buffer, in layer order of the units in plan order.
+    """Return which ranks hold which part of each parameter and buffer, in layer order of the units in plan order.
 
     A tied weight is one logical weight, held where either of its layers is.
     """
@@ -42,13 +42,13 @@ def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
 
 
 def tensor_plans(plan: Plan, units: Mapping[str, Unit]) -> dict[str, TensorPlan]:
-    """How the units that have stages of several tensor- or expert-parallel ranks are shared among these."""
+    """Return the tensor plans of the units that have a stage with tensor or expert parallelism."""
     wide = dict.fromkeys(p.unit for p in plan.stages() if p.stage.tp > 1 or p.stage.ep > 1)
     return {name: tensor_plan(units[name]) for name in wide}
 
 
 def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
-    """Unit → for each layer, whether any of its weights trains (a tied weight trains in both of its layers)."""
+    """Return unit → for each layer, whether any of its weights trains (a tied weight trains in both of its layers)."""
     flags = {}
     for name, unit in units.items():
         parameters = {canonical for canonical, _ in unit.named_logical_parameters()}
@@ -62,12 +62,12 @@ def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
 
 
 def boxes_held_on(held: Holdings, rank: int) -> dict[str, Box]:
-    """Logical name → what `rank` holds of the weight or buffer."""
+    """Return logical name → the part of the weight or buffer that `rank` holds."""
     return {name: holding.boxes[rank] for name, holding in held.items() if rank in holding.boxes}
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
-    """The part of a whole weight that is `box`; of a whole box a view, else in memory of its own."""
+    """Return the part `box` of a whole weight: a view if it is all of it, otherwise a copy."""
     if box.is_whole:
         return tensor
     own = tensor.new_empty(box.shape)
@@ -77,7 +77,8 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 
 
 def written_cells(held: Holdings, rank: int) -> dict[str, tuple[Box, ...]]:
-    """Logical name → the cells that `rank` writes of weights that no optimizer owns: it is the first that has them."""
+    """Return logical name → cells of weights without an optimizer that `rank` writes to checkpoints, as first
+    holder."""
     return {
         name: tuple(_first_of(holding.boxes, rank)) for name, holding in held.items() if rank in holding.boxes
     }

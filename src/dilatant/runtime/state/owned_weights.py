@@ -1,4 +1,4 @@
-"""What a rank's optimizer updates: the boxes of trainable weights that it owns, and everybody's updates afterwards."""
+"""Sharded optimizer parameters: the boxes of trainable weights that a rank updates, and their all-gather afterwards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class OwnedWeights:
 
     weights: the trainable ones held here, by logical name. shares: of all buckets that this rank is in.
 
-    A weight whose optimizer state nobody shares is its own parameter. Of the others, a box in fp32 whose numbers lie
-    together is a view into the weight; any other box is an fp32 master copy, or without `masters` (the optimizer keeps
-    its own) as the weight is. exact: values that weights were rounded from, by name, where they are known. spoken: key
-    → the cells of it that this rank counts in norms and writes into checkpoints; over all ranks they hold every number
-    of every weight once. before: of the same weights in the generation before; where nothing of what this rank owns
-    has changed (`stays`), the parameters are the same ones.
+    A weight with unsharded optimizer state is its own parameter. In a sharded weight, a contiguous fp32 box is a view
+    of the weight; any other box is an fp32 master copy, or, without `masters` (the optimizer keeps its own), a copy in
+    the weight's dtype. exact: name → values that weights were rounded from, if known. spoken: key → the cells for which
+    this rank is the primary owner: it counts them in norms and writes them into checkpoints, each number of each weight
+    once over all ranks. before: the same weights in the last generation; if this rank owns the same boxes (`stays`),
+    the parameters are reused.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class OwnedWeights:
 
     @property
     def is_divided(self) -> bool:
-        """Whether any state is shared; then an update must be followed by `gather`."""
+        """True if any optimizer state is sharded; every update must then be followed by `gather`."""
         return bool(self._divided)
 
     def view(self, box: Box) -> Tensor:
-        """A cell of a weight held here, in the weight's own memory."""
+        """Return a cell of a weight held here as a view of the weight."""
         return self.weights[box.name].detach()[self.held[box.name].place(box)]
 
     def squared_norm(self) -> float:
-        """This rank's share in the squared norm of all gradients: every number counts at one rank."""
+        """Return this rank's part of the squared norm of all gradients: every number counts on one rank."""
         own = [gradient for _, gradient in self.spoken_parts({k: p.grad for k, p in self.parameters.items()})]
         if not own:
             return 0.0
@@ -85,7 +85,8 @@ class OwnedWeights:
         return float(norms.square().sum())
 
     def spoken_parts(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[Box, Tensor]]:
-        """The cells that this rank speaks for, of tensors shaped like the parameters of their keys; none of None."""
+        """Yield the cells whose primary owner is this rank, from tensors shaped like the parameters; None is
+        skipped."""
         for key, cells in self.spoken.items():
             tensor = tensors.get(key)
             if tensor is not None:
@@ -94,11 +95,11 @@ class OwnedWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the weights of all holders to what their owners hold; called by all ranks, after every update."""
+        """All-gather the updated weights from their owners to all holders; called by all ranks after every update."""
         for key, copied in self._copies.items():
             copied.copy_(self.parameters[key])
         under_way: tuple[BucketShare, Tensor, Pending] | None = None
-        for share in self._divided:  # one bucket travels while the one before is unpacked
+        for share in self._divided:  # one bucket is gathered while the previous one is unpacked
             started = self._start(share)
             if under_way is not None:
                 self._finish(*under_way)

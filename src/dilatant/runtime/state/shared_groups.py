@@ -1,5 +1,5 @@
-"""Groups of ranks: of those that sum gradients and share optimizer state, one for every set of ranks, whatever it is
-used for; and of those that share a stage."""
+"""Process groups: one for every set of ranks that sum gradients or shard optimizer state, whatever its uses, and those
+within a stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilatant.plan.plan import Stage
 
 
 def open_groups(comm: Comm, shares: Iterable[BucketShare]) -> None:
-    """Open every group that `shares` need, in one order everywhere, so that no two ranks wait for each other."""
+    """Open every group that `shares` need, in the same order on all ranks, which prevents deadlock."""
     wanted = set()
     for share in shares:
         wanted |= {share.sharing, share.alike} if share.even else {share.sharing, share.bucket.ranks}
@@ -26,12 +26,12 @@ def group_of(comm: Comm, ranks: tuple[int, ...]) -> Group:
 
 
 def tensor_group_of(comm: Comm, stage: Stage) -> Group:
-    """The tensor-parallel ranks of a stage that this one is among."""
+    """Return the group of tensor-parallel ranks of a stage that contains this rank."""
     return group_in(comm, "tensor", stage, stage.tp)
 
 
 def group_in(comm: Comm, name: str, stage: Stage, size: int) -> Group:
-    """Those `size` ranks of a stage, one behind the other, that this one is among."""
+    """Return the group of `size` consecutive ranks of a stage that contains this rank."""
     first = stage.ranks.index(comm.rank) // size * size
     ranks = stage.ranks[first : first + size]
     return comm.group(f"{name}/" + "-".join(map(str, ranks)), ranks)

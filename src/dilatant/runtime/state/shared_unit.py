@@ -1,4 +1,4 @@
-"""A unit whose layers or experts ranks of a stage share: weights drawn whole and cut, stages made those of one rank."""
+"""Tensor- and expert-parallel units: draw weights as one process would, keep this rank's part, and build its stages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from dilatant.runtime.state.shared_groups import group_in, tensor_group_of
 
 
 class SharedUnit:
-    """A transformers model that tensor-parallel ranks, expert-parallel ranks or both share. The unit itself stays as it
-    was: whole, or without memory.
+    """A transformers model that tensor-parallel ranks, expert-parallel ranks or both shard. The unit itself is not
+    changed: it stays whole, or on the meta device.
 
-    placed: a stage of it on this rank. boxes: logical name → what this rank holds.
+    placed: a stage of it on this rank. boxes: logical name → this rank's part.
     """
 
     def __init__(self, unit: Unit, comm: Comm, placed: StagePlan, boxes: Mapping[str, Box]) -> None:
@@ -42,12 +42,12 @@ class SharedUnit:
         self._plan = tensor_plan(unit)
         self._comm = comm
         self._ranks = TensorGroup(tensor_group_of(comm, placed)) if placed.tp > 1 else None
-        self._holders: dict[int, ExpertGroup] = {}  # by ep, in which stages of a unit may differ
+        self._holders: dict[int, ExpertGroup] = {}  # by ep, which may differ between stages of a unit
         self._drawn: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
     def materialize(self, first: int, end: int, seed: int | None, given: Collection[str]) -> None:
-        """Draw this rank's part of the layers as one process draws them, layer by layer; see `materialize`."""
+        """Draw the layers one at a time as a single process does, and keep this rank's part; see `materialize`."""
         unit = self._unit
         absent = {name for name, parameter in unit.named_logical_parameters() if parameter.is_meta}
         for layer in range(first, end):
@@ -59,7 +59,7 @@ class SharedUnit:
             self._release(absent)
 
     def share(self, stage: Stage, placed: StagePlan) -> None:
-        """Give `stage` modules of its own with this rank's weights of the layers that are `placed`."""
+        """Give `stage` its own modules with this rank's part of the weights of the `placed` layers."""
         first, end = placed.first, placed.end
         model = getattr(stage, "model", None)
         if model is None:  # a projector alone
@@ -106,12 +106,12 @@ class SharedUnit:
 
     def _cut(self, name: str, whole: Tensor, is_given: bool) -> Tensor:
         box = self._boxes[name]
-        if is_given:  # its numbers come later
+        if is_given:  # filled in later
             return torch.empty(box.shape, dtype=whole.dtype)
         return part(whole, box).clone() if box.is_whole else part(whole, box)
 
     def _release(self, absent: Collection[str]) -> None:
-        """Take the memory of whole weights back, where they had none."""
+        """Move whole weights back to the meta device if they came from there."""
         gone = {
             id(p): p for name, p in self._unit.named_logical_parameters() if name in absent and not p.is_meta
         }

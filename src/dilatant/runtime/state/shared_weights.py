@@ -1,4 +1,4 @@
-"""The trainable weights of a rank: which of them it updates, and how their gradients and their equality are had."""
+"""A rank's trainable weights: those it updates, their gradient sync, and the check that replicas are equal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dilatant.runtime.state.shared_groups import open_groups
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedWeights:
-    """shares: of all buckets that this rank is in. owned: what it updates. sync: of their gradients."""
+    """A rank's trainable weights. shares: of its buckets. owned: what it updates. sync: their gradient sync."""
 
     shares: tuple[BucketShare, ...]
     owned: OwnedWeights
     sync: GradientSync
 
     def require_equal(self, state: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
-        """Prove that all holders of a weight have the same, and all who own the same box the same `state`: name of a
-        kind → tensors shaped like the owned weights of their keys. Called by all ranks. Raises UserError."""
+        """Check that all holders of a weight have equal weights, and all owners of a box equal `state`: kind → tensors
+        shaped like the owned weights, by key. Called by all ranks. Raises UserError."""
 
         def of_kind(tensors: Mapping[str, Tensor]) -> Callable[[Box], Tensor | None]:
             def state_of(box: Box) -> Tensor | None:
@@ -55,11 +55,12 @@ def share_weights(
     masters: bool = True,
     before: OwnedWeights | None = None,
 ) -> SharedWeights:
-    """Called by all ranks, on which only `weights` and `stages_of` differ.
+    """Bucket the trainable weights for ownership and gradient sync; called by all ranks, on which only `weights` and
+    `stages_of` differ.
 
-    weights: the trainable ones held here, by logical name. stages_of: the own stages that use them. formats: of every
-    trainable weight anywhere. zero, node_of: see `share_of`; without node_of all ranks are on one node. exact,
-    masters, before: see `OwnedWeights`.
+    weights: the trainable ones held here, by logical name. stages_of: own stages that use them. formats: of every
+    trainable weight anywhere. zero, node_of: see `share_of`; without node_of all ranks are on one node. exact, masters,
+    before: see `OwnedWeights`.
     """
     nodes = [0] * comm.size if node_of is None else node_of
     shares = tuple(

@@ -1,15 +1,15 @@
-"""Split backward: linear layers, experts among them, that put off their weight gradients.
+"""Split backward (zero bubble): linear layers, expert layers included, whose weight gradients can be delayed.
 
-`I` is an ordinary backward pass while `WeightGradients.deferring` is set: a linear layer passes on the gradient of its
-input and only notes what its weight gradient needs. `W` computes what was noted. All other weights (norms,
-embeddings, convolutions, routers) get their gradients in `I`, as they cost little; so does what a stage names (see
-`Stage.undeferred`).
+`I` is an ordinary backward pass inside `WeightGradients.deferring`: a linear layer computes its input gradient and only
+records what its weight gradient needs. `W` computes the recorded weight gradients. All other weights (norms,
+embeddings, convolutions, routers) get their gradients in `I`, since they are cheap; so do layers listed by the stage
+(see `Stage.undeferred`).
 
-Weights below fp32 have their gradients added up in fp32 here, product by product: autograd would round every product
-to the weight's format first.
+Weight gradients below fp32 are accumulated here in fp32, product by product: autograd would first round every product
+to the weight's dtype.
 
-torch.distributed.pipelining walks the graph twice instead; that recomputes a checkpointed block many times over and
-loses gradients behind frozen stages.
+torch.distributed.pipelining walks the graph twice instead; that recomputes a checkpointed block many times and loses
+gradients behind frozen stages.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from dilatant.models.parallel.experts import group_experts, is_fused, ungroup_ex
 from dilatant.models.parallel.grouped_linear import grouped_linear
 
 _PIECE = 1 << 24
-"""Numbers of a weight whose gradients are made at once, where they are not made in the format they are added in."""
+"""Numbers of a weight gradient computed at once, where it is accumulated in another dtype than it is computed in."""
 
 Deferred = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor, Sequence[int] | None]
-"""A weight gradient that is put off: weight and bias, None for what does not train; the inputs [rows, in_features], and
-the gradient of the outputs [rows, out_features]; of experts, how many of the rows are each one's."""
+"""A delayed weight gradient: weight and bias (None if frozen), the inputs [rows, in_features], the output gradient
+[rows, out_features] and, for experts, the number of rows of each expert."""
 
 
 class WeightGradients:
-    """Weight gradients of one stage that are still to be computed. Set `deferring` around a backward to put them off.
+    """The delayed weight gradients of one stage. Enter `deferring` around a backward to delay them.
 
-    splits: whether the backward of a forward that runs now may be split. Without it most linear layers in fp32 are
-    plain ones, which cost less.
+    splits: the backward of a forward that runs now may be split. If False, most fp32 linear layers run as plain ones,
+    which is cheaper.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class WeightGradients:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Inside, backward passes note weight gradients instead of computing them."""
+        """Record weight gradients in backward passes inside instead of computing them."""
         self._deferring = True
         try:
             yield
@@ -61,18 +61,18 @@ class WeightGradients:
         return self._deferring
 
     def defer(self, deferred: Deferred) -> None:
-        """Note a linear layer's weight gradient."""
+        """Record a linear layer's weight gradient for later."""
         self._deferred.append(deferred)
 
     def take(self) -> list[Deferred]:
-        """What was noted since the last call, in the order of the backward pass; for `accumulate`."""
+        """Return the weight gradients recorded since the last call, in backward order; for `accumulate`."""
         deferred, self._deferred = self._deferred, []
         return deferred
 
 
 @torch.no_grad()
 def accumulate(deferred: list[Deferred]) -> None:
-    """Add weight gradients that were put off to `grad`, and drop what they needed one by one."""
+    """Add delayed weight gradients to `grad`, freeing their inputs one by one."""
     deferred.reverse()
     while deferred:
         weight, bias, inputs, gradient, counts = deferred.pop()
@@ -85,7 +85,7 @@ def accumulate(deferred: list[Deferred]) -> None:
 
 
 class DeferredLinear(ParallelLinear):
-    """A linear layer that shares the weights of `linear` and can put off their gradients."""
+    """A linear layer that shares the weights of `linear` and can delay their gradients."""
 
     def __init__(self, linear: nn.Linear, gradients: WeightGradients, defers: bool = True) -> None:
         nn.Module.__init__(self)
@@ -109,8 +109,8 @@ class DeferredLinear(ParallelLinear):
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """What `replace_linears` replaced in a stage. linears: parent, name there, and the layer itself. experts: modules
-    that are computed otherwise since."""
+    """The layers that `replace_linears` replaced in a stage. linears: (parent, attribute name, original layer).
+    experts: modules with a replaced computation."""
 
     linears: tuple[tuple[nn.Module, str, nn.Linear], ...]
     experts: tuple[nn.Module, ...]
@@ -119,13 +119,13 @@ class Replaced:
 def replace_linears(
     stage: nn.Module, gradients: WeightGradients, undeferred: Collection[nn.Module] = ()
 ) -> Replaced:
-    """Put a DeferredLinear in the place of every plain linear layer, and let fused experts put off their gradients,
-    too; returns what `restore_linears` takes.
+    """Replace every plain linear layer by a DeferredLinear, and make fused experts delay their gradients, too; returns
+    the argument of `restore_linears`.
 
-    undeferred: linear layers whose gradients are not put off.
+    undeferred: linear layers whose gradients are not delayed.
 
-    A layer that is held in several places becomes one layer held in these places. Only plain `nn.Linear`, or a part of
-    one, without hooks is replaced; what derives from it may compute something else, and gets its gradients in `I`.
+    A layer that is registered in several places becomes one layer in all of them. Only an `nn.Linear` or
+    `ParallelLinear` without hooks is replaced; subclasses may compute something else, and get their gradients in `I`.
     """
     places = tuple(
         (parent, name, child)
@@ -135,7 +135,7 @@ def replace_linears(
         and type(child) in (nn.Linear, ParallelLinear)
         and not _has_hooks(child)
     )
-    # `named_children` skips a second name of one module in one parent; those are rare and keep working undeferred.
+    # `named_children` skips a module's second name in one parent; such layers are rare, and are simply not delayed.
     made: dict[int, DeferredLinear] = {}
     for parent, name, child in places:
         parent._modules[name] = made.setdefault(
@@ -154,7 +154,7 @@ def replace_linears(
 
 
 def restore_linears(replaced: Replaced) -> None:
-    """Undo `replace_linears`; what was loaded, frozen or moved in between stays so."""
+    """Undo `replace_linears`; weights that were loaded, frozen or moved meanwhile stay so."""
     for parent, name, linear in replaced.linears:
         current = parent._modules[name]
         assert isinstance(current, DeferredLinear)
@@ -177,7 +177,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         output = functional.linear(input, weight, bias)
         ctx.save_for_backward(input)
-        # The Parameter itself: a saved one comes back from a checkpoint's recomputation as a copy, and its gradient
+        # The Parameter itself: a saved tensor is a copy after a checkpoint's recomputation, and its gradient
         # would be lost.
         ctx.weight, ctx.bias, ctx.gradients, ctx.defers = weight, bias, gradients, defers
         return output
@@ -205,7 +205,7 @@ class _Linear(torch.autograd.Function):
                 )
             )
         elif trains[0] and (not ctx.defers or _adds_itself(weight)):
-            # In place, as chunks of a row and microbatches add up; hooks that wait for the gradient run all the same.
+            # In place, since chunks of a row and microbatches add up; post-accumulate hooks still run.
             _add_product(weight, flat, rows)
         elif trains[0]:
             grad_weight = flat.t() @ rows
@@ -238,7 +238,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None:
-    """Add `gradient.t() @ inputs` to the gradient of `weight`, in the gradient's own format and in little memory."""
+    """Add `gradient.t() @ inputs` to the gradient of `weight`, in the gradient's dtype and with little memory."""
     dtype = _gradient_dtype(weight)
     if dtype == inputs.dtype:
         if weight.grad is None:
@@ -253,7 +253,7 @@ def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None
 
 @torch.no_grad()
 def _add_products(weight: nn.Parameter, gradient: Tensor, inputs: Tensor, counts: Sequence[int]) -> None:
-    """`_add_product` of each expert's rows to its matrix of `weight` [experts, out, in]."""
+    """Add each expert's product to its matrix of `weight` [experts, out, in], as `_add_product` does."""
     dtype = _gradient_dtype(weight)
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=dtype)
@@ -267,11 +267,11 @@ def _add_products(weight: nn.Parameter, gradient: Tensor, inputs: Tensor, counts
 
 
 def _add_wide(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add `gradient.t() @ inputs` to `total`, which is of a wider format, in little memory."""
+    """Add `gradient.t() @ inputs` to `total`, which has a wider dtype, with little memory."""
     rows = max(1, _PIECE // total.shape[1])
     wide = inputs if inputs.device.type == "cuda" else inputs.to(total.dtype)
     for own, part in zip(total.split(rows), gradient.t().split(rows), strict=True):
-        if inputs.device.type == "cuda":  # halves are multiplied, and their products summed in fp32
+        if inputs.device.type == "cuda":  # 16-bit factors, fp32 accumulation
             own += torch.mm(part, inputs, out_dtype=total.dtype)
         else:
             own.addmm_(part.to(total.dtype), wide)
@@ -289,7 +289,7 @@ def _gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _adds_itself(weight: Tensor) -> bool:
-    """Whether gradients of `weight` are wider than what autograd would hand it."""
+    """Return True if gradients of `weight` have a wider dtype than autograd would return."""
     return _gradient_dtype(weight) != weight.dtype
 
 
