@@ -1,1 +1,1 @@
-"""Going on while machines come and go: membership, failure detection, reconfiguration, transfer of state."""
+"""Elastic training while machines come and go: membership, failure detection, reconfiguration and state transfer."""

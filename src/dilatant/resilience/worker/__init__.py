@@ -1,1 +1,1 @@
-"""A worker of a resilient run: generation after generation, a trainer with the state of the one before."""
+"""The worker process of a resilient run: in each generation a new trainer with the state of the one before."""

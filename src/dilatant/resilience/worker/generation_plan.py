@@ -1,4 +1,4 @@
-"""The plan of a generation: its first rank makes it from the one before, and all others take it from the store."""
+"""Generation plans: rank 0 derives a generation's plan from the previous one, and the others read it from the store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
 from dilatant.training.prepare import Prepared, with_costs
 
 LOOK = timedelta(seconds=0.2)
-"""How long a rank waits for the plan before it looks whether it still should."""
+"""How long a rank waits for the plan before it checks again whether its generation has ended."""
 
 
 class GenerationPlans:
-    """initial: the run's first plan, which the others keep to where they can."""
+    """Plans the generations of a run. initial: the run's first plan, which later ones follow where they can."""
 
     def __init__(self, config: Config, prepared: Prepared, initial: TrainingPlan) -> None:
         self._config = config
@@ -33,15 +33,14 @@ class GenerationPlans:
         self._layer_seconds = layer_seconds(config, prepared, initial.plan)
 
     def warm_up(self) -> None:
-        """Search the templates of the next loss, which should not wait for it."""
+        """Search the pipeline templates for the loss of a rank ahead of time, so that recovery is faster."""
         plan = self._initial.plan
         survivors = {rank: rank for rank in range(len(plan.ranks) - 1)}
         if survivors:
             self._replanned(plan, survivors, ())
 
     def of(self, order: Rebuild, rank: int, store: Store, link: WorkerLink) -> TrainingPlan:
-        """The plan of the generation, with its costs: made by the first rank, which all others wait for. Raises
-        Fenced."""
+        """Return the plan of the generation, with its costs: made by rank 0, awaited by the others. Raises Fenced."""
         key = _plan_key(order.generation)
         if rank == 0:
             planned = self._replan(order, store)
@@ -91,7 +90,7 @@ class GenerationPlans:
 def tell_plan(
     store: Store, generation: int, planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]
 ) -> None:
-    """What the next generation is planned from."""
+    """Publish a generation's plan in the store, for the planning of the next one."""
     document = {"plan": planned.to_json(), "members": members, "workers": workers}
     store.set(_plan_key(generation), json.dumps(document))
 
@@ -101,7 +100,7 @@ def _plan_key(generation: int) -> str:
 
 
 def _ranks_of(members: Sequence[str], workers: Sequence[int]) -> dict[tuple[str, int], int]:
-    """(node, index of the worker) → rank."""
+    """Return (node, index of the worker) → rank."""
     seats = [(node, index) for node, count in zip(members, workers) for index in range(count)]
     return {seat: rank for rank, seat in enumerate(seats)}
 

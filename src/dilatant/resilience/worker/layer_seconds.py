@@ -1,4 +1,4 @@
-"""What the layers of a run take, one by one, by the costs that the run uses: what its templates are made of."""
+"""Layer times of a run, by the costs that the run uses; pipeline templates are made from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilatant.training.run_costs import costs_of_run
 
 
 def layer_seconds(config: Config, prepared: Prepared, plan: Plan) -> dict[str, tuple[float, ...]]:
-    """Unit → seconds of each of its layers, forward and backward, for a typical microbatch of `plan`, on one rank."""
+    """Return unit → seconds of each layer, forward plus backward, for a typical microbatch of `plan` on one rank."""
     layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
     feeds = {unit.name: unit.feeds for unit in plan.units}
     apart = plan_from_specs(layers, {name: ParallelSpec(pp=count) for name, count in layers.items()}, feeds)
@@ -26,7 +26,7 @@ def layer_seconds(config: Config, prepared: Prepared, plan: Plan) -> dict[str, t
 
 
 def _tokens(config: Config, prepared: Prepared, unit: str, replicas: int) -> float:
-    """Of a microbatch of one replica, on average; the most that there may be where sizes are not known."""
+    """Return the mean tokens of one replica's microbatch; the token budget of a row where sizes are unknown."""
     sizes = prepared.samples.train_sizes
     if sizes is None or unit not in sizes.units or not len(sizes.of(unit)):
         return float(config.row_tokens)

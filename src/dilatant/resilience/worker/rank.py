@@ -1,4 +1,4 @@
-"""A rank of a run that goes on: generation after generation a trainer of its own, with the state of the one before."""
+"""Resilient rank: in every generation it builds a new trainer with the state of the one before, and trains."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
 STORE_SECONDS = 30.0
-"""For a store that was there a moment ago."""
+"""Timeout for connecting to a store that was reachable a moment ago."""
 LATER_SECONDS = 1.0
-"""After a generation began: then nobody waits for what need not be done at once."""
+"""Delay after a generation begins before non-urgent work starts, so that nobody waits for it."""
 FOLDER = "resilience"
 _BEGUN = "resilience/begun"
-"""In the run's store once the run has a folder of its own."""
+"""Key in the run's store, set once the run has its own folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a worker finds its agent. index: among the workers of its node. store_at: where ranks meet, for one that is
-    not connected yet: who leads when it is first needed may be another one by then; on_one_machine: of that store."""
+    """Where a worker finds its agent. index: among its node's workers. store_at: the store's address, for a worker that
+    is not connected yet (the leader may have changed); on_one_machine: all ranks of the store are on this machine."""
 
     node: str
     index: int
@@ -65,7 +65,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """The state of one generation: a trainer that may communicate no more, and who its ranks were."""
+    """The state of one generation: a trainer that no longer communicates, its plan, members and workers."""
 
     generation: int
     trainer: Trainer
@@ -77,22 +77,22 @@ class Held:
 def train_rank_resiliently(
     worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seats: Sequence[Seat]
 ) -> RunResult | None:
-    """As `train_seat`, in the seat of this rank."""
+    """Run `train_seat` in the seat of this rank."""
     return train_seat(worker, config, plan_json, start, show, seats[worker.rank])
 
 
 def train_seat(
     worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
 ) -> RunResult | None:
-    """One worker's part of a run, whichever rank it is at the time. None where the run goes on without it.
+    """Run one worker's part of a run, whichever rank it has at the time; None if the run goes on without it.
 
-    Raises what stops the run for everybody, and RunEnded where there are too few nodes.
+    Raises errors that stop the run for all workers, and RunEnded when there are too few nodes.
     """
     return _Rank(worker, config, plan_json, start, show, seat).run()
 
 
 class Stopwatch:
-    """Seconds from one `lap` to the next, by name."""
+    """Records the seconds between `lap` calls by name."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
@@ -175,10 +175,10 @@ class _Rank:
                     self._still()
 
     def _generation(self, order: Rebuild, stop: StopSignal) -> RunResult:
-        """Become part of a generation, and train in it to the end."""
+        """Join a generation and train in it to the end."""
         made = self._pending = self._made(order)
         self._link.await_activation(made.trainer.step)
-        self._activate(made)  # only now is nobody to go back to the one before
+        self._activate(made)  # from now on no rank returns to the previous generation
         self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.comm,))
         self._later.daemon = True
         self._later.start()
@@ -195,8 +195,7 @@ class _Rank:
         made.trainer.begin_alone()
 
     def _do_later(self, comm: Comm) -> None:
-        """Make the copy of the model that the next generation is built in, show what has happened, and be ready to
-        decode for the machine."""
+        """Copy the model for building the next generation, write plan and history, and prepare the decoding workers."""
         if self._spare is None:
             self._spare = copy.deepcopy(self._prepared.model)
         stand_by(comm, decoding_of(self._config.data))
@@ -205,21 +204,21 @@ class _Rank:
             write_history(self._folder.path, self._config.output_dir)
 
     def _show_plan(self) -> None:
-        """Write down what the run's plan is by now."""
+        """Write the run's current plan to its folder."""
         planned = None if self._held is None else self._held.planned
         if planned is not None and planned is not self._shown_plan:
             self._shown_plan = planned
             self._folder.write_text("plan.json", planned.to_json())
 
     def _await_rebuild(self) -> Rebuild:
-        """Stand still with what is held; apply what turned out to be committed."""
+        """Wait for the next generation, keeping the state; apply the last step if it turns out to be committed."""
         held = self._held
         if held is None:
             order = self._link.await_rebuild(NO_STATE, 0, None)
         else:
             order = self._link.await_rebuild(held.generation, held.trainer.step, held.trainer.voted_step)
         if self._pending is not None and self._pending.generation == order.base:
-            self._activate(self._pending)  # it was elsewhere
+            self._activate(self._pending)  # other nodes were told to run it
         self._pending = None
         held = self._held
         self._follow_store(held)
@@ -233,8 +232,8 @@ class _Rank:
         return self._worker.store
 
     def _follow_store(self, held: Held | None) -> None:
-        """Go on in the store of who leads now, and put there what the next generation is planned from. Raises RunEnded
-        where it cannot be reached: that is the end of this node alone."""
+        """Connect to the current leader's store, and publish there what the next generation is planned from. Raises
+        RunEnded where the store cannot be reached: that ends this node only."""
         at = self._link.store_at or self._seat.store_at
         if at is None or at == self._store_at:
             return
@@ -250,7 +249,7 @@ class _Rank:
             self._store.set(_BEGUN, b"")
 
     def _made(self, order: Rebuild) -> Held:
-        """This rank's trainer in the generation, with the state of those who hold it."""
+        """Build this rank's trainer for the generation, and fill it with the state that other ranks hold."""
         self._rank = order.first_rank + self._seat.index
         self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
@@ -311,8 +310,9 @@ class _Rank:
     def _trainer(
         self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
     ) -> Trainer:
-        """With the weights of the one before, which nobody changes until all are ready; where this rank's part does not
-        stay as it was, in a model of its own, and the one before keeps its memory until then."""
+        """Build a trainer. If this rank's part is unchanged, it reuses the last trainer's model, whose weights stay
+        untouched until all ranks are ready; otherwise it uses another copy, and the last trainer keeps its memory until
+        then."""
         self._is_joining = True
         if self._link.is_fenced:
             raise Fenced
@@ -334,7 +334,7 @@ class _Rank:
             model, self._spare = self._spare or copy.deepcopy(self._prepared.model), None
         else:
             model = before.runtime.model
-        self._is_torn |= before is not None  # what is built halfway there cannot be taken back
+        self._is_torn |= before is not None  # a partial build in the reused model cannot be undone
         checkpoints = self._folder.checkpoints
         trainer = Trainer(self._config, samples, model, planned, worker, checkpoints, membership, before)
         self._is_torn &= before is None
@@ -346,10 +346,10 @@ class _Rank:
         self._is_joining = False
 
     def _begin(self, trainer: Trainer, planned: TrainingPlan) -> None:
-        """With nobody's state: as the run was asked to, or once it has begun at its newest checkpoint."""
+        """Start without existing state: as configured, or, once the run has begun, from its newest checkpoint."""
         begun = self._store.check([_BEGUN])
         if trainer.rank == 0:
-            clear_handed_over(self._handed_over)  # of a run before this one
+            clear_handed_over(self._handed_over)  # files of an earlier run
         checkpoint = self._start.checkpoint
         if begun and trainer.rank == 0:
             newest, _ = newest_valid(self._folder.checkpoints)
@@ -368,8 +368,8 @@ class _Rank:
         return self._folder.path / FOLDER / "handed_over"
 
     def _hand_over(self) -> None:
-        """The others go on without this rank, which leaves what it has finished of the step to them. What fails costs
-        them only that."""
+        """Export this rank's gradients of the unfinished step, since the run goes on without it. A failure here costs
+        the others only these gradients."""
         held = self._held
         if held is not None and self._config.resilience.salvage:
             try:
@@ -380,7 +380,7 @@ class _Rank:
                 )
 
     def _still(self) -> None:
-        """End all communication and what works in the background; what is held stays."""
+        """End all communication and background work; the state is kept."""
         if self._later is not None:
             self._later.cancel()
         for trainer in self._trainers:
@@ -392,9 +392,9 @@ class _Rank:
         self._opened.clear()
 
     def _unblock(self, generation: int) -> None:
-        """From the link's thread: whoever waits for others in this generation waits no more."""
-        is_joining = self._is_joining  # before looking at what is open: it turns from the one into the other
-        for comm in tuple(self._opened):  # from threads of their own: the link has to hear what comes next
+        """Interrupt everything that waits for other ranks in this generation; called by the link's thread."""
+        is_joining = self._is_joining  # read before `_opened`: joining turns into open communication
+        for comm in tuple(self._opened):  # in threads of their own: the link must go on receiving
             end = partial(comm.abort, "this generation is over", tell_others=False)
             threading.Thread(target=end, name="dilatant-end", daemon=True).start()
         if is_joining:
@@ -402,7 +402,7 @@ class _Rank:
                 end_generation(store, generation, self._rank, "this generation is over")
 
     def _explain(self, error: Exception) -> None:
-        """Say why this rank cannot go on, unless that is known already."""
+        """Report why this rank cannot go on, unless its generation is over already."""
         if self._link.is_fenced:
             return
         if isinstance(error, UserError):

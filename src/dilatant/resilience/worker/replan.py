@@ -1,4 +1,4 @@
-"""The plan of the next generation: who is left takes over what the others held, for little copying."""
+"""Replan: derive the next generation's plan; survivors take over the lost ranks' layers with little copying."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def replan(
     num_microbatches: int,
     layer_seconds: Mapping[str, Sequence[float]] | None = None,
 ) -> Plan:
-    """The plan for those who are there now.
+    """Return the plan for the ranks that are present now.
 
-    anchor: the unit that others are put on when they have lost too many of their ranks. survivors: old rank → new rank;
-    joined: new ranks that held nothing. Every new rank is used, and as many replicas are made as `fault_tolerance` asks
-    for and ranks allow. num_microbatches: of a step, over all replicas.
-    layer_seconds: unit → forward and backward of each layer, for a microbatch; without them layers count alike.
+    anchor: the unit whose ranks host other units that have lost too many of their own. survivors: old rank → new rank;
+    joined: new ranks that held nothing. Every new rank is used, with as many replicas as `fault_tolerance` asks for and
+    ranks allow. num_microbatches: of a step, over all replicas.
+    layer_seconds: unit → forward plus backward of each layer for a microbatch; by default all layers count alike.
 
-    Each unit with ranks of its own is reinstantiated by itself (Oobleck, thesis 2.5.1); units on others' ranks follow
-    these, and so does a unit whose own ranks no longer make the copies that are asked for. A replica that lost nobody
-    stays as it is. Where units share ranks in other ways, or nothing fits, all units go to all ranks.
+    Each unit with its own ranks is reinstantiated separately (Oobleck thesis, 2.5.1). Units on another unit's ranks
+    follow that unit, and so does a unit whose own ranks make too few replicas. A replica that lost no rank is
+    unchanged. Where units share ranks in other ways, or nothing fits, all units are placed on all ranks.
     """
     seconds = layer_seconds or {unit.name: [1.0] * unit.replicas[0].stages[-1].end for unit in plan.units}
     try:
@@ -91,7 +91,7 @@ def _reinstantiated(
 
 
 def _hosts(plan: Plan, anchor: str) -> dict[str, str | None]:
-    """Unit → the unit on whose ranks it runs, None for its own. Raises PlanError for other ways of sharing."""
+    """Return unit → the unit on whose ranks it runs, None for its own. Raises PlanError for other ways of sharing."""
     ranks = {
         unit.name: {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
         for unit in plan.units
@@ -107,7 +107,7 @@ def _hosts(plan: Plan, anchor: str) -> dict[str, str | None]:
 
 
 def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[Group]]:
-    """Of every replica the groups that are whole, as new ranks, in pipeline order."""
+    """Return, for every replica, the rank groups that lost nobody, as new ranks, in pipeline order."""
     return [
         [
             tuple(survivors[rank] for rank in group)
@@ -119,8 +119,8 @@ def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[Group]]:
 
 
 def _lacks_copies(unit: UnitPlan, alive: list[list[Group]], joined: int, fault_tolerance: int) -> bool:
-    """Whether ranks of its own make fewer replicas, of at least a group each, than it had and than are asked for: the
-    next loss might be that of its last one. On the ranks of another unit it has as many as that."""
+    """Return True if the unit's own ranks, at one group a replica, make fewer replicas than it had and than are
+    required: the next failure might hit the last one. On the ranks of another unit it has as many as that unit."""
     left = sum(map(len, alive))
     stage = unit.replicas[0].stages[0]
     return not left or left + joined // (stage.tp * stage.cp) < min(len(unit.replicas), fault_tolerance + 1)
@@ -133,8 +133,8 @@ def _groups(replica: Replica) -> list[Group]:
 def _share_out(
     plan: Plan, owners: Sequence[str], alive: Mapping[str, list[list[Group]]], free: list[int], anchor: str
 ) -> dict[str, list[Group]]:
-    """Free ranks in groups, first to units that lost some, then to the one that hosts others. Raises PlanError where
-    they make no whole groups."""
+    """Assign free ranks in groups, first to units that lost some, then to the one that hosts others. Raises PlanError
+    where they do not fill whole groups."""
     given: dict[str, list[Group]] = {name: [] for name in owners}
     wants = []
     for name in owners:
@@ -207,7 +207,7 @@ def _unit(
 
 @lru_cache(maxsize=64)
 def _templates(layer_seconds: tuple[float, ...], most: int, num_microbatches: int) -> dict[int, Template]:
-    """A group of ranks is a node of the template. Kept: a loss should not wait for what was searched before."""
+    """Plan templates whose nodes are groups of ranks. Cached, so that recovery need not search again."""
     layers = len(layer_seconds)
     return plan_templates(
         {1: layer_seconds}, range(1, min(most, layers) + 1), 1, max(num_microbatches, layers)
@@ -222,7 +222,7 @@ def _guest(
     survivors: Mapping[int, int],
     layer_seconds: Sequence[float],
 ) -> UnitPlan:
-    """A unit on the ranks of another, replica by replica, stage by stage."""
+    """Place a unit on the ranks of another, replica by replica, stage by stage."""
     unit = plan.unit(name)
     count = min(len(host.replicas), max(len(unit.replicas), 1))
     if len(unit.replicas) >= len(plan.unit(host_name).replicas):
@@ -264,7 +264,7 @@ def _renamed(replica: Replica, survivors: Mapping[int, int]) -> Replica:
 
 
 def _together(plan: Plan, anchor: str, size: int, fault_tolerance: int) -> Plan:
-    """All units on all ranks: as many replicas as are asked for where ranks divide by it, else one a rank."""
+    """Place all units on all ranks: with the required number of replicas if it divides the ranks, else one a rank."""
     layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
     feeds = {unit.name: unit.feeds for unit in plan.units}
     replicas = fault_tolerance + 1

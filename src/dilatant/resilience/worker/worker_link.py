@@ -1,4 +1,4 @@
-"""A worker's connection to its node's agent: what it is to do, and what is unblocked at once when that changes."""
+"""Worker link: a worker's connection to its node's agent, for commands that may interrupt its communication."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from dilatant.resilience.protocol.agent import (
 )
 
 SOON_BEATS = 2
-"""A step that may take no longer than so many beats is said to be computed at once."""
+"""A step whose time limit is at most this many beats is announced at once, not with the next beat."""
 
 
 class Fenced(Exception):
-    """This generation is over: stand still, and wait to be rebuilt."""
+    """This generation is over: the worker must stop and wait to be rebuilt."""
 
 
 class RunEnded(Exception):
@@ -43,11 +43,11 @@ class RunEnded(Exception):
 
 
 class WorkerLink:
-    """Used by one thread; another one reads, and calls `on_fence` with the generation that is over, and `on_ending`
-    when all are to save and end. `on_hand_over` is called by `await_rebuild`, when the run goes on without this worker,
-    to leave what it has finished to the others.
+    """A worker's connection to its agent, used by one thread. A reader thread calls `on_fence` with the generation that
+    is over, and `on_ending` when all ranks are to save and end. `await_rebuild` calls `on_hand_over` when the run goes
+    on without this worker, to export its part of the step.
 
-    A worker whose agent is gone ends at once: it could be told nothing any more, and others go on without it.
+    A worker without its agent ends at once: it would get no more commands, and the others go on without it.
     """
 
     def __init__(
@@ -70,29 +70,29 @@ class WorkerLink:
         self._generation = 0
         self.ended: End | None = None
         self.store_at: StoreAt | None = None
-        """Where ranks meet, once that is elsewhere than where the run began."""
+        """The store's address, once it differs from the one at the start of the run."""
         self._closed = False
         self._unsaid: tuple[Computing, float] | None = None
         self._link.send(Hello(index, os.getpid()))
         threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
 
     def warm(self) -> None:
-        """Say that this worker can become part of a generation; from now on its silence is a fault."""
+        """Report that this worker can join a generation; from now on missing beats count as a failure."""
         self._send(Warm())
         threading.Thread(target=self._beat, name="dilatant-beat", daemon=True).start()
 
     @property
     def generation(self) -> int:
-        """That this worker belongs to, or was last rebuilt for."""
+        """The generation that this worker belongs to, or was last rebuilt for."""
         return self._generation
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the generation is over that this worker belongs to."""
+        """True if this worker's generation is over."""
         return self._newest > self._generation or self.ended is not None
 
     def await_rebuild(self, base: int, applied: int, prepared: int | None) -> Rebuild:
-        """Stand still, and return when this worker is to be part of a generation. Raises RunEnded.
+        """Wait, without computing, until this worker is to join a generation. Raises RunEnded.
 
         base, applied, prepared: see `Stopped`.
         """
@@ -108,13 +108,13 @@ class WorkerLink:
                 return command
 
     def await_activation(self, applied: int) -> None:
-        """Say that this worker is ready, and return when all are. Raises Fenced or RunEnded."""
+        """Report that this worker is ready, and return when all are. Raises Fenced or RunEnded."""
         self._send(Made(self._generation, applied))
         self._await(Activate)
 
     def begin(self, step: int, limit_seconds: float) -> None:
-        """Say that this worker begins to compute a step, and what that may take before the others should know. Where
-        that is long, with the next beat: most steps are over by then, and cost no message."""
+        """Report that this worker begins to compute a step, with a time limit after which the others should know. A
+        long limit is reported with the next beat only: most steps are over by then and cost no message."""
         computing = Computing(self._generation, step, limit_seconds)
         if limit_seconds > SOON_BEATS * self._beat_seconds:
             self._unsaid = computing, time.monotonic()
@@ -122,21 +122,20 @@ class WorkerLink:
             self._send(computing)
 
     def propose(self, step: int, hashes: Mapping[str, int]) -> None:
-        """Say that this worker has all gradients of a step. hashes: see `Prepared`."""
+        """Report that this worker has all gradients of a step. hashes: see `Prepared`."""
         self._unsaid = None
         self._send(Prepared(self._generation, step, hashes))
 
     def await_commit(self) -> None:
-        """Return when the step that was proposed is committed. Raises Fenced when it is not known whether it is, or
-        RunEnded."""
+        """Return when the proposed step is committed. Raises Fenced when it is unknown whether it is, or RunEnded."""
         self._await(Apply)
 
     def slow(self, times: float) -> None:
-        """Say that this worker is too slow for the others; 0: no longer."""
+        """Report that this worker is `times` slower than the others, which is too much; 0: no longer."""
         self._send(Slow(self._generation, times))
 
     def await_end(self) -> None:
-        """Say that nothing is left to do, and return when that is so for all. Raises Fenced."""
+        """Report that this worker has finished, and return when all have. Raises Fenced."""
         self._send(Done(self._generation))
         try:
             self._await(End)
@@ -144,12 +143,12 @@ class WorkerLink:
             return
 
     def broken(self, reason: str, fatal: bool = False, accuses: str | None = None) -> None:
-        """Say that this worker cannot go on in its generation; fatal: nor could anybody. accuses: the node that it
-        waited for in vain."""
+        """Report that this worker cannot go on in its generation; fatal: no worker could. accuses: the unresponsive
+        node that it waited for."""
         self._send(Broken(self._generation, reason[:2000], accuses, fatal))
 
     def lost(self, reason: str) -> None:
-        """Say that this worker cannot take part at all."""
+        """Report that this worker cannot take part at all."""
         self._send(Died(reason[:2000]))
 
     def close(self) -> None:
@@ -183,7 +182,7 @@ class WorkerLink:
                 os._exit(1)
 
     def _beat(self) -> None:
-        """A process that is stopped, or whose interpreter is held, does not."""
+        """Send beats; a process that is stopped, or whose interpreter is blocked, sends none."""
         said: tuple[Computing, float] | None = None
         while True:
             time.sleep(self._beat_seconds)

@@ -1,4 +1,4 @@
-"""A rank of a machine of several, as a process that its agent started."""
+"""Worker process: one rank of a run over several machines, started by its machine's agent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Train until the run is over, or goes on without this node."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends them to all; the agent says what follows
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals all; the agent decides what follows
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerStart)
     end_with_parent()
@@ -39,7 +39,7 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         code = 1
-    # Threads that wait in torch for ranks which are cut off would not survive the interpreter's own end.
+    # Threads that wait in torch for unreachable ranks would crash in the interpreter's normal shutdown.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def train(start: WorkerStart) -> None:
-    """Raises UserError for what is wrong here, or with the run."""
+    """Train in one worker. Raises UserError for a mistake on this machine or in the run's configuration."""
     job = start.job
     config = parse_config(read_yaml(job.config), base=Path("/"))
     if config.train.device == "cpu":

@@ -1,9 +1,9 @@
-"""Salvage: of a step that ranks were lost in, what those who are left have finished, and what has to run again.
+"""Partial-step recovery: decide which gradients of a step that lost ranks can be reused, and which samples run again.
 
-A rank has the gradients of a layer as one sum over the samples whose backward it has run there. Such a sum counts as it
-is or not at all; so what is missing is told by layer and sample, and a sample that lacks any layer runs again, with the
-gradients that are there already set aside (see `Executor`). All of this is decided from what ranks say, by all alike.
-Knows no torch.
+A rank has the gradients of a layer as one sum over the samples whose backward it ran. Such a sum is reused as a whole
+or not at all, so missing gradients are tracked by layer and sample. A sample that lacks any layer runs again, while the
+gradients that exist already are masked (see `Executor`). All ranks decide this alike from the same reports. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Protocol, Self
 from dilatant.plan.plan import Plan, Stage
 
 Layer = tuple[str, int]
-"""A unit, and the number of a layer of it."""
+"""A unit, and the index of one of its layers."""
 Degrees = tuple[int, int, int]
 """tp, cp and ep of a stage."""
 LayerWeights = Mapping[str, Sequence[frozenset[str]]]
-"""Unit → of each layer the logical names of its weights that train; a tied weight is in two."""
+"""Unit → for each layer, the logical names of its trainable weights; a tied weight occurs in two layers."""
 
 
 class Drawn(Protocol):
@@ -33,8 +33,8 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """The gradients that a stage has of one of its layers. ranks: of the stage, each of which has its part. samples:
-    ascending numbers in the global batch."""
+    """The gradients of one layer that a stage has accumulated. ranks: of the stage; each has its part. samples:
+    ascending indices into the global batch."""
 
     layer: Layer
     ranks: tuple[int, ...]
@@ -44,8 +44,8 @@ class LayerShare:
 
 @dataclass(frozen=True, slots=True)
 class LossShare:
-    """What a stage, of the layers `first <= layer < end`, made of the losses of samples: on this rank `values` by name,
-    and `by_source` of the anchor's (see `StepResult.source_losses`)."""
+    """Losses of some samples from a stage with the layers `first <= layer < end`. values: name → this rank's sum.
+    by_source: the sum for the language model's loss by data set (see `StepResult.source_losses`)."""
 
     unit: str
     first: int
@@ -58,8 +58,8 @@ class LossShare:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a rank has of step number `step`, which no rank has applied. draws: of the samples of the global batch.
-    unused: weights of these layers that none of the samples has used, so that there is no gradient."""
+    """What a rank has accumulated of step `step`, which no rank has applied. draws: of the samples of the global batch.
+    unused: weights of these layers that none of the samples used, so that they have no gradient."""
 
     rank: int
     step: int
@@ -108,8 +108,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A rank's gradient of a weight goes to the rank that adds it to its own; often itself. source: a rank, or its size
-    and more for those that have gone and left theirs, see `decide`."""
+    """Send the gradient of a weight from `source` to rank `target`, often the same, which adds it to its own. source: a
+    rank, or a number from the number of ranks on for gradients left by a departed rank, see `decide`."""
 
     name: str
     source: int
@@ -118,8 +118,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """What counts of a step, the same on every rank. Ranks are those of the new plan. losses: by the rank that has
-    their values."""
+    """The reused part of a step, the same on every rank. Ranks are those of the new plan. losses: (rank that has the
+    values, losses)."""
 
     step: int
     draws: tuple[int, ...]
@@ -128,18 +128,18 @@ class Salvage:
     moves: tuple[Move, ...] = ()
 
     def is_of(self, step: int, samples: Sequence[Drawn]) -> bool:
-        """Whether this was salvaged of that step, of the very same samples."""
+        """Return True if this is the reused part of that step with exactly these samples."""
         return self.step == step and self.draws == tuple(sample.draw for sample in samples)
 
     def covered(self) -> dict[Layer, frozenset[int]]:
-        """Layer → the samples whose gradients some rank has."""
+        """Return layer → the samples whose gradients exist on some rank."""
         found: dict[Layer, frozenset[int]] = {}
         for share in self.layers:
             found[share.layer] = found.get(share.layer, frozenset()) | frozenset(share.samples)
         return found
 
     def pairs(self, weights: LayerWeights) -> tuple[int, int]:
-        """Pairs of a layer that trains and a sample: those that have their gradients, and those that lack them."""
+        """Count the (trainable layer, sample) pairs whose gradients exist, and those whose gradients are missing."""
         layers = sum(bool(names) for of_layers in weights.values() for names in of_layers)
         kept = sum(map(len, self.covered().values()))
         return kept, layers * len(self.draws) - kept
@@ -150,10 +150,11 @@ class Salvage:
         weights: LayerWeights,
         speaking: Mapping[str, Collection[int]],
     ) -> frozenset[int]:
-        """The samples that run again, at least one.
+        """Return the samples that run again, at least one.
 
-        tokens: unit → of each sample. speaking: unit → the layers that make a loss. A sample runs again where a layer
-        lacks its gradient, or nobody knows its loss; and with it all whose loss is known only in one sum with its own.
+        tokens: unit → tokens by sample. speaking: unit → layers that compute a loss. A sample runs again if a layer
+        lacks its gradient or its loss is unknown, and with it all samples whose loss is known only in a sum with its
+        own.
         """
         covered = self.covered()
         told: dict[Layer, set[int]] = defaultdict(set)
@@ -177,13 +178,13 @@ class Salvage:
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """What a step rests on. missing: the samples that it runs."""
+    """The reused part of a step, and the samples (`missing`) that it runs."""
 
     salvage: Salvage
     missing: frozenset[int]
 
     def losses_of(self, rank: int) -> list[LossShare]:
-        """What a rank adds to the losses of those that run again."""
+        """Return the reused losses that a rank adds to those of the samples that run again."""
         return [
             share
             for holder, share in self.salvage.losses
@@ -198,11 +199,11 @@ def decide(
     weights: LayerWeights,
     gone: Sequence[tuple[int, Finished]] = (),
 ) -> Salvage | None:
-    """What counts of step number `step`, and which rank of `plan` takes it; None where there is nothing.
+    """Decide which gradients of step `step` are reused, and which rank of `plan` adopts them; None for nothing.
 
-    told: by new rank what it has, None of one that was not there. gone: what was left by ranks that are there no more,
-    each with the rank that acts for it; the first of them is source `len(told)` of moves. What a stage of one rank has
-    goes to any stage of one rank with that layer; what ranks had together counts only where they are together again.
+    told: by new rank, its report, None if it is new. gone: reports left by departed ranks, each with the rank that acts
+    for it; the first has source `len(told)` in moves. Gradients of a one-rank stage go to any one-rank stage with that
+    layer; those of a stage of several ranks are reused only where the same ranks form a stage again.
     """
     everybody = [*told, *(each for _, each in gone)]
     having = [(rank, each) for rank, each in enumerate(everybody) if each is not None and each.step == step]
@@ -243,7 +244,7 @@ def decide(
 
 
 def patterns_of(samples: Collection[int], covered: Mapping[Layer, frozenset[int]]) -> dict[int, int]:
-    """Sample → a number that is the same for samples that lack the gradients of the same layers."""
+    """Number `samples` such that two have the same number if the same layers lack their gradients."""
     sets = sorted({*covered.values()}, key=sorted)
     numbers: dict[tuple[bool, ...], int] = {}
     found = {}
@@ -257,7 +258,7 @@ Having = Sequence[tuple[int, Finished]]
 
 
 def _whole(having: Having, new_of: Mapping[int, int]) -> list[LayerShare]:
-    """What all ranks of a stage have alike."""
+    """Return the shares that all ranks of their stage report identically."""
     said: dict[LayerShare, set[int]] = defaultdict(set)
     for _, each in having:
         for share in each.layers:
@@ -294,7 +295,7 @@ def _loss_key(share: LossShare) -> tuple[Any, ...]:
 def _targets(
     shares: Sequence[LayerShare], new_of: Mapping[int, int], plan: Plan
 ) -> dict[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None]:
-    """(layer, old ranks) → the ranks that take its gradients, itself if it can; None where nobody does."""
+    """Return (layer, old ranks) → ranks that adopt its gradients, the same ones if possible; None if no rank can."""
     holders: dict[Layer, list[Stage]] = defaultdict(list)
     for placed in plan.stages():
         for number in range(placed.stage.first, placed.stage.end):
@@ -327,7 +328,7 @@ def _degrees(stage: Stage) -> Degrees:
 
 
 def _tied_together(plan: Plan, weights: LayerWeights) -> list[tuple[Layer, Layer]]:
-    """Layers that have a weight in common and are in one stage: their gradients cannot be told apart there."""
+    """Return pairs of layers that share a weight within one stage, where their gradients cannot be separated."""
     pairs: dict[tuple[Layer, Layer], None] = {}
     for placed in plan.stages():
         names = weights[placed.unit]
@@ -345,8 +346,8 @@ def _agreeing(
     weights: LayerWeights,
     tied: Sequence[tuple[Layer, Layer]],
 ) -> list[LayerShare]:
-    """Those that can count. A rank has one sum of a weight that is tied, whatever layers it is of: they count together
-    and go to one rank, or not at all."""
+    """Return the shares that can be reused. A rank has one sum for a tied weight, whatever its layers: their shares are
+    reused together and go to the same rank, or not at all."""
     kept = [share for share in shares if targets[share.layer, share.ranks] is not None]
     dropped = {*shares} - {*kept}
     shared: dict[LayerShare, set[LayerShare]] = defaultdict(set)

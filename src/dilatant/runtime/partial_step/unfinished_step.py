@@ -1,4 +1,4 @@
-"""The step in hand of one rank, as far as it is finished: what is noted while it runs, so that it may be salvaged."""
+"""Track what one rank has accumulated of the current step, so that it can be reused after a failure."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dilatant.runtime.state.exact_sums import rounded_loss
 
 @dataclass(slots=True)
 class Ledger:
-    """What an executor has finished of a step. added: stage → samples of its backwards; forwards: (stage, samples, what
-    it made of losses). open: stages whose gradients an action is adding to, and if it was ended, may have added some
-    of."""
+    """What an executor has completed of a step. added: stage → samples whose gradients it has; forwards: (stage,
+    samples, losses). open: stages to whose gradients an action is adding; if it was interrupted, they may be
+    incomplete."""
 
     added: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     forwards: list[tuple[int, tuple[int, ...], Sequence[Outcome]]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Ledger:
 
     @contextmanager
     def adding(self, stage: int) -> Iterator[None]:
-        """Around what adds to gradients; an error leaves them in nobody knows which state."""
+        """Mark a stage's gradients as being added to; they stay marked after an error, since they may be incomplete."""
         self.open.add(stage)
         yield
         self.open.discard(stage)
@@ -45,7 +45,7 @@ class Ledger:
 
 @contextmanager
 def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Their gradients stay as they are, whatever is added inside."""
+    """Leave the gradients of `parameters` unchanged, whatever is accumulated inside."""
     kept = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -57,7 +57,7 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def trained_by_layer(units: Mapping[str, Unit]) -> LayerWeights:
-    """The weights of every layer that train, of whole units."""
+    """Return the trainable weights of every layer of whole units."""
     found: dict[str, list[frozenset[str]]] = {}
     for unit_name, unit in units.items():
         parameters = {name for name, _ in unit.named_logical_parameters()} - unit.frozen
@@ -69,7 +69,7 @@ def trained_by_layer(units: Mapping[str, Unit]) -> LayerWeights:
 
 
 def speaking_layers(units: Mapping[str, Unit]) -> dict[str, range]:
-    """Unit → its layers that make losses: the last one of its own, and any of others (its routers')."""
+    """Return unit → layers that compute losses: the last one, or all if the unit has further losses (of routers)."""
     return {
         name: range(0 if len(unit.losses) > 1 else len(unit.layers) - 1, len(unit.layers))
         for name, unit in units.items()
@@ -87,10 +87,9 @@ class _Begun:
 
 
 class UnfinishedStep:
-    """Of one rank under one plan: what was salvaged for it, and what it has finished since.
+    """Track, for one rank, which gradients were recovered after a failure and which have been accumulated since.
 
-    weights, speaking: of the model, see `trained_by_layer` and `speaking_layers`. num_sources: data sets whose losses
-    are told apart.
+    weights, speaking: see `trained_by_layer`, `speaking_layers`. num_sources: data sets with separate losses.
     """
 
     def __init__(
@@ -109,20 +108,20 @@ class UnfinishedStep:
         self._anchor = anchor
         self._num_sources = num_sources
         self.salvage: Salvage | None = None
-        """What counts of the next step."""
+        """The reused part of the next step."""
         self.gradients: dict[str, Tensor] = {}
-        """This rank's part of it, by logical name."""
+        """This rank's reused gradients by logical name."""
         self._begun: _Begun | None = None
 
     def take_up(self, salvage: Salvage, gradients: Mapping[str, Tensor]) -> None:
-        """Go on with what counts of the step to come."""
+        """Adopt the reused part of the next step."""
         self.salvage, self.gradients = salvage, dict(gradients)
 
     def begin(
         self, step: int, draws: tuple[int, ...], salvaged: Salvaged | None, sources: Sequence[int]
     ) -> tuple[Ledger, dict[str, Tensor]]:
-        """A step runs, on top of what was `salvaged` where that is good for it. sources: of its samples. Returns where
-        to note what is finished, and the gradients to begin with."""
+        """Begin a step, on top of `salvaged` where that applies to it. sources: data set of each sample. Returns the
+        ledger to fill and the gradients to start from."""
         ledger = Ledger()
         self._begun = _Begun(step, draws, salvaged, ledger, tuple(sources))
         gradients = self.gradients if salvaged is not None else {}
@@ -131,17 +130,17 @@ class UnfinishedStep:
 
     @property
     def is_to_come(self) -> bool:
-        """Whether what was salvaged waits for its step."""
+        """True while a reused part waits for its step."""
         return self._begun is None and self.salvage is not None
 
     def forget(self) -> None:
-        """The step is applied."""
+        """Mark the step as applied."""
         self._begun = None
 
     def covered(
         self, stage: PlacedStage, samples: Sequence[int], by_layer: Mapping[Layer, frozenset[int]]
     ) -> set[str]:
-        """The weights of a stage whose gradients of these samples are there already, for all of them alike."""
+        """Return the weights of a stage whose gradients exist for all of these samples."""
         names: set[str] = set()
         for number in range(stage.stage.first, stage.stage.end):
             if samples and by_layer.get((stage.unit, number), frozenset()).issuperset(samples):
@@ -149,7 +148,7 @@ class UnfinishedStep:
         return names
 
     def finished(self, local: Mapping[str, Tensor]) -> Finished | None:
-        """What this rank has. local: its own gradients, of what was salvaged, too; None where there is nothing."""
+        """Return what this rank has accumulated, or None. local: its own gradients, including reused ones."""
         if self._begun is None:
             return self._taken_up()
         begun = self._begun
@@ -189,7 +188,7 @@ class UnfinishedStep:
         return Finished(self._rank, salvage.step, salvage.draws, layers, losses, unused)
 
     def _unsure(self, open_stages: Collection[int]) -> set[str]:
-        """The weights that an action was adding to when it was ended."""
+        """Return the weights whose gradients an action was adding to when it was interrupted."""
         return {
             name
             for placed in self._own
