@@ -1,4 +1,4 @@
-"""What has happened to a run that goes on: its generations, as coordinator and first ranks wrote them down."""
+"""Run history: the generations of a resilient run, as recorded by its coordinators and first ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dilatant.resilience.status import read_rebuilds, read_status
 
 PAGE = "generations.html"
 TRACE = "generations.json"
-"""In the run folder."""
+"""The history's files in the run folder."""
 
 
 def generations(
     events: Iterable[Mapping[str, Any]], rebuilds: Iterable[Mapping[str, Any]] = ()
 ) -> tuple[Generation, ...]:
-    """Events and rebuilds by generation, in order. Of a run that has not begun there are none.
+    """Return events and rebuilds by generation, in order; empty for a run that has not begun.
 
-    Its seconds are those from the moment when the coordinator noticed the change to the first step that it committed
-    afterwards; what the first rank did not spend on copying went into everything else.
+    A generation's lost time runs from the coordinator's detection of the change to its first committed step; time that
+    the first rank did not spend on copying counts as reconfiguration.
     """
     rebuilt = {record["generation"]: record for record in rebuilds}
     when: dict[int, dict[str, Mapping[str, Any]]] = {}
@@ -79,7 +79,7 @@ def _pairs(record: Mapping[str, Any], name: str) -> int | None:
 
 
 def write_history(run: Path, title: str) -> None:
-    """Write the page of a run's generations, where there is anything to tell; never fails, for training counts more."""
+    """Write the generations page of a run that has more than one; never raises, since training matters more."""
     with suppress(OSError, UserError, ValueError):
         status = read_status(run)
         found = generations(status.events, read_rebuilds(run))

@@ -1,4 +1,4 @@
-"""A run that goes on, on one machine: its workers, an agent for each node of them, and the coordinator."""
+"""Launch a resilient run on one machine: its workers, one agent per node, and the coordinator."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ AGENT = "dilatant.resilience.processes.agent_process"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
 RESTART_SECONDS = 1.0
-"""After which a lost node is started again: its start would take cores from those who recover."""
+"""Delay before a lost node is restarted: its start would take cores from the recovery."""
 BETWEEN_STARTS_SECONDS, UNATTENDED_SECONDS = 0.25, 30.0
-"""Of coordinators that end at once: their port may be taken for a while, the disk may be full."""
+"""Pause and limit for restarts of a coordinator that ends at once (its port is taken, the disk is full)."""
 
 
 def launch_resiliently(
@@ -50,7 +50,7 @@ def launch_resiliently(
     show: Show,
     started: Callable[[], None] = lambda: None,
 ) -> RunResult:
-    """Train in `ranks` processes of this machine; the result of the one that was the first rank at the end.
+    """Train in `ranks` processes of this machine; returns the result of the final first rank.
 
     Raises UserError or WorkerFailed, as `launch_local`.
     """
@@ -90,14 +90,14 @@ def launch_resiliently(
 
 
 def stopped_error(record: Record) -> WorkerFailed:
-    """Why a run has stopped before its end, with what a scheduler should do about it."""
+    """Return the error of a run that stopped early, with the exit code that tells a scheduler whether to retry."""
     code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
     return WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code)
 
 
 def fresh_folder(config: Config) -> Path:
-    """For the coordinator's record, without that of a start before, but with its term: agents of that start which are
-    still looking for it find this one, and heed none whose term is not greater. Raises UserError."""
+    """Empty the folder of the coordinator's record, but keep the term: agents of an earlier start that still look for
+    their coordinator find this one, and obey only a greater term. Raises UserError."""
     folder = RunFolder(config.output_dir).path / FOLDER
     before = known_record(folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -113,7 +113,7 @@ def fresh_folder(config: Config) -> Path:
 
 
 def settings_of(config: Config, nodes: int) -> Settings:
-    """What coordinator and agents go by, in a run that begins with so many nodes."""
+    """Return the protocol settings of a run that begins with `nodes` nodes."""
     given = config.resilience
     return Settings(
         lease_seconds=given.lease_seconds,
@@ -140,7 +140,7 @@ def warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
 
 @contextlib.contextmanager
 def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[list[Seat], _Supervisor]]:
-    """The agents of nodes with so many workers each; the seat of every worker, and what supervises them."""
+    """Start the coordinator and an agent per node with `counts` workers; yields all seats and the supervisor."""
     settings = settings_of(config, len(counts))
     token = fresh_token()
     coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, token.hex(), settings, str(folder)))
@@ -168,7 +168,7 @@ def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[l
 
 
 class _Supervisor:
-    """Brings the coordinator back when it dies, ends the workers of an agent that does, and starts lost nodes again."""
+    """Restarts the coordinator when it dies, kills the workers of an agent that dies, and restarts lost nodes."""
 
     def __init__(
         self, coordinator: Child, restart: Start, agents: list[Child], seats: list[Seat], restarts: int
@@ -182,25 +182,25 @@ class _Supervisor:
         self._closed = threading.Event()
         self._began = self._stood = time.monotonic()
         self.failure = ""
-        """Why the run cannot go on, where that lies with the coordinator."""
+        """Why the run cannot go on, if the coordinator is the cause."""
         self._thread = threading.Thread(target=self._run, name="dilatant-supervisor", daemon=True)
         self._thread.start()
 
     def close(self) -> Child:
-        """The coordinator that runs now."""
+        """Stop supervising; returns the current coordinator."""
         self._closed.set()
         self._thread.join()
         return self._coordinator
 
     def restarted(self) -> list[tuple[int, list[Seat]]]:
-        """Ranks whose processes are to be started again, each with the seats of all."""
+        """Return the ranks whose processes are to be restarted, each with the seats of all."""
         found = []
         while not self._restarted.empty():
             found.append(self._restarted.get())
         return found
 
     def _begin_again(self, node: int, name: str) -> None:
-        """A new agent, and soon its workers, under a name that nobody had before."""
+        """Start a new agent, and request its workers, under a node name that was never used."""
         ranks = [rank for rank, seat in enumerate(self._seats) if seat.node.partition(".")[0] == name]
         token = bytes.fromhex(self._restart.token)
         start = replace(self._restart, node=f"{name}.{self._restarts}", workers=len(ranks))
@@ -211,7 +211,7 @@ class _Supervisor:
             self._restarted.put((rank, list(self._seats)))
 
     def _watch_coordinator(self) -> None:
-        """One that has died, or stands still, is replaced; if none can stand for long, the run ends."""
+        """Replace a coordinator that has died or hangs; if none can be started for long, end the run."""
         now = time.monotonic()
         if self._coordinator.is_alive:
             if not self._coordinator.stands_still():
@@ -262,7 +262,7 @@ class _Supervisor:
 
 
 def _port(child: Child) -> int:
-    """Raises UserError where the process could not begin; what it wrote says why."""
+    """Return a child's port. Raises UserError where it could not start; its output says why."""
     try:
         return child.port
     except RuntimeError as error:
@@ -270,7 +270,7 @@ def _port(child: Child) -> int:
 
 
 def known_record(folder: Path) -> Record | None:
-    """What the last coordinator wrote down, if that can be read."""
+    """Return the last coordinator's record, or None if it cannot be read."""
     try:
         return read_record(folder)
     except (OSError, ValueError):

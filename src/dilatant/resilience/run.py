@@ -1,4 +1,4 @@
-"""A run as its config asks for it: one that ends with its first lost rank, or one that goes on."""
+"""Train as a config asks: fail with the first lost rank, or recover from losses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dilatant.training.run import train as train_once
 def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") -> RunResult:
     """Train the model of a config, evaluate it on held-out data and export it into the run folder.
 
-    overwrite: start anew in an output_dir that holds a run. show: where progress goes. Starts the ranks of the layout,
-    or is one of them under torchrun, Slurm or Kubernetes. With `resilience.enabled` a launcher starts one process a
-    machine instead: the first leads, the others are its agents. Raises UserError for what is wrong with config, data or
-    folder, WorkerFailed when a rank fails (with `resilience.enabled`: when nobody can go on), Stopped when a signal
-    ends a run before it trains; a run that was asked to stop later is saved and returns.
+    overwrite: start anew in an output_dir that holds a run. show: where progress is shown. Starts the ranks of the
+    layout, or is one of them under torchrun, Slurm or Kubernetes. With `resilience.enabled` a launcher starts one
+    process per machine instead: the first leads, the others are its agents. Raises UserError for a mistake in config,
+    data or folder, WorkerFailed when a rank fails (with `resilience.enabled`: when no rank can go on), Stopped when a
+    signal ends a run before it trains; a run asked to stop later is saved and returns.
     """
     if not config.resilience.enabled:
         return train_once(config, overwrite=overwrite, show=show)

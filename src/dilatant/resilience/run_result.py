@@ -1,4 +1,4 @@
-"""How a run of several machines ended: told through its folder to who leads it, by its first rank at the end."""
+"""Result file of a run over several machines: the final first rank writes it, the leader reads it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FILE = "result.json"
 
 
 def write_result(folder: Path, result: RunResult) -> None:
-    """folder: of the coordinator's record."""
+    """Write the result to `folder`, that of the coordinator's record."""
     write_durably(folder / FILE, msgspec.json.encode(asdict(result), enc_hook=str).decode() + "\n")
 
 
 def read_result(folder: Path) -> RunResult | None:
-    """None where no rank came to the end. Raises ValueError for something else."""
+    """Read the result; None where no rank reached the end. Raises ValueError for an invalid file."""
     try:
         text = (folder / FILE).read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""State from those who hold it to those who need it: boxes by name, from several holders at once, checked by hash."""
+"""State transfer: copy boxes by name from several holders to the ranks that need them, checked by hash."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _HASH_BYTES = 16
 
 
 class Lost(Exception):
-    """Nobody in this generation holds some of the state; the message names it."""
+    """No rank in this generation holds some of the state; the message names it."""
 
 
 class Corrupted(RuntimeError):
-    """What arrived is not what was sent."""
+    """Received data differs from what was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A cell of a tensor goes from one rank to another."""
+    """A cell of a tensor to be copied from one rank to another."""
 
     cell: Box
     source: int
@@ -40,10 +40,10 @@ class Copy:
 def plan_copies(
     held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], num_bytes: int = 4
 ) -> tuple[Copy, ...]:
-    """What has to travel so that every rank has what it wants: the same on all ranks, which give the same.
+    """Plan the copies that give every rank what it wants; the result is the same on all ranks, given equal arguments.
 
-    held, wanted: by rank. Every cell comes from the rank itself where that has it, else from the holder that has sent
-    least. num_bytes: of a number. Raises Lost.
+    held, wanted: by rank. A cell is copied from the rank itself if it has it, else from the holder that has sent least.
+    num_bytes: per number. Raises Lost.
     """
     holders: dict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
@@ -73,8 +73,8 @@ def plan_copies(
 
 @torch.no_grad()
 def transfer(comm: Comm, held: Sequence[Piece], wanted: Sequence[Piece]) -> int:
-    """Fill what is `wanted` from what all ranks have `held`; called by all of them. Returns the bytes that came from
-    others.
+    """Fill the `wanted` pieces from the pieces that all ranks have `held`; called by all ranks. Returns the bytes
+    received from others.
 
     Raises Lost on all ranks, before anything is filled, and Corrupted.
     """
@@ -141,7 +141,7 @@ def transfer(comm: Comm, held: Sequence[Piece], wanted: Sequence[Piece]) -> int:
 def _cover(
     wanted: Box, target: int, holders: Sequence[tuple[int, Box]], sent: Mapping[int, int]
 ) -> list[tuple[int, Box]]:
-    """Who gives which cell of a box; fewer numbers than it has where nobody holds some."""
+    """Return (source, cell) for the cells of a box; they do not cover all of it if no rank holds some of it."""
     if not wanted.size:
         return []
     order = sorted(holders, key=lambda holder: (holder[0] != target, sent.get(holder[0], 0), holder[0]))
@@ -163,7 +163,7 @@ def _cover(
 
 
 def _without(cell: Box, taken: Box) -> list[Box]:
-    """A cell but for what was taken of it, as cells."""
+    """Return the rest of a cell without `taken`, as cells."""
     left = [cell]
     for hole in taken.cells():
         left = [piece for each in left for piece in _cut(each, hole)]

@@ -1,4 +1,4 @@
-"""What a run that goes on is doing: read from its folder, by whoever can see that."""
+"""Run status: read the state of a resilient run from its folder, on any machine that can see it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Task
 
 REBUILDS = "rebuilds.jsonl"
-"""In the run's folder for recovery: how long its first rank took for each generation."""
+"""File in the run's recovery folder: how long the first rank took to rebuild each generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """is_member: of the generation; is_alive: whether its agent runs, where that is on this host, else whether the run
-    goes on with it."""
+    """A node of a run. is_member: of the generation; is_alive: its agent runs, if on this host, else the run goes on
+    with it."""
 
     name: str
     host: str
@@ -36,8 +36,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """step: the last one in metrics.jsonl, None before the first. stopped: why the run ended, if it did. events: the
-    history of its generations, as the coordinator wrote it."""
+    """The state of a run. step: the last in metrics.jsonl, None before the first. stopped: why the run ended, if it
+    did. events: the generations' history, as the coordinator wrote it."""
 
     generation: int
     task: str
@@ -48,14 +48,14 @@ class RunStatus:
 
     @property
     def exit_code(self) -> int:
-        """0: the run is finished. 1: a mistake ended it. 75: it goes on, or may be gone on with."""
+        """0: the run is finished. 1: a mistake ended it. 75: it is running, or can be resumed."""
         if self.stopped == FINISHED:
             return 0
         return TOO_FEW_EXIT_CODE if self.stopped in ("", ASKED) or TOO_FEW in self.stopped else 1
 
 
 def read_status(run: Path) -> RunStatus:
-    """Of a run folder. Raises UserError where the run is none that goes on."""
+    """Read the status of a run folder. Raises UserError if it is not of a resilient run."""
     folder = run / "resilience"
     try:
         record = read_record(folder)
@@ -90,7 +90,7 @@ def read_status(run: Path) -> RunStatus:
 
 
 def read_rebuilds(run: Path) -> Iterator[dict[str, Any]]:
-    """What the first ranks wrote of each generation; what else is in the file is passed over."""
+    """Yield the rebuild records of each generation's first rank; other lines are skipped."""
     kinds: dict[str, Any] = {"generation": int, "step": int, "seconds": dict}
     for line in _lines(run / "resilience" / REBUILDS):
         if all(isinstance(line.get(key), kind) for key, kind in kinds.items()) and all(
@@ -100,7 +100,7 @@ def read_rebuilds(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_event(line: dict[str, Any]) -> bool:
-    """Whether a line is one that the coordinator wrote."""
+    """Return True for a line that the coordinator wrote."""
     kinds: dict[str, Any] = {
         "time": (int, float),
         "generation": int,
@@ -113,7 +113,7 @@ def _is_event(line: dict[str, Any]) -> bool:
 
 
 def _is_introduction(line: dict[str, Any]) -> bool:
-    """Whether a line is what an agent says of itself."""
+    """Return True for an agent's description of its node."""
     kinds: dict[str, Any] = {"node": str, "pid": int, "workers": dict}
     if not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
         return False
@@ -121,7 +121,7 @@ def _is_introduction(line: dict[str, Any]) -> bool:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file that others may be writing to."""
+    """Yield the JSON objects in the lines of a file that others may be writing to."""
     try:
         with open_regular(path) as file:
             text = file.read(MOST_TEXT).decode(errors="replace")

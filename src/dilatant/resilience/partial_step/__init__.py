@@ -1,1 +1,1 @@
-"""Recovery of a partial step between ranks: exchange, hand over and adopt its gradients."""
+"""Recovery of a partial step between ranks: exchange, export and adopt its gradients."""

@@ -1,7 +1,7 @@
-"""What a rank that must leave in the middle of a step had finished of it: a file in the run folder for those who go on.
+"""Gradient export: a rank that must leave during a step writes its gradients to the run folder for the others.
 
-A file names the generation and the step that it is of, so that it counts only for who goes on from that very state; it
-appears whole or not at all, and is read, and checked by a hash, by one rank.
+A file names its generation and step, and is used only by a run that continues from exactly that state. It is written
+atomically, and is read, and verified by a hash, by one rank.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HandedOver:
-    """By a rank that has left. gradients: its own sums by logical name, as in `Runtime.local_gradients`."""
+    """A departed rank's export. gradients: its own sums by logical name, as in `Runtime.local_gradients`."""
 
     finished: Finished
     gradients: Mapping[str, Tensor]
 
 
 def hand_over(folder: Path, generation: int, runtime: Runtime) -> None:
-    """Leave what this rank, of `generation`, has finished of the step in hand. Where it raises, it leaves nothing."""
+    """Export this rank's gradients of the current step in `generation`. If it raises, no file is left."""
     finished = runtime.finished()
     if finished is None or all(
         len(share.ranks) > 1 for share in finished.layers
@@ -57,8 +57,8 @@ def hand_over(folder: Path, generation: int, runtime: Runtime) -> None:
 
 
 def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) -> list[HandedOver]:
-    """What ranks of `generation` left of a step, as far as it is for this one of `size` ranks to read; what cannot be
-    read, or is not what was written, is not there."""
+    """Read the gradients that ranks of `generation` exported for a step, as far as they fall to this one of `size`
+    ranks; unreadable or corrupted files are ignored."""
     found = []
     for path in sorted(folder.glob(f"{generation}-{step}-*.safetensors")):
         match = _NAME.fullmatch(path.name)
@@ -74,7 +74,7 @@ def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) 
 
 
 def clear_handed_over(folder: Path) -> None:
-    """Forget what was left, which is of no use to anybody any more."""
+    """Delete all exported gradients."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""What a rank's trainer inherits from the generation before: its state, and what is finished of the step in hand."""
+"""State inheritance: a rank's trainer takes over the last generation's state and its unfinished step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dilatant.training.trainer import Trainer
 
 
 def take_over(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
-    """Bring what ranks hold of the generation before to where it belongs now; the bytes that came here from others.
-    Raises Lost on all ranks."""
+    """Transfer the last generation's state to the ranks that need it now; returns the bytes received. Raises Lost on
+    all ranks."""
     newest = list_checkpoints(checkpoints)[:1] if trainer.rank == 0 else []
     own = None if old is None else [old.values(), sorted(old.names_with_moments())]
     gathered = all_gather_object(trainer.comm, [own, newest[0].step if newest else 0, trainer.stays])
@@ -34,9 +34,9 @@ def take_over(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
 
 
 def take_up(trainer: Trainer, old: Trainer | None, base: int, handed: Path) -> tuple[tuple[int, int], int]:
-    """Bring what is finished of the step in hand to where it counts; its pairs of a layer and a sample that are
-    kept, and those that are not, (0, 0) where nothing is; and how many ranks of generation `base` that left have handed
-    over, in the folder `handed`."""
+    """Adopt the gradients of the unfinished step. Returns its (layer, sample) pairs that are reused and that are
+    missing, (0, 0) if nothing is reused, and how many departed ranks of generation `base` exported gradients to the
+    folder `handed`."""
     comm, step = trainer.comm, trainer.step
     left = handed_over(handed, base, step, comm.rank, comm.size)
     found = salvage_step(comm, step, None if old is None else old.runtime, trainer.runtime, left)

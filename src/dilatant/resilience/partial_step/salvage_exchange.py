@@ -1,4 +1,4 @@
-"""Salvage over processes: ranks tell what they have finished of a step, and bring its gradients to who needs them."""
+"""Gradient exchange after a failure: ranks report what they have of a step, and others adopt its gradients."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dilatant.training.checkpoints.boxes import Piece
 def salvage_step(
     comm: Comm, step: int, old: Runtime | None, new: Runtime, left: Sequence[HandedOver] = ()
 ) -> Salvage | None:
-    """Let `new` go on with what ranks have of step number `step`; called by all ranks of `comm`. Returns what that is,
-    None for nothing.
+    """Let `new` adopt what ranks have of step `step`; called by all ranks of `comm`. Returns the reused part, None for
+    nothing.
 
-    old: of the generation before, which communicates no more; None of a rank that was not there, or whose gradients
-    are not to be used. left: what this rank has read of ranks that have gone; it acts for them.
+    old: the last generation's runtime, which no longer communicates; None for a new rank, or if its gradients must not
+    be used. left: exports of departed ranks that this rank has read, and for which it acts.
     """
     own = None if old is None else old.finished()
     texts = [None if own is None else own.to_json(), *(each.finished.to_json() for each in left)]
@@ -49,8 +49,8 @@ def _moved(
     reader_of: Sequence[int],
     new: Runtime,
 ) -> dict[str, Tensor]:
-    """This rank's gradients of the step to come: its own, and what others hand over, added up. local: by the source of
-    a move; reader_of: source → the rank that has it."""
+    """Return this rank's gradients of the next step: its own plus those received. local: by source of a move;
+    reader_of: source → the rank that has it."""
     parts: dict[str, list[Tensor]] = {}
     held, wanted = [], []
     for move in salvage.moves:

@@ -1,1 +1,1 @@
-"""The coordinator and the agents as processes, and how they talk."""
+"""The coordinator and the agents as processes, and the connections between them."""

@@ -1,4 +1,4 @@
-"""The agent of a node as a process: it knows the coordinator and its workers, and ends those that hang."""
+"""Agent process of a node: it connects the coordinator with the node's workers, and ends workers that hang."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from dilatant.resilience.protocol.values import Order
 DIAL_SECONDS = 10.0
 NO_COORDINATOR = "no coordinator answers any more"
 LEAVE_SECONDS = 2.0
-"""What workers have to end by themselves when the run is over for them."""
+"""Time for workers to end by themselves when the run is over for them."""
 
 
 SILENT_LEASES = 2
-"""Leases that a worker may be silent: its interpreter may be held by something honest for a while."""
+"""Leases without a beat after which a worker is lost; honest work may block its interpreter for a while."""
 
 
 class Service:
-    """One node's agent, until it is told that the run is over, or goes on without it.
+    """Serves one node until the run is over, or goes on without the node.
 
-    ended_worker: a worker whose process has ended, perhaps before it said anything. ended: why it has; is_out: whether
-    the run goes on. leaves: whether it was asked to.
+    ended_worker: returns a worker whose process has ended, perhaps before it connected. ended: why service ended;
+    is_out: the run goes on. leaves: the node was asked to leave.
     """
 
     def __init__(self, start: Start, ended_worker: Callable[[], int | None] = lambda: None) -> None:
@@ -79,7 +79,7 @@ class Service:
         self.is_out = False
 
     def serve(self) -> None:
-        """Raises nothing: whatever happens here, the workers end with it."""
+        """Run the agent. Raises nothing: whatever happens, the workers end with it."""
         beat = self._start.settings.lease_seconds / 4
         while len(self._warm) < self._start.workers and not self._agent.status().failed:
             for heard in self._connections.wait(beat):
@@ -106,7 +106,7 @@ class Service:
         self._end_workers()
 
     def leave(self) -> None:
-        """Let this node go at the end of the step; from any thread or a signal."""
+        """Let this node leave at the end of the step; may be called from any thread or a signal handler."""
         self.leaves = True
         self._is_asked_to_leave.set()
 
@@ -119,7 +119,7 @@ class Service:
         return now - self._alone_since > self._start.patience_seconds
 
     def _introduce(self) -> None:
-        """Say on disk which processes this node has, for whoever looks at the run."""
+        """Write the node's process ids to the run folder, for `dilatant status`."""
         if self._start.folder:
             document = {
                 "node": self._start.node,
@@ -162,7 +162,7 @@ class Service:
             self._give(self._agent.on_event(worker, message))
 
     def _miss_silent(self) -> None:
-        """A worker that is stopped, or holds its interpreter for long, is as good as dead."""
+        """Report a worker as dead that is stopped, or whose interpreter was blocked for long."""
         limit = time.monotonic() - SILENT_LEASES * self._start.settings.lease_seconds
         for worker, heard in self._last_heard.items():
             if heard < limit and not self._agent.ended:
@@ -175,17 +175,17 @@ class Service:
             self._give(self._agent.on_event(worker, Died(f"its worker {worker} has ended")))
 
     def _miss_leader(self) -> None:
-        """A machine that is gone closes no connection; while the run goes on a coordinator repeats itself."""
+        """Disconnect from an unresponsive leader: a lost machine closes no connection, a running one repeats orders."""
         link, job = self._coordinator, self._start.job
         if link is None or job is None or len(self._leaders) == 1 or not self._agent.generation:
             return
-        # One that has returned says nothing before all are back, or their time is over.
+        # A restarted coordinator sends nothing before all members are back, or `return_seconds` have passed.
         if time.monotonic() - self._leader_heard > job.leader_patience_seconds + job.settings.return_seconds:
             self._connections.drop(link)
             self._hear(Received(link, None))
 
     def _miss_end(self) -> None:
-        """Nobody answers a node that came, or came back, after the run's end; the run folder says so."""
+        """Read from the run folder that the run is over: no coordinator tells a node that connects after the end."""
         now, lease = time.monotonic(), self._start.settings.lease_seconds
         if self._coordinator is not None or not self._start.folder or now - self._record_read < lease:
             return
@@ -195,7 +195,7 @@ class Service:
             self.ended = "" if record is None else record.stopped
 
     def _follow(self, host: str, port: int) -> None:
-        """Who leads now has a store of its own."""
+        """Tell the workers the address of the new leader's store."""
         if self._store_at != (host, port):
             self._store_at = host, port
             self._give([StoreAt(host, port)])
@@ -213,11 +213,11 @@ class Service:
                 self._coordinator.send(self._agent.status())
 
     def _end_workers(self) -> None:
-        """They were told; who hangs, even one that holds the interpreter, ends now."""
+        """Kill the workers that have not ended after they were told to, such as those with a blocked interpreter."""
         deadline = time.monotonic() + LEAVE_SECONDS
         is_out = self._agent.status().failed or not self._agent.status().done
         if not is_out:
-            return  # they end when they are through
+            return  # they end by themselves
         while time.monotonic() < deadline and any(map(_is_alive, self._pids.values())):
             time.sleep(0.02)
         for pid in self._pids.values():
@@ -225,7 +225,7 @@ class Service:
                 os.kill(pid, signal.SIGKILL)
 
     def _stay_connected(self) -> None:
-        """To the coordinator, also to one that has returned, or to the standby's."""
+        """Connect to the coordinator, again when it has restarted, or to the standby's."""
         place = 0
         while True:
             self._is_alone.wait()
@@ -254,7 +254,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def main() -> None:
-    """Read how to start from standard input, whose end is that of whoever started this."""
+    """Run the agent as configured on standard input, which closes when the parent process ends."""
     start = read_start()
     end_with_parent()
     service = Service(start)

@@ -1,4 +1,4 @@
-"""The agent of a machine: it asks the coordinator what the run is, and has its ranks here join. Imports no torch."""
+"""Machine agent: gets the run's description from the coordinator and starts this machine's ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
 
 WORKER = "dilatant.resilience.worker.worker_process"
 PATIENCE_LEASES = 20
-"""What a machine does without a coordinator: one that returned, or a network that heals, has found it by then."""
+"""Leases that a machine waits for a lost coordinator; a restart, or a healed network, takes less."""
 LOOK_SECONDS = 0.5
 LAST_SECONDS = 10.0
-"""What workers have to end by themselves after the run."""
+"""Time for workers to end by themselves after the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """host, port: of the coordinator. name: of this machine, for people; its host name by default. wait_seconds: for a
-    coordinator that is not there yet. notice_file: this node leaves when the file is there; notice_url: when an answer
-    there is other than 404. stands_by: this is the machine of `resilience.standby`."""
+    """Options of an agent. host, port: of the coordinator. name: of this machine, for people; its host name by default.
+    wait_seconds: to wait for a coordinator that is not there yet. notice_file: this node leaves when the file exists;
+    notice_url: when the address answers 200. stands_by: this is the machine of `resilience.standby`."""
 
     host: str
     port: int
@@ -58,8 +58,8 @@ class AgentOptions:
 
 
 def coordinator_port(place: Place) -> int:
-    """Where who leads listens under a launcher: torchrun's own store is at the port that it names. Raises UserError
-    where the launcher started several processes on a machine."""
+    """Return the leader's port under a launcher: one above the named port where torchrun's own store uses that. Raises
+    UserError where the launcher started several processes on a machine."""
     if place.local_size > 1:
         raise UserError(
             f"{place.launcher} started {place.local_size} processes on this machine; with resilience.enabled start "
@@ -69,15 +69,15 @@ def coordinator_port(place: Place) -> int:
 
 
 def launched_agent(config: Config, place: Place) -> AgentOptions:
-    """Of a machine that a launcher started behind the first one, which leads. Raises as `coordinator_port`."""
+    """Return the options of a launched machine other than the first, which leads. Raises as `coordinator_port`."""
     stands_by = place.rank == 1 and config.resilience.standby is not None
     return AgentOptions(place.host, coordinator_port(place), stands_by=stands_by)
 
 
 def run_agent(options: AgentOptions) -> int:
-    """Have this machine's ranks take part in a run; returns an exit code, when the run is over or goes on without them.
+    """Run this machine's ranks in a run; returns an exit code when the run is over or goes on without this machine.
 
-    0: the run is finished, or it or this node was asked to end. 75: try again later. Raises UserError where no
+    0: the run has finished, or it or this node was asked to end. 75: try again later. Raises UserError if no
     coordinator answers, or one with another token.
     """
     token = shared_token()
@@ -106,7 +106,7 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
                 raise UserError("--standby: the run has no resilience.standby, this machine's HOST:PORT")
             stack.callback(Standby(job, options.host, options.port, token).close)
         following = job.next_address
-        # A name that nobody had before: who was lost once is another node when it comes again.
+        # A name that was never used: a lost node that returns counts as another node.
         service = _take_part(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
         if service.ended in (FINISHED, ASKED) or service.leaves:
             return 0
@@ -127,7 +127,7 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
 
 
 def _what_is_left(run: Path) -> str:
-    """Of a run that nobody leads any more."""
+    """Describe how to resume a run that nobody leads any more."""
     names = (path.name for path in run.glob("checkpoints/step-*"))
     saved = [name for name in names if re.fullmatch(r"step-\d+", name)]  # others are of abandoned branches
     newest = max(saved, key=lambda name: int(name[5:]), default="its beginning, for nothing is saved")
@@ -135,7 +135,7 @@ def _what_is_left(run: Path) -> str:
 
 
 def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
-    """What the run is. Raises UserError."""
+    """Ask the coordinator for the run's description. Raises UserError."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -163,7 +163,7 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
 
 
 def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Service:
-    """Serve as a node until that is over; its workers have ended then."""
+    """Serve as a node until that is over; its workers have then ended."""
     workers: list[subprocess.Popen[bytes]] = []
 
     def ended_worker() -> int | None:
@@ -205,7 +205,7 @@ def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Serv
 
 
 def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
-    """A worker, which ends with this process."""
+    """Start a worker, which ends with this process."""
     worker = subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", WORKER],
         stdin=subprocess.PIPE,
@@ -219,7 +219,7 @@ def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _leaving(service: Service) -> Iterator[None]:
-    """While open, SIGTERM and Ctrl-C let the node leave at the end of the step; a second one acts as usual."""
+    """Let the node leave at the end of the step on SIGTERM or Ctrl-C; a second signal acts as usual."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def note(number: int, frame: object) -> None:
@@ -239,7 +239,7 @@ def _leaving(service: Service) -> Iterator[None]:
 
 
 def _watch_notice(options: AgentOptions, service: Service, closed: threading.Event) -> None:
-    """Clouds say by a file or an address that they will take the machine soon."""
+    """Leave when the cloud announces, by a file or an address, that it will reclaim the machine."""
     while not closed.wait(LOOK_SECONDS):
         if (options.notice_file is not None and options.notice_file.exists()) or (
             options.notice_url is not None and _is_noticed(options.notice_url)

@@ -1,4 +1,4 @@
-"""The coordinator as a process: agents on one side, a file that outlives it on the other. Imports no torch."""
+"""Coordinator process: it serves the agents and keeps a record on disk that outlives it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from dilatant.resilience.protocol.values import ASKED, Effect, Order, Persist, R
 
 TICK_SECONDS = 0.05
 LAST_SECONDS = 5.0
-"""What agents have to end after the run has."""
+"""Time for agents to end after the run has."""
 STATE = "coordinator.json"
 EVENTS = "events.jsonl"
 PID = "coordinator.pid"
 COMMIT = "commit"
-"""In the history: the first step of a generation is committed, so that the run goes on."""
+"""Event in the history: the first step of a generation is committed, so training progresses."""
 
 
 def read_record(folder: Path) -> Record | None:
-    """What the last coordinator of a run wrote down. Raises ValueError for something else."""
+    """Read the record of a run's last coordinator; None if there is none. Raises ValueError for an invalid file."""
     try:
         return msgspec.json.decode(read_text(folder / STATE), type=Record)
     except FileNotFoundError:
@@ -68,7 +68,7 @@ class Service:
         self._began_at: int | None = None
 
     def serve(self) -> None:
-        """Raises SystemExit where another coordinator leads, or most members do not come to this one."""
+        """Run the coordinator. Raises SystemExit where another one leads, or most members do not connect."""
         early = self._await_majority() if self._majority_seconds else []
         coordinator = self._coordinator = Coordinator(
             self._settings, read_record(self._folder), time.monotonic()
@@ -92,7 +92,7 @@ class Service:
         close_all(self._links.values())
 
     def _await_majority(self) -> list[Received]:
-        """Lead nobody before most members have come here; what they said meanwhile. Raises SystemExit."""
+        """Wait until most members have connected; returns their messages. Raises SystemExit if they do not."""
         deadline = time.monotonic() + self._majority_seconds
         candidate, early = Candidate(Record()), list[Received]()
         node_of: dict[Link, str] = {}
@@ -119,7 +119,7 @@ class Service:
         raise SystemExit(NO_MAJORITY_EXIT_CODE)
 
     def end(self) -> None:
-        """Let all save and end; from any thread or a signal."""
+        """Ask all ranks to save and end; may be called from any thread or a signal handler."""
         self._is_asked_to_end.set()
 
     def _hear(self, heard: Received) -> None:
@@ -152,14 +152,14 @@ class Service:
             self._show()
 
     def _persist(self, record: Record) -> None:
-        """Raises SystemExit where another coordinator leads: it must not be contradicted."""
+        """Write the record. Raises SystemExit where another coordinator leads, since it must not be contradicted."""
         written = read_record(self._folder)
         if written is not None and written.term > record.term:
             raise SystemExit(SUPERSEDED_EXIT_CODE)
         write_durably(self._folder / STATE, msgspec.json.encode(record).decode() + "\n")
 
     def _show(self) -> None:
-        """A line of the run's history at every change of what is to be done, and at a generation's first step."""
+        """Append to the run's history when the task changes, and at a generation's first step."""
         coordinator = self._coordinator
         shown = coordinator.generation, coordinator.task
         if shown != self._shown:
@@ -185,7 +185,7 @@ class Service:
 
 
 def main() -> None:
-    """Read how to start from standard input, whose end is that of whoever started this."""
+    """Run the coordinator as configured on standard input, which closes when the parent process ends."""
     start = read_start()
     try:
         service = Service(start)

@@ -1,4 +1,4 @@
-"""What a machine has to know to become part of a run: asked of the coordinator by its agent. Imports no torch."""
+"""Job: what a machine must know to join a run; its agent gets it from the coordinator. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dilatant.resilience.protocol.values import Message, Settings
 
 
 class Ask(Message, frozen=True):
-    """The first message of an agent that knows nothing but where the coordinator is; the answer is a `Job`."""
+    """The first message of an agent, which knows only the coordinator's address; the answer is a `Job`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A run, for machines that share its folder and its data.
 
-    config: YAML, with absolute paths. plan: JSON of the first generation's `TrainingPlan`. checkpoint: to begin with,
-    empty for none; discards: see `training.starting_point.Start`. store_port: of the store of all ranks, on the host of
-    the coordinator. on_one_machine: nothing has to listen to others. workers: ranks of every machine. restarts: how
-    often each machine joins again. folder: of the coordinator's record. show: where the first rank shows its progress.
-    standby: HOST:PORT where another leads when this one is gone; empty for none.
+    config: YAML, with absolute paths. plan: JSON of the first generation's `TrainingPlan`. checkpoint: to start from,
+    empty for none; discards: see `training.starting_point.Start`. store_port: of the ranks' store, on the coordinator's
+    host. on_one_machine: servers listen on loopback only. workers: ranks of every machine. restarts: how often each
+    machine may join again. folder: of the coordinator's record. show: where the first rank shows its progress. standby:
+    HOST:PORT of the machine that takes over from a lost leader; empty for none.
     """
 
     config: str
@@ -37,18 +37,18 @@ class Job:
 
     @property
     def next_address(self) -> tuple[str, int] | None:
-        """`standby` as host and port."""
+        """Host and port of `standby`."""
         return address_of(self.standby) if self.standby else None
 
     @property
     def leader_patience_seconds(self) -> float:
-        """How long a leader may be silent that has a standby."""
+        """How long a leader may be unresponsive before the standby takes over."""
         return max(self.settings.leader_seconds, 3 * self.settings.lease_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What an agent tells a worker on its standard input. agent_port: on loopback; host: of coordinator and store."""
+    """An agent's input to a worker on its standard input. agent_port: on loopback; host: of coordinator and store."""
 
     job: Job
     node: str
@@ -59,11 +59,11 @@ class WorkerStart:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """HOST:PORT as its parts, without the brackets of IPv6."""
+    """Split HOST:PORT, and remove the brackets of IPv6."""
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return True if only this machine can reach `host`."""
     return host in ("localhost", "::1") or host.startswith("127.")

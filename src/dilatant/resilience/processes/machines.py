@@ -1,4 +1,4 @@
-"""A run of several machines, as the one sees it that leads it: store, coordinator, and an agent of its own or none."""
+"""Leader of a run over several machines: it runs the store, the coordinator and, if it trains, an agent."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from dilatant.training.rank import RunResult, Show, console_for
 
 WATCH_SECONDS = 0.1
 LAST_SECONDS = 10.0
-"""What coordinator and the agent here have to end after the run."""
+"""Time for the coordinator and the local agent to end after the run."""
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """host, port: that the coordinator listens at; host "" for all addresses. name: under which others find it.
-    trains_here: whether this machine has ranks, too."""
+    """The leader's addresses. host, port: where the coordinator listens; host "" for all addresses. name: host name for
+    others. trains_here: this machine has ranks, too."""
 
     host: str
     port: int
@@ -57,10 +57,10 @@ def lead(
     show: Show,
     started: Callable[[Callable[[], None]], None],
 ) -> RunResult:
-    """Train in `ranks` processes of machines whose agents come here; the result of the first rank at the end.
+    """Train in `ranks` processes of machines whose agents connect here; returns the result of the final first rank.
 
-    started: called with what asks the run to save and end. Store and coordinator live here: the run ends with this
-    process. Raises UserError, or WorkerFailed when nobody can go on.
+    started: called with the function that asks the run to save and end. Store and coordinator run here, so the run ends
+    with this process. Raises UserError, or WorkerFailed when no rank can go on.
     """
     warn_of_few_copies(config, plan_json, show)
     folder = fresh_folder(config)
@@ -101,7 +101,7 @@ def lead(
 
 
 def _coordinator(start: Start) -> Child:
-    """Raises UserError where it cannot listen."""
+    """Start the coordinator. Raises UserError where it cannot listen."""
     child = Child(COORDINATOR, start)
     try:
         _ = child.port
@@ -133,7 +133,7 @@ def _own_agent(leading: Leading, stack: contextlib.ExitStack) -> subprocess.Pope
 
 
 class _Led:
-    """The coordinator, started again when it dies or stands still."""
+    """The coordinator process, restarted when it dies or hangs."""
 
     def __init__(self, child: Child, start: Start) -> None:
         self._child = child
@@ -141,11 +141,11 @@ class _Led:
         self._folder = Path(start.folder)
 
     def end(self) -> None:
-        """Ask for all to save and end."""
+        """Ask all ranks to save and end."""
         self._child.process.terminate()
 
     def stopped(self, agent: subprocess.Popen[bytes] | None) -> Record:
-        """Wait for the end of the run. Raises WorkerFailed where the agent here fails before it begins."""
+        """Wait for the end of the run. Raises WorkerFailed where the local agent fails before the run begins."""
         while True:
             time.sleep(WATCH_SECONDS)
             record = known_record(self._folder)

@@ -1,4 +1,4 @@
-"""Starting the coordinator and the agents: small processes that end with whoever started them. Imports no torch."""
+"""Start the coordinator and the agents: small processes that end with their parent. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ TOO_FEW_EXIT_CODE = 75
 """EX_TEMPFAIL: try again later, with more nodes."""
 ASK = b"?"
 ASK_SECONDS, ANSWER_SECONDS = 5.0, 10.0
-"""How often a process is asked whether it stands still, and what it has to answer at least."""
+"""How often a child is asked whether it still runs, and the least time that it has to answer."""
 SUPERSEDED_EXIT_CODE, NO_MAJORITY_EXIT_CODE = 3, 4
-"""Of coordinators: another one leads; too few members came to lead them."""
+"""Exit codes of coordinators: another one leads; too few members connected to this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What such a process is told on its standard input, for the command line shows to everybody.
+    """Configuration of such a process, on its standard input, since command lines are visible to every user.
 
-    folder: of the coordinator's record, and where agents write who they are. port: to listen on (0: any); of an agent,
-    that of the coordinator at `host`. token: hexadecimal. node: an agent's name. workers: how many it has.
-    patience_seconds: how long an agent does without a coordinator; 0: for ever, since it ends with whoever started it.
-    job: for agents that ask the coordinator; of an agent, what it was told. majority_seconds: of a standby's
-    coordinator, what more than half of the last members have to come to it before it leads.
+    folder: of the coordinator's record and of the agents' descriptions. port: to listen on (0: any); for an agent, that
+    of the coordinator at `host`. token: hexadecimal. node: an agent's name. workers: how many it has. patience_seconds:
+    how long an agent goes on without a coordinator; 0: for ever, since it ends with its parent. job: what the
+    coordinator tells agents that ask, and was told an agent. majority_seconds: for a standby's coordinator, the time
+    within which more than half of the last members must connect before it leads.
     """
 
     host: str
@@ -52,7 +52,7 @@ class Start:
 
 
 class Child:
-    """A process of ours, running `module`, as the one that started it sees it."""
+    """A child process running `module`, as its parent sees it."""
 
     def __init__(self, module: str, start: Start) -> None:
         self._module = module
@@ -62,7 +62,7 @@ class Child:
                 [sys.executable, "-P", "-m", module],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for who started it
+                start_new_session=True,  # Ctrl-C goes to the parent only
             )
         with suppress(OSError):  # it has ended already
             self._pair.sendall(json.dumps(asdict(start)).encode() + b"\n")
@@ -71,12 +71,12 @@ class Child:
         self._ask_at = time.monotonic()
         self._asked_at: float | None = None
         self.has_answered = False
-        """Whether the process has answered `stands_still` once, and so has begun."""
+        """True once the process has answered `stands_still`, and so has started."""
         self._said: dict[str, Any] | None = None
 
     @property
     def port(self) -> int:
-        """Where it listens, once it does. Raises RuntimeError when it ended before."""
+        """The child's port, as soon as it listens. Raises RuntimeError if it ended before."""
         if self._said is None:
             assert self.process.stdout is not None
             line = self.process.stdout.readline()
@@ -92,14 +92,14 @@ class Child:
     def stands_still(self) -> bool:
         """Return True when the process has owed an answer for ANSWER_SECONDS, or three leases. To be called often.
 
-        It is asked over a connection that no other process has: a stopped one still has its port, and strangers may
-        crowd the port of one that works.
+        It is asked over a private connection: a stopped process keeps its port open, and other clients may crowd the
+        port of a running one.
         """
         now = time.monotonic()
         with suppress(OSError):  # nothing is there, or the process has ended
             if self._pair.recv(1 << 10):
                 self._ask_at, self._asked_at, self.has_answered = now + ASK_SECONDS, None, True
-        if now >= self._ask_at:  # again, too: one that is starting may miss the first
+        if now >= self._ask_at:  # repeatedly: a process that is starting may miss the first
             self._ask_at = now + ASK_SECONDS
             self._asked_at = now if self._asked_at is None else self._asked_at
             with suppress(OSError):
@@ -107,7 +107,7 @@ class Child:
         return self._asked_at is not None and now - self._asked_at > self._patience_seconds
 
     def close(self, seconds: float = 0.0) -> None:
-        """Let it end within some seconds, else end it. May be called twice."""
+        """Wait up to `seconds` for the process to end, then kill it. May be called twice."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -119,13 +119,13 @@ class Child:
 
 
 def read_start() -> Start:
-    """What standard input says."""
+    """Read the configuration from standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
 
 
 def end_with_parent() -> None:
-    """End this process when whoever started it has: its standard input then does. Meanwhile, answer what it asks."""
+    """End this process when its parent, and so its standard input, has ended; until then echo the parent's queries."""
 
     def watch() -> None:
         # Not through Python's buffer, whose lock the end of the interpreter would wait for.
@@ -138,6 +138,6 @@ def end_with_parent() -> None:
 
 
 def say(**values: Any) -> None:
-    """To whoever started this process."""
+    """Report values to the parent process."""
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A machine that leads on when who leads is gone: a coordinator and a store of its own, with most members' consent."""
+"""Standby leader: takes over from an unresponsive leader with its own coordinator and store, if most members agree."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LAST_SECONDS = 10.0
 
 
 class Standby:
-    """Asks whether the leader answers, and leads when it has not for `job.leader_patience_seconds`, from threads of its
-    own. host, port: of the leader."""
+    """Polls the leader from a thread, and leads when there was no answer for `job.leader_patience_seconds`. host, port:
+    of the leader."""
 
     def __init__(self, job: Job, host: str, port: int, token: bytes) -> None:
         self._job = job
@@ -37,7 +37,7 @@ class Standby:
         self._thread.start()
 
     def close(self) -> None:
-        """Stand by no longer; if this machine leads, only when the run has ended."""
+        """Stop standing by; if this machine leads, wait for the end of the run."""
         self._closed.set()
         self._thread.join()
 
@@ -53,7 +53,7 @@ class Standby:
                 spoke = time.monotonic()
 
     def _lead(self) -> None:
-        """Until the run ends, or another leads, or most members do not come here."""
+        """Lead until the run ends, another machine leads, or most members fail to connect."""
         assert self._job.next_address is not None
         host, port = self._job.next_address
         host = host if is_loopback(host) else ""
@@ -93,7 +93,7 @@ class Standby:
             self._export()
 
     def _export(self) -> None:
-        """What `dilatant train` does last, whose machine is gone; torch is for another process."""
+        """Export the model for the lost `dilatant train`; in another process, since it needs torch."""
         run = str(self._folder.parent)
         if subprocess.run([sys.executable, "-P", "-m", "dilatant", "export", run], check=False).returncode:
             print(
@@ -102,7 +102,7 @@ class Standby:
             )
 
     def _answers(self) -> bool:
-        """Whether a coordinator speaks there: a stopped process still has its port."""
+        """Return True if a coordinator answers; connecting does not suffice: a stopped process has an open port."""
         try:
             connect(*self._leader, self._token, self._job.leader_patience_seconds / 3).close()
         except (OSError, ValueError):
@@ -110,7 +110,7 @@ class Standby:
         return True
 
     def _record(self) -> Record:
-        """The last coordinator's; an empty one where it cannot be read now."""
+        """Return the last coordinator's record; an empty one where it cannot be read now."""
         try:
             return read_record(self._folder) or Record()
         except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""How agents, workers and the coordinator talk: a message a frame, over a connection whose two sides share a token.
+"""Wire protocol between agents, workers and the coordinator: framed messages over a mutually authenticated connection.
 
-Both sides prove the token as they do to the rendezvous store, and derive a key from that exchange. A frame is its
-length (4 bytes), the protocol's version (1), a keyed BLAKE2b of the direction, the number of the frame and its body
-(32), and the body: msgpack, decoded into the struct that it names, every field checked. Nothing is unpickled.
+Both sides prove the shared token as they do to the rendezvous store, and derive a key from that exchange. A frame is
+the body's length (4 bytes), the protocol version (1), a keyed BLAKE2b of direction, frame number and body (32), and the
+body: msgpack, decoded into the struct that it names, every field checked. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ _HEAD = struct.Struct(">IB")
 _MAC_BYTES = 32
 _READ_BYTES = 1 << 16
 PORT_SECONDS = 2.0
-"""How long a port that is in use is asked for again."""
+"""How long to retry a port that is in use."""
 ROUND_SECONDS = 0.01
-"""Pause between rounds of accepting and reading, so that a crowd is served in batches and takes no core."""
+"""Pause between rounds of accepting and reading, to serve many connections in batches without busy waiting."""
 SEND_SECONDS = 5
-"""A peer that reads nothing for so long, while what is sent to it has filled all buffers, is given up: whoever sends
-serves others, too."""
+"""A peer that has not read for this long, with full buffers, is disconnected, since the sender serves others, too."""
 
 
 class LinkClosed(ConnectionError):
-    """The other side is gone, or what it sent was not of this protocol."""
+    """The other side is gone, or sent something that violates the protocol."""
 
 
 class Hello(Message, frozen=True):
@@ -56,18 +55,18 @@ class Hello(Message, frozen=True):
 
 
 class StoreAt(Message, frozen=True):
-    """Where ranks meet from now on: who led before is gone."""
+    """The store's new address, after a change of leader."""
 
     host: str
     port: int
 
 
 class Warm(Message, frozen=True):
-    """A worker has what it needs to become part of a generation, but for the state of the run."""
+    """The worker can join a generation; it lacks only the state of the run."""
 
 
 class Beat(Message, frozen=True):
-    """A worker is alive."""
+    """The worker is alive."""
 
 
 _Anything = (
@@ -78,7 +77,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Link:
-    """One authenticated connection. `send` from any thread, receive from one. Use `connect` or `accept`."""
+    """One authenticated connection. Send from any thread, receive from one. Use `connect` or `accept` to open it."""
 
     def __init__(self, connection: socket.socket, key: bytes, is_client: bool) -> None:
         self.socket = connection
@@ -90,7 +89,7 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Raises LinkClosed."""
+        """Send a message. Raises LinkClosed."""
         if not isinstance(message, Message | Job):
             raise TypeError(f"{type(message).__name__} is no message")
         body = _ENCODER.encode(message)
@@ -100,21 +99,19 @@ class Link:
             try:
                 self.socket.sendall(_HEAD.pack(len(body), VERSION) + mac + body)
             except OSError as error:
-                with contextlib.suppress(OSError):  # half a frame may be out; who reads hears of the end
+                with contextlib.suppress(OSError):  # half a frame may have been sent; wakes the reader
                     self.socket.shutdown(socket.SHUT_RDWR)
                 raise LinkClosed(str(error)) from None
 
     def receive(self) -> Any:
-        """The next message, when there is one. Raises LinkClosed."""
+        """Wait for the next message. Raises LinkClosed."""
         while (message := self._next_message()) is None:
             self._read()
         return message
 
     def receive_some(self) -> list[Any]:
-        """The messages that one read brings to an end, perhaps none. Raises LinkClosed where that tells nothing else.
-
-        Waits only where nothing is there to be read.
-        """
+        """Read once and return the messages that are then complete, perhaps none; blocks only if there is nothing to
+        read. Raises LinkClosed if the connection ends without a message."""
         self._read()
         messages: list[Any] = []
         try:
@@ -123,13 +120,13 @@ class Link:
         except LinkClosed as failure:
             if not messages:
                 raise
-            self._failure = failure  # which the next read says; whoever waits for one is woken
+            self._failure = failure  # raised by the next read; the shutdown wakes a waiting reader
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
         return messages
 
     def close(self) -> None:
-        """End the connection, and what is blocked in it. May be called twice."""
+        """Close the connection and interrupt threads that are blocked in it. May be called twice."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -146,7 +143,7 @@ class Link:
         self._arrived += data
 
     def _next_message(self) -> Any:
-        """The first message of what has arrived; None unless all of it has. Raises LinkClosed."""
+        """Return the first message received, or None if it is incomplete. Raises LinkClosed."""
         arrived = self._arrived
         if len(arrived) < _HEAD.size:
             return None
@@ -174,12 +171,12 @@ class Link:
 
 
 def connect(host: str, port: int, token: bytes, timeout_seconds: float = 10.0) -> Link:
-    """Raises OSError, or ValueError for a server of another kind."""
+    """Connect to a server. Raises OSError, or ValueError for a server of another kind."""
     return _ready(*store.dial(host, port, token, timeout_seconds), token, is_client=True)
 
 
 def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.0) -> Link:
-    """The server's half, for one connection. Raises OSError; the connection is closed then."""
+    """Authenticate one incoming connection. Raises OSError; the connection is closed then."""
     with selectors.DefaultSelector() as selector:
         newcomers = Newcomers(token, selector, timeout_seconds)
         newcomers.greet(connection)
@@ -192,7 +189,7 @@ def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket. Raises OSError; of a port in use late, as an agent that dials may have it for a moment."""
+    """Open a listening socket. Raises OSError; first retries a port in use, which a dialling agent may have briefly."""
     deadline = time.monotonic() + PORT_SECONDS
     while True:
         try:
@@ -205,16 +202,16 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """What one of several connections brought. message: None when it is closed, which is said once and last."""
+    """A message from one of several connections. message: None, once and last, when the connection is closed."""
 
     link: Link
     message: Any
 
 
 class Connections:
-    """Messages of all who connect with the token, and of links that are added, for one thread that waits for them.
+    """Receives, in one thread, messages from everyone who connects with the token, and from links added.
 
-    Nobody who connects holds it up: handshakes have a thread of their own, and one that does not read is given up.
+    No peer can block it: handshakes run in their own thread, and a peer that does not read is disconnected.
     """
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
@@ -227,18 +224,18 @@ class Connections:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def add(self, link: Link) -> None:
-        """From any thread."""
+        """Add a link; may be called from any thread."""
         self._newcomers.put(link)
         self._wake.send(b"x")
 
     def drop(self, link: Link) -> None:
-        """Close a connection, of which nothing more is said; by the thread that waits."""
+        """Close a connection without further messages from it; called by the waiting thread."""
         with contextlib.suppress(KeyError, ValueError):  # twice
             self._selector.unregister(link.socket)
         link.close()
 
     def wait(self, seconds: float) -> list[Received]:
-        """What has come, as soon as something has; nothing after so many seconds."""
+        """Return messages as soon as there are any; an empty list after `seconds`."""
         received: list[Received] = []
         for key, _ in self._selector.select(seconds):
             link: Link | None = key.data

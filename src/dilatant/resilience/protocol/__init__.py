@@ -1,5 +1,5 @@
-"""Who is in a run and which steps count, decided by two state machines without sockets, torch or clocks.
+"""Recovery protocol: two state machines, without sockets, torch or clocks, decide membership and commit steps.
 
-Every node has an `Agent`, the run has one `Coordinator`. Neither relies on a message: an agent repeats its whole
-`Status`, the coordinator its whole `Order`, until the other side has moved on. Both may be lost, doubled or overtaken.
+Every node has an `Agent`, the run has one `Coordinator`. Neither relies on any one message, which may be lost, doubled
+or reordered: an agent repeats its `Status`, the coordinator its `Order`, until the other side has advanced.
 """

@@ -1,4 +1,4 @@
-"""The agent of a node: it stands between the coordinator and the node's workers, and says of them only what all do."""
+"""Agent: the node's state machine between coordinator and workers; it reports only what all workers share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dilatant.resilience.protocol.values import (
 
 
 class Fence(Message, frozen=True):
-    """Stop what you compute, and answer with `Stopped`."""
+    """Stop computing, and answer with `Stopped`."""
 
     generation: int
 
 
 class Rebuild(Message, frozen=True):
-    """Become part of this generation, and answer with `Made`. See `Order`; first_rank: of this node's workers."""
+    """Join this generation, and answer with `Made`. See `Order`; first_rank: of this node's workers."""
 
     generation: int
     members: tuple[str, ...]
@@ -40,13 +40,13 @@ class Rebuild(Message, frozen=True):
 
 
 class Activate(Message, frozen=True):
-    """All are ready: train."""
+    """All nodes are ready: train."""
 
     generation: int
 
 
 class Apply(Message, frozen=True):
-    """The step is committed."""
+    """The step is committed: apply its update."""
 
     generation: int
     step: int
@@ -60,14 +60,14 @@ class End(Message, frozen=True):
 
 
 class SaveAndEnd(Message, frozen=True):
-    """Save after the step in hand, and end with `Done`."""
+    """Save after the current step, and end with `Done`."""
 
     reason: str
 
 
 class HandOver(Message, frozen=True):
-    """Stop what you compute, write down what is finished of the step for those who go on without this node as
-    `generation`, and answer with `HandedOver`."""
+    """Stop computing, export the step's gradients for the others, who go on without this node as `generation`, and
+    answer with `HandedOver`."""
 
     generation: int
 
@@ -76,7 +76,7 @@ Command = Fence | Rebuild | Activate | Apply | SaveAndEnd | HandOver | End
 
 
 class Stopped(Message, frozen=True):
-    """A worker stands still, with these steps applied to the state of generation `base`. prepared: a step that it could
+    """A worker has stopped, with `applied` steps in the state of generation `base`. prepared: a step that it could
     still apply."""
 
     generation: int
@@ -86,14 +86,14 @@ class Stopped(Message, frozen=True):
 
 
 class Made(Message, frozen=True):
-    """A worker holds what it needs for a generation, with these steps applied."""
+    """A worker has built its part of a generation, whose state has `applied` steps."""
 
     generation: int
     applied: int
 
 
 class Computing(Message, frozen=True):
-    """A worker has what it needs to compute a step, which should not take it longer than `limit_seconds`."""
+    """A worker has its inputs and begins to compute a step, which should not take longer than `limit_seconds`."""
 
     generation: int
     step: int
@@ -109,7 +109,7 @@ class Prepared(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """A worker cannot go on in this generation. accuses: the node that it waited for. fatal: nobody could."""
+    """A worker cannot go on in this generation. accuses: the node that it waited for. fatal: no worker could go on."""
 
     generation: int
     reason: str
@@ -118,7 +118,7 @@ class Broken(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """A worker has nothing left to do."""
+    """A worker has finished."""
 
     generation: int
 
@@ -130,14 +130,14 @@ class Died(Message, frozen=True):
 
 
 class Slow(Message, frozen=True):
-    """A worker is so many times slower than others, which is too much; 0 when it is no longer."""
+    """A worker is `times` slower than others, which is too much; 0: it no longer is."""
 
     generation: int
     times: float
 
 
 class HandedOver(Message, frozen=True):
-    """A worker has nothing more to give to this generation, which it is no part of."""
+    """A worker has exported its gradients to this generation, of which it is not a member."""
 
     generation: int
 
@@ -147,17 +147,17 @@ Event = Stopped | Made | Computing | Prepared | Broken | Done | Died | Slow | Ha
 
 @dataclass(slots=True)
 class _Deadline:
-    """Of a worker that computes. since: the first tick that saw it."""
+    """The time limit of a worker's step. since: the first tick after it began."""
 
     limit_seconds: float
     since: float | None = None
 
 
 class Agent:
-    """Takes orders, its workers' events and the time; gives commands for all of its workers. `status` is what the
-    coordinator should hear, again and again; `changed` whether it should now.
+    """Takes orders, workers' events and the time; returns commands for all of its workers. `status` is for the
+    coordinator, repeatedly; `changed` says that it should be sent now.
 
-    workers: how many it has; they are there already, and hold nothing.
+    workers: number of workers; they have started, and hold no state.
     """
 
     def __init__(self, node: str, settings: Settings, workers: int = 1) -> None:
@@ -190,16 +190,16 @@ class Agent:
         return self._status.phase
 
     def status(self) -> Status:
-        """For the coordinator."""
+        """Return the status for the coordinator."""
         self.changed = False
         return self._status
 
     def leave(self) -> None:
-        """This node wants to go; it does when it is told `End`."""
+        """Announce that this node wants to leave; it leaves when it is told `End`."""
         self._set(leaving=True)
 
     def obey(self, order: Order, now: float) -> list[Command]:
-        """What the workers are to do for an order."""
+        """Return the commands for the workers that follow from an order."""
         commands = self._obey(order, now)
         if order.ending and not self.ended and not self._was_told_to_end and order.node == self.node:
             self._was_told_to_end = True
@@ -261,7 +261,7 @@ class Agent:
         return []
 
     def on_event(self, worker: int, event: Event) -> list[Command]:
-        """What a worker says, and what all of them are to do for it."""
+        """Handle an event of one worker; returns the commands for all workers that follow."""
         own = self._status
         if isinstance(event, Died):
             if not own.done and not self.ended and not own.failed:
@@ -277,7 +277,7 @@ class Agent:
             if own.phase is (Phase.FENCING if isinstance(event, Stopped) else Phase.REBUILDING):
                 self._answer(worker, event)
         elif isinstance(event, Computing):
-            # Said by another thread of the worker, it may come behind what it says in the end.
+            # Sent by another thread of the worker, it may arrive after the worker's `Prepared`.
             if own.phase is Phase.RUNNING and event.step == own.applied and worker not in self._prepared:
                 self._deadlines[worker] = _Deadline(event.limit_seconds)
         elif isinstance(event, Prepared) and own.phase is Phase.RUNNING and event.step == own.applied:
@@ -302,8 +302,8 @@ class Agent:
         return []
 
     def tick(self, now: float) -> None:
-        """Workers that do not stand still in time are lost, and the node with them; those that do not come to the end
-        of a step are to stand still."""
+        """Mark the node as failed if its workers do not stop in time, and as broken if a step exceeds its time
+        limit."""
         own = self._status
         if own.failed or self.ended:
             return
@@ -325,8 +325,8 @@ class Agent:
                 return
 
     def _fence_deadline(self, now: float) -> float:
-        """Until when the workers have to stand still: who builds, and reads weights perhaps, hears of it only between
-        two things that it does, also of a fence after the first one."""
+        """Return the deadline for workers to stop. A worker that builds, or reads weights, notices a fence only between
+        two operations, and so does a second fence during the first."""
         own, settings = self._status, self.settings
         if own.phase is Phase.REBUILDING:
             return now + max(settings.fence_seconds, settings.build_seconds)
@@ -341,7 +341,7 @@ class Agent:
             self._prepared.clear()
             unsaid = self.changed
             self._set(applied=order.committed, prepared=None, hashes={})
-            # Who decided it need not hear it at once: the next status says it, with the next step at the latest.
+            # The coordinator decided this and can wait: the next status has it, with the next step at the latest.
             self.changed = unsaid
             return [Apply(own.generation, order.committed - 1)]
         return []
@@ -359,7 +359,7 @@ class Agent:
             return
         stopped = [each for each in answers if isinstance(each, Stopped)]
         base = max(each.base for each in stopped)
-        # All prepared before any was told to apply: whoever has not applied yet still can.
+        # All were prepared before any was told to apply, so a worker that has not applied yet still can.
         applied = max(each.applied for each in stopped if each.base == base) if base != NO_STATE else 0
         prepared = applied if all(each.prepared == each.applied == applied for each in stopped) else None
         hashes = self._status.hashes if prepared == self._status.prepared else {}

@@ -1,4 +1,4 @@
-"""Whether a standby may lead: only with more than half of those who were members last."""
+"""Candidate: a standby leader may take over only with more than half of the last members."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dilatant.resilience.protocol.values import Record, Status
 
 
 class Candidate:
-    """Counts the members of a record that come here because nobody else answers them. record: the last coordinator's.
+    """Counts the members of `record` (the last coordinator's) that connect here because no other one answers.
 
-    A member belongs to one coordinator at a time, so at most one can have most of them.
+    A member belongs to one coordinator at a time, so at most one coordinator can have a majority.
     """
 
     def __init__(self, record: Record) -> None:
@@ -16,12 +16,12 @@ class Candidate:
         self._here: set[str] = set()
 
     def hear(self, status: Status) -> None:
-        """A node says how it is; one that has failed is led by nobody else, either."""
+        """Count the node of a status; one that has failed counts, too, since no other coordinator leads it."""
         if status.node in self.record.members:
             self._here.add(status.node)
 
     def lost(self, node: str) -> None:
-        """A node is gone, or has found another coordinator."""
+        """Stop counting a node that is gone, or has found another coordinator."""
         self._here.discard(node)
 
     @property

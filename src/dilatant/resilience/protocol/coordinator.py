@@ -1,4 +1,4 @@
-"""The coordinator: the one party that decides who is a member and which step is committed."""
+"""Coordinator: the one party that decides membership and commits steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dilatant.resilience.protocol.values import (
 )
 
 DEAF_LEASES = 2
-"""What agents have to take notice of an order, which is repeated meanwhile."""
+"""Leases within which agents must acknowledge an order, which is repeated meanwhile."""
 STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
 
 
 class Coordinator:
-    """Takes statuses, lost connections and the time; gives effects, to be carried out in their order.
+    """Takes statuses, lost connections and the time; returns effects, to be carried out in order.
 
-    saved: what its predecessor wrote down, if there was one. `start` must come first. It raises nothing: a status that
-    makes no sense is one that was overtaken.
+    saved: the predecessor's record, if there was one. Call `start` first. No method raises for a bad status: one that
+    makes no sense is outdated.
     """
 
     def __init__(self, settings: Settings, saved: Record | None, now: float) -> None:
@@ -37,7 +37,7 @@ class Coordinator:
         self.term = before.term + 1
         self.generation = before.generation
         self.members = before.members
-        self._names = frozenset(before.members)  # the same, to look one up among hundreds
+        self._names = frozenset(before.members)  # the same, for fast lookup
         self.task = Task.WAIT
         self.base = NO_STATE
         self.committed = 0
@@ -46,7 +46,7 @@ class Coordinator:
         self.reason = ""
         self.statuses: dict[str, Status] = {}
         self._returned = bool(before.members)
-        self._doubts = self._returned  # its predecessor may have had reasons
+        self._doubts = self._returned  # the predecessor may have had doubts
         self._since = now
         self._heard: dict[str, float] = {}
         self._gone: set[str] = set()
@@ -62,11 +62,11 @@ class Coordinator:
             self.task = Task.STOP
 
     def start(self) -> list[Effect]:
-        """Take over."""
+        """Take over from the predecessor."""
         return [Persist(self._record())]
 
     def hear(self, status: Status, now: float) -> list[Effect]:
-        """A node says how it is."""
+        """Handle a node's status."""
         is_new = status.phase is Phase.FRESH and status.generation == 0
         is_known = is_new or status.node in self._giving or status.node in self._names
         if status.node in self._gone or not is_known:
@@ -83,17 +83,17 @@ class Coordinator:
         if status.prepared == self.committed == status.applied and status.node in self._names:
             self._voted.add(status.node)
         if self._is_quiet(status) and len(self._voted) < len(self.members):
-            return []  # the step's cost must not grow with the square of its voters
+            return []  # a step's cost must not be quadratic in the number of members
         return self._decide(now)
 
     def lost(self, node: str, now: float, reason: str = "its agent is gone") -> list[Effect]:
-        """A node is known to be gone: its connection is closed."""
+        """Handle the loss of a node whose connection was closed."""
         if self.stopped or node in self._gone or node not in {*self.members, *self.statuses}:
             return []
         return self._without({node}, f"{node}: {reason}", now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time passes: call it a few times a lease."""
+        """Handle the passing of time; call it a few times per lease."""
         if self.stopped:
             return self._repeat(now)
         silent = {node for node, heard in self._heard.items() if now - heard > self.settings.lease_seconds}
@@ -113,7 +113,7 @@ class Coordinator:
         return [Persist(self._record()), *self._orders()]
 
     def end(self, reason: str, now: float) -> list[Effect]:
-        """Let all save after the step in hand, and then end the run."""
+        """Let all nodes save after the current step, and then end the run."""
         if self.stopped or self.ending:
             return []
         if self.task is Task.WAIT and not self._returned:
@@ -123,7 +123,7 @@ class Coordinator:
 
     @property
     def newcomers(self) -> list[str]:
-        """Nodes that could become members, by name: who is which rank must not depend on who was first."""
+        """Nodes that could become members, sorted by name: ranks must not depend on the order of arrival."""
         found = [
             node
             for node, status in self.statuses.items()
@@ -135,7 +135,7 @@ class Coordinator:
         return sorted(found, key=lambda node: (len(node), node))
 
     def _decide(self, now: float) -> list[Effect]:
-        """All that follows from what is known now."""
+        """Return the effects that follow from what is known now."""
         if self.stopped:
             return []
         if fatal := next((s.fatal for s in self.statuses.values() if s.fatal), ""):
@@ -163,7 +163,7 @@ class Coordinator:
         return []
 
     def _begin(self, now: float) -> list[Effect]:
-        """Go on after a coordinator's return where all are as they were; else with those who are there."""
+        """Begin the run; after a coordinator's restart, go on if all members still run, else with those present."""
         if not self._returned:
             enough = len(self.newcomers) >= self.settings.initial
             return self._new_generation([], "the run begins", now) if enough else []
@@ -180,7 +180,7 @@ class Coordinator:
         return self._new_generation([s.node for s in own], "the coordinator is back", now)
 
     def _while_running(self, own: list[Status], now: float) -> list[Effect]:
-        """Commit what all have prepared; at that moment nobody computes, so others may come and go."""
+        """Commit the step that all have prepared; no node computes at that moment, so others may join and leave."""
         if not all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
             return []
         if all(s.done for s in own):
@@ -214,7 +214,7 @@ class Coordinator:
         return self._without(leaving, "; ".join(why), now)
 
     def _cut_short(self, leaving: set[str], now: float) -> list[Effect]:
-        """Go on without nodes that cannot wait for the end of the step, once they have handed over their part of it."""
+        """Go on without nodes that cannot wait for the end of the step, once they have exported their part of it."""
         self._giving |= leaving
         reason = "; ".join(f"{node} leaves before the end of the step" for node in sorted(leaving))
         return self._new_generation([n for n in self.members if n not in leaving], reason, now)
@@ -229,7 +229,7 @@ class Coordinator:
         return newcomers if now - self._newcomer_since >= self.settings.join_seconds else []
 
     def _without(self, gone: Iterable[str], reason: str, now: float) -> list[Effect]:
-        """Go on without some nodes, if they were members in a new generation; of the same where nobody is to blame."""
+        """Drop the nodes `gone`; if they were members or are none (nobody to blame), form a new generation."""
         gone = set(gone)
         awaited = gone & self._giving
         self._gone |= gone
@@ -239,7 +239,7 @@ class Coordinator:
             self._heard.pop(node, None)
         out: list[Effect] = [self._order(node, Task.OUT) for node in sorted(gone)]
         if self.task is Task.WAIT:
-            # Before the first step a loss is rather a mistake than a fault.
+            # Before the first step a loss is more likely a mistake of the user than a fault.
             return out if self._returned else out + self.stop(reason, now)
         if gone and not gone & set(self.members):
             return out + self._decide(now) if awaited else out
@@ -250,7 +250,7 @@ class Coordinator:
         return out + self._new_generation([n for n in self.members if n not in gone], reason, now)
 
     def _new_generation(self, survivors: list[str], reason: str, now: float) -> list[Effect]:
-        """Of the survivors, and of all newcomers, since everybody has to stop anyway."""
+        """Form a generation of the survivors and of all newcomers, since everybody has to stop anyway."""
         members = [*survivors, *self.newcomers]
         if not members:
             return self.stop(self.ending or self._too_few(0, reason), now)
@@ -269,11 +269,11 @@ class Coordinator:
         return f"{left} {TOO_FEW} {self.settings.fewest} that are needed ({reason})"
 
     def _rebuild(self, own: list[Status], now: float) -> list[Effect]:
-        """Everybody stands still and has said what it holds: what to go on from is decided by that alone.
+        """Decide the state to go on from, once all members have stopped and reported what they hold.
 
-        The newest generation that anybody ran counts: its members all were ready for it, so they hold its state,
-        even those who never heard that it ran. A step is committed if anybody applied it, or if all who are left have
-        all its gradients, which is so of every step that was committed here.
+        The newest generation that any node ran counts: all its members were ready for it, so they hold its state, even
+        those who never learned that it ran. A step counts as committed if any node applied it, or if all remaining
+        nodes have all its gradients, which holds for every step that was committed here.
         """
         base = max(s.base for s in own)
         holders = [s for s in own if s.base == base != NO_STATE]
@@ -287,7 +287,7 @@ class Coordinator:
         return self._orders()
 
     def _not_heeding(self) -> list[str]:
-        """Members whose agents have not taken notice of the last order, which they do at once."""
+        """Return the members whose agents have not acknowledged the last order, which they do at once."""
 
         def heeds(s: Status) -> bool:
             if self.task is Task.RUN:
@@ -300,7 +300,7 @@ class Coordinator:
         return [node for node in self.members if node not in own]
 
     def _is_quiet(self, status: Status) -> bool:
-        """Whether a status can decide nothing but the step, and that only with all others."""
+        """Return True if a status can only complete the step, together with those of all other nodes."""
         return (
             self.task is Task.RUN
             and (status.generation, status.phase) == (self.generation, Phase.RUNNING)
@@ -321,9 +321,9 @@ class Coordinator:
         return self._orders()
 
     def _blame(self, broken: list[Status], now: float) -> set[str] | None:
-        """Whom to go on without; nobody at first, for a network may have failed for a moment. None: wait.
+        """Return the nodes to drop; none at first, since a network may have failed briefly. None: wait.
 
-        Who is accused by most of the others is cut off from them, or hangs.
+        A node that most of the others accuse is cut off from them, or hangs.
         """
         votes = Counter(s.accuses for s in broken if s.accuses in self.members and s.accuses != s.node)
         others = len(self.members) - 1
@@ -347,7 +347,7 @@ class Coordinator:
         return "; ".join(told[:4])
 
     def _disagreeing(self, own: list[Status]) -> set[str]:
-        """Nodes whose gradients of a layer are not those of most of its holders."""
+        """Return the nodes whose gradients of a layer differ from those of most of its holders."""
         if all(s.hashes == own[0].hashes for s in own):
             return set()
         told: dict[str, int] = {}
@@ -400,7 +400,7 @@ class Coordinator:
         )
 
     def _repeat(self, now: float) -> list[Effect]:
-        """Orders may have been lost."""
+        """Repeat orders, which may have been lost."""
         if self.task is Task.WAIT or now - self._sent < self.settings.resend_seconds:
             return []
         self._sent = now

@@ -1,4 +1,4 @@
-"""What agents and the coordinator say to each other, and what the coordinator writes down."""
+"""Messages between agents and the coordinator, and the coordinator's record on disk."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from enum import StrEnum
 import msgspec
 
 NO_STATE = -1
-"""The base of a node that holds nothing of the run yet."""
+"""The base of a node that has no state of the run yet."""
 
 
 ASKED = "it was asked to stop"
-"""Why all save and end whose run was asked to."""
+"""Reason to save and end a run that was asked to stop."""
 FINISHED = "finished"
-"""Why a run stops whose nodes are all done."""
+"""Reason to stop a run whose nodes have all finished."""
 TOO_FEW = "nodes are left of the"
-"""In the reason of a run that stops since there are too few."""
+"""Part of the reason to stop a run that has too few nodes."""
 DRAIN_SHARE = 0.75
-"""Of the time that a node has to leave: what it waits for the end of the step. The rest is for handing over."""
+"""Share of a leaving node's time that it waits for the end of the step. The rest is for exporting gradients."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What travels: on the wire its name and its fields in order, each of them checked when it is read.
+    """Base of messages: on the wire a message is its type name and its fields in order, each checked when it is read.
 
-    Structs and not dataclasses, for a step waits for some of them: they are made and changed in a tenth of the time.
+    Structs, not dataclasses: they are created and changed in a tenth of the time, and steps wait for some of them.
     """
 
 
 class Phase(StrEnum):
-    """Where a node is in its generation. fresh: in none. fencing: its workers are being stopped. fenced: they stand
-    still. rebuilding: they make groups and copy state. ready: they hold all that they need. running: they train.
-    giving: the node has to go before the end of the step, and writes down what it has finished of it. given: it has."""
+    """Where a node is in its generation. fresh: in none. fencing: its workers are being stopped. fenced: they have
+    stopped. rebuilding: they open groups and copy state. ready: they hold all they need. running: they train. giving:
+    the node must leave before the end of the step, and exports its gradients. given: it has."""
 
     FRESH = "fresh"
     FENCING = "fencing"
@@ -45,9 +45,8 @@ class Phase(StrEnum):
 
 
 class Task(StrEnum):
-    """What the coordinator wants of the members of a generation. give: this node is none of them any more, and is to
-    hand over what it has finished of the step. out: this node is none of them, and has to start anew. stop: the run is
-    over."""
+    """What the coordinator orders nodes to do in a generation. give: this node is no longer a member, and must export
+    its gradients of the step. out: this node is not a member, and must start anew. stop: the run is over."""
 
     WAIT = "wait"
     FENCE = "fence"
@@ -59,16 +58,16 @@ class Task(StrEnum):
 
 
 class Status(Message, frozen=True):
-    """All that a coordinator knows of a node.
+    """Everything that the coordinator knows of a node.
 
-    node: a name that no other process, nor this one after a restart, ever has. serial: grows with every change.
-    generation: the newest one that it obeys. base: the generation whose state its workers hold, and applied: the steps
-    in that. ready_at: the steps in the state that it has made ready for `generation`; it holds both until it runs.
-    prepared: the number of the step whose gradients all its workers have; hashes: layer → hash of these gradients.
-    accuses: the node that its workers wait for in vain. broken: why they cannot go on in this generation.
-    failed: why this node cannot go on at all. fatal: why nobody can (a mistake of the user). leaving: it goes at the
-    end of the step; overdue: it cannot wait for that any longer. slow: how many times slower than others it is, where
-    that is too much.
+    node: a name that no other process ever has, nor this one after a restart. serial: grows with every change.
+    generation: the latest that it obeys. base: the generation whose state its workers hold, and applied: the number of
+    steps in that state. ready_at: the steps in the state that it has prepared for `generation`; it holds both states
+    until it runs. prepared: the number of the step of which all its workers have the gradients; hashes: layer → hash of
+    these gradients. accuses: the unresponsive node that its workers wait for. broken: why they cannot go on in this
+    generation. failed: why this node cannot go on at all. fatal: why no node can (a mistake of the user). leaving: it
+    leaves at the end of the step; overdue: it cannot wait for that any longer. slow: how many times slower than others
+    it is, if that is too much.
     """
 
     node: str
@@ -92,13 +91,13 @@ class Status(Message, frozen=True):
 
 
 class Order(Message, frozen=True):
-    """All that a node is to know. term, serial: a later order has a greater pair.
+    """Everything that a node needs to know. term, serial: a later order has a greater pair.
 
-    members: of a generation that is to be rebuilt, those that ran before first, in the order of ranks; workers: of
-    each. Other orders, one a step to each of them, do not have them. base, committed:
-    the state to go on from: the generation that ran it, and its steps. In a running generation `committed` grows as
-    steps are committed, and whoever has prepared the last one applies it. ending: why all are to save and end. doubted:
-    replicas had unlike gradients of the step in hand, so that none of them are to be kept.
+    members: of a generation to be rebuilt, in rank order, with those that ran before first; workers: of each member.
+    Other orders, one per step and node, leave both out. base, committed: the state to go on from: the generation that
+    ran it, and its number of steps. In a running generation `committed` grows as steps are committed, and a node that
+    has prepared the last one applies it. ending: why all are to save and end. doubted: replicas had different gradients
+    in the current step, so that none of them may be reused.
     """
 
     node: str
@@ -117,7 +116,7 @@ class Order(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a coordinator has on disk before anybody hears of it. term: grows with every coordinator that takes over.
+    """What a coordinator writes to disk before it tells anybody. term: grows with every coordinator that takes over.
     ending: why all save and end; stopped: why they have."""
 
     term: int = 0
@@ -129,7 +128,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Write this down before any order after it is sent."""
+    """Effect: write the record before sending any later order."""
 
     record: Record
 
@@ -139,15 +138,15 @@ Effect = Persist | Order
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """lease_seconds: a node that is silent for longer is lost. fence_seconds: what workers have to stand still;
-    build_seconds: those that are being made ready for a generation, where that is more.
-    join_seconds: newcomers are awaited after the first of them. return_seconds: what the members have to come back to
-    a coordinator that did. initial: nodes to begin with. fewest: with fewer all save and the run ends. attempts:
-    generations in a row that end without a step before somebody is blamed, and twice that before the run stops.
-    drain_seconds: what a node that leaves has. It waits `DRAIN_SHARE` of that for the end of the step, and hands over
-    what it has finished of it in the rest; then the others go on without it.
-    accuse_seconds: after somebody waited in vain for another, what the others have to say for whom they do.
-    leader_seconds: how long a leader that has a standby may be silent at least; its coordinator starts again meanwhile.
+    """Time limits and sizes of the protocol.
+
+    lease_seconds: a node without a message for longer is lost. fence_seconds: limit for workers to stop; build_seconds:
+    the limit, if longer, while they are made ready for a generation. join_seconds: wait for more newcomers after the
+    first. return_seconds: limit for members to return to a restarted coordinator. initial: nodes to begin with. fewest:
+    with fewer all save and the run ends. attempts: generations in a row without a step before a node is blamed; after
+    twice as many the run stops. drain_seconds: time of a leaving node: it waits `DRAIN_SHARE` of it for the step to end
+    and exports its gradients in the rest; then the others go on. accuse_seconds: after a first accusation, time for
+    others to accuse. leader_seconds: least silence before a standby takes over; the coordinator is restarted meanwhile.
     """
 
     lease_seconds: float = 3.0
