@@ -66,9 +66,7 @@ def build_stages(
             shared[placed.unit].materialize(first, end, seed, weights.keys())
         else:
             materialize(model.units[placed.unit], first, end, seed, weights.keys())
-    if (
-        precision is not None
-    ):  # after drawing in the model's own dtype, so that draws do not depend on `precision`
+    if precision is not None:  # after drawing, so that draws do not depend on `precision`
         for unit in model.units.values():
             hold_in(unit, precision)
     for name in dict.fromkeys(placed.unit for placed in own):
@@ -90,9 +88,7 @@ def build_stages(
                 tensor.copy_(weights[name])
         for _, parameter in stage.named_logical_parameters():
             if precision is not None and parameter.requires_grad:
-                parameter.grad_dtype = (
-                    torch.float32
-                )  # autograd casts incoming gradients and accumulates in fp32
+                parameter.grad_dtype = torch.float32  # autograd casts, then accumulates in fp32
         stages[placed.index] = stage
     return stages
 

@@ -42,7 +42,7 @@ class Job:
 
     @property
     def leader_patience_seconds(self) -> float:
-        """How long a leader may be unresponsive before the standby takes over."""
+        """Seconds that a leader may be unresponsive before the standby takes over."""
         return max(self.settings.leader_seconds, 3 * self.settings.lease_seconds)
 
 

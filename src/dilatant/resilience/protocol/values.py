@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Phase(StrEnum):
-    """Where a node is in its generation. fresh: in none. fencing: its workers are being stopped. fenced: they have
+    """The phase of a node in its generation. fresh: in none. fencing: its workers are being stopped. fenced: they have
     stopped. rebuilding: they open groups and copy state. ready: they hold all they need. running: they train. giving:
     the node must leave before the end of the step, and exports its gradients. given: it has."""
 
@@ -45,8 +45,8 @@ class Phase(StrEnum):
 
 
 class Task(StrEnum):
-    """What the coordinator orders nodes to do in a generation. give: this node is no longer a member, and must export
-    its gradients of the step. out: this node is not a member, and must start anew. stop: the run is over."""
+    """The coordinator's order to the nodes of a generation. give: this node is no longer a member, and must export its
+    gradients of the step. out: this node is not a member, and must start anew. stop: the run is over."""
 
     WAIT = "wait"
     FENCE = "fence"
@@ -116,8 +116,8 @@ class Order(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a coordinator writes to disk before it tells anybody. term: grows with every coordinator that takes over.
-    ending: why all save and end; stopped: why they have."""
+    """The coordinator's state on disk, written before it tells anybody. term: grows with every coordinator that takes
+    over. ending: why all save and end; stopped: why they have."""
 
     term: int = 0
     generation: int = 0

@@ -52,7 +52,7 @@ _BEGUN = "resilience/begun"
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a worker finds its agent. index: among its node's workers. store_at: the store's address, for a worker that
+    """A worker's place at its agent. index: among its node's workers. store_at: the store's address, for a worker that
     is not connected yet (the leader may have changed); on_one_machine: all ranks of the store are on this machine."""
 
     node: str

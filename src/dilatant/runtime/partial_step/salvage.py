@@ -58,8 +58,8 @@ class LossShare:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a rank has accumulated of step `step`, which no rank has applied. draws: of the samples of the global batch.
-    unused: weights of these layers that none of the samples used, so that they have no gradient."""
+    """One rank's report of what it has accumulated of step `step`, which no rank has applied. draws: of the samples of
+    the global batch. unused: weights of these layers that no sample used, so that they have no gradient."""
 
     rank: int
     step: int

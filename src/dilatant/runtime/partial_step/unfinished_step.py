@@ -27,9 +27,9 @@ from dilatant.runtime.state.exact_sums import rounded_loss
 
 @dataclass(slots=True)
 class Ledger:
-    """What an executor has completed of a step. added: stage → samples whose gradients it has; forwards: (stage,
-    samples, losses). open: stages to whose gradients an action is adding; if it was interrupted, they may be
-    incomplete."""
+    """The part of a step that an executor has completed. added: stage → samples whose gradients it has; forwards:
+    (stage, samples, losses). open: stages to whose gradients an action is adding; they may be incomplete if it was
+    interrupted."""
 
     added: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     forwards: list[tuple[int, tuple[int, ...], Sequence[Outcome]]] = field(default_factory=list)
