@@ -2,7 +2,7 @@
 
 Every directed edge has its own communicator, on a GPU with its own stream. Both ends derive every message, its order
 and its shape, so only rows are sent; rows for the same rank are not sent at all. Sends return at once. Receives are
-posted in the sender's order, at most `look_ahead` messages beyond the last one needed so far, so the schedule bounds
+posted in the sender's order, at most `look_ahead` messages beyond the furthest one needed, so the schedule bounds
 the buffers. Tensor-parallel ranks that need the same rows each receive a slice and all-gather within the stage. A sent
 buffer is freed when a message arrives from an action that used it, or from a later action of the same rank: Gloo does
 not report when a send completes, but by then it must have.
