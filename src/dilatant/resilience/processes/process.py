@@ -34,9 +34,9 @@ class Start:
 
     folder: of the coordinator's record and of the agents' descriptions. port: to listen on (0: any); for an agent, that
     of the coordinator at `host`. token: hexadecimal. node: an agent's name. workers: how many it has. patience_seconds:
-    how long an agent goes on without a coordinator; 0: for ever, since it ends with its parent. job: what the
-    coordinator tells agents that ask, and was told an agent. majority_seconds: for a standby's coordinator, the time
-    within which more than half of the last members must connect before it leads.
+    how long an agent goes on without a coordinator; 0: for ever, since it ends with its parent. job: a coordinator's
+    answer to agents that ask; for an agent, the answer that it got. majority_seconds: for a standby's coordinator, the
+    time within which more than half of the last members must connect before it leads.
     """
 
     host: str

@@ -21,11 +21,11 @@ class OwnedWeights:
     weights: the trainable ones held here, by logical name. shares: of all buckets that this rank is in.
 
     A weight with unsharded optimizer state is its own parameter. In a sharded weight, a contiguous fp32 box is a view
-    of the weight; any other box is an fp32 master copy, or, without `masters` (the optimizer keeps its own), a copy in
-    the weight's dtype. exact: name → values that weights were rounded from, if known. spoken: key → the cells for which
-    this rank is the primary owner: it counts them in norms and writes them into checkpoints, each number of each weight
-    once over all ranks. before: the same weights in the last generation; if this rank owns the same boxes (`stays`),
-    the parameters are reused.
+    of the weight; any other box is an fp32 master copy. Without `masters` (the optimizer keeps its own) boxes keep the
+    weight's dtype: contiguous ones are views, others copies. exact: name → values that weights were rounded from, if
+    known. spoken: key → the cells of which this rank is the primary owner: it counts them in norms and writes them into
+    checkpoints, each number once over all ranks. before: the same weights in the last generation; if this rank owns the
+    same boxes (`stays`), the parameters are reused.
     """
 
     def __init__(
