@@ -1,6 +1,6 @@
-"""Who does what: plans, and the planners that choose among them.
+"""Plan values, and the planners that choose among plans.
 
-Importing this room compiles nothing and loads no torch; planners load numba when they are first called.
+Importing this package compiles nothing and loads no torch; planners load numba when they are first called.
 """
 
 from dilatant.plan.cluster import Cluster, Link, cluster_of

@@ -1,6 +1,6 @@
-"""Boxes: the part of a weight that a rank holds, as intervals in the coordinates of the whole weight.
+"""Boxes (shard intervals): the part of a weight that a rank holds, as index intervals of the whole weight.
 
-Gradient sync, sharded optimizer state, checkpoints and resharding ask only where boxes meet.
+Gradient sync, sharded optimizer state, checkpoints and resharding only intersect boxes.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Interval = tuple[int, int]
-"""First index, and the one after the last."""
+"""First index, and the index after the last."""
 
 Intervals = tuple[tuple[Interval, ...], ...]
-"""For each dimension intervals in ascending order; fused weights have several."""
+"""Ascending intervals for each dimension; fused weights have several per dimension."""
 
 _KEY = re.compile(r"(?P<name>.+)@(?P<intervals>\d+:\d+(?:[+,]\d+:\d+)*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of the weight `name`, whose whole shape is `whole`.
+    """A part of the weight `name`, whose full shape is `whole`.
 
-    Its tensor is what the intervals of each dimension select, one after the other. Intervals neither overlap nor touch.
-    Raises ValueError when they do, or leave the weight.
+    The box's tensor concatenates what the intervals of each dimension select. Intervals of one dimension neither
+    overlap nor touch. Raises ValueError if they do, or if they exceed the weight.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Box:
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> Box:
-        """All of a weight."""
+        """Return the box that covers a whole weight."""
         return cls(name, tuple(shape), tuple(((0, length),) if length else () for length in shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the box's tensor."""
+        """Shape of the box's tensor."""
         return tuple(sum(end - start for start, end in spans) for spans in self.intervals)
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """Number of elements in the box."""
         return math.prod(self.shape)
 
     @property
@@ -64,18 +64,18 @@ class Box:
 
     @property
     def has_origin(self) -> bool:
-        """Whether the weight's first number is in it: true of one of the boxes that a weight is divided into."""
+        """True if the box holds the weight's first element; of the boxes that divide a weight, exactly one does."""
         return all(spans and spans[0][0] == 0 for spans in self.intervals)
 
     @property
     def key(self) -> str:
-        """The logical name, with `@0:4,8:16` for a part; intervals of one dimension are joined by `+`."""
+        """The logical name, followed by `@0:4,8:16` for a part; `+` joins several intervals of one dimension."""
         if self.is_whole:
             return self.name
         return f"{self.name}@{intervals_text(self.intervals)}"
 
     def meet(self, other: Box) -> Box | None:
-        """What both hold; None for nothing. ValueError for boxes of unlike weights."""
+        """Return the intersection of two boxes of a weight, None if empty. ValueError for boxes of unlike weights."""
         if (self.name, self.whole) != (other.name, other.whole):
             raise ValueError(f"{self.key} and {other.key} are of unlike weights")
         if self.intervals == other.intervals:
@@ -84,7 +84,7 @@ class Box:
         return Box(self.name, self.whole, both) if all(both) else None
 
     def cells(self) -> Iterator[Box]:
-        """The boxes of one interval a dimension that it consists of."""
+        """Yield the box's cells: boxes with exactly one interval per dimension."""
         if all(len(spans) == 1 for spans in self.intervals):
             yield self
             return
@@ -92,7 +92,7 @@ class Box:
             yield Box(self.name, self.whole, tuple((span,) for span in chosen))
 
     def place(self, cell: Box) -> tuple[slice, ...]:
-        """Where in this box's tensor a cell of it lies. Raises ValueError if it does not."""
+        """Return the slices of a cell in this box's tensor. Raises ValueError if the box lacks the cell."""
         places = []
         for spans, (inner,) in zip(self.intervals, cell.intervals):
             before = 0
@@ -106,7 +106,7 @@ class Box:
         return tuple(places)
 
     def rows(self, first: int, end: int) -> Box:
-        """Rows `first <= row < end` of a cell, counted within it; a number by itself is one row."""
+        """Return rows `first <= row < end` of a cell, counted within the cell; a scalar weight is one row."""
         if not self.whole:
             return self
         ((start, _),), *rest = self.intervals
@@ -114,7 +114,7 @@ class Box:
 
 
 def parse_key(key: str) -> tuple[str, Intervals | None]:
-    """The name in a box's key and its intervals; None for a whole weight."""
+    """Split a box's key into the weight's name and the intervals, which are None for a whole weight."""
     match = _KEY.fullmatch(key)
     if match is None:
         return key, None
@@ -131,16 +131,16 @@ def intervals_text(intervals: Intervals) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A cell of a weight that the same ranks hold throughout; ranks ascending."""
+    """A cell of a weight all of whose elements are held by the same ranks (ascending)."""
 
     box: Box
     ranks: tuple[int, ...]
 
 
 def atoms(boxes: Mapping[int, Box]) -> tuple[Atom, ...]:
-    """The cells between all borders of a weight's holders, in row order, with the ranks that hold each.
+    """Cut a weight at every border of its holders' boxes; return the resulting cells in row order with their holders.
 
-    boxes: rank → what it holds of this weight. Every number that anybody holds is in one atom.
+    boxes: rank → its box of this weight. Every element that some rank holds is in exactly one atom.
     """
     holders: dict[Box, list[int]] = {}
     for rank in sorted(boxes):

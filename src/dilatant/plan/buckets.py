@@ -1,7 +1,7 @@
-"""Buckets: atoms that are summed together, and their division among ranks that share an optimizer's state.
+"""Gradient buckets: atoms that are reduced together, and their division among ranks that shard optimizer state.
 
-A bucket is one flat row of numbers, atom after atom. Where its holders share the state (ZeRO stage 1), it is cut at
-the row borders nearest to equal shares, so that every share consists of boxes.
+A bucket is one flat vector of elements, atom after atom. Where its holders shard the state (ZeRO stage 1), the bucket
+is cut at the row borders nearest to equal shares, so that every share consists of boxes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dilatant.plan.boxes import Box, atoms
 from dilatant.plan.holdings import Holdings
 
 BUCKET_BYTES = 25 << 20
-"""Most bytes of gradients that are summed together."""
+"""Maximum bytes of gradients in one bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Cells in backward order, and the ranks that hold every one of them, ascending."""
+    """Cells in backward order, and the ranks (ascending) that each hold all of them."""
 
     boxes: tuple[Box, ...]
     ranks: tuple[int, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The weights that have a cell here, each once, in backward order."""
+        """Names of the weights with a cell in this bucket, without repetition, in backward order."""
         return tuple(dict.fromkeys(box.name for box in self.boxes))
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What the numbers of a weight are. Weights of unlike formats share no bucket."""
+    """Element format of a weight. Weights of different formats share no bucket."""
 
     dtype: str
     item_bytes: int
@@ -42,10 +42,10 @@ class Format:
 def make_buckets(
     holdings: Holdings, formats: Mapping[str, Format], trainable: Iterable[str], bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Buckets of one rank set and format and of at most `bucket_bytes` (or one cell), in the order in which they are
-    reduced: that of their last weights in the backward pass.
+    """Group trainable weights into buckets of one rank set and format and of at most `bucket_bytes` (or one cell), in
+    reduction order, which is that of their last weight in the backward pass.
 
-    holdings: in layer order. Every rank knows all of this, so all cut alike.
+    holdings: in layer order. All arguments are known to every rank, so all ranks cut the same buckets.
     """
     chosen = set(trainable)
     filling: dict[tuple[tuple[int, ...], Format], tuple[list[Box], int]] = {}
@@ -69,9 +69,9 @@ def make_buckets(
 
 
 def shares(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
-    """A bucket's cells cut into `count` consecutive shares, at the row borders nearest to equal ones.
+    """Cut a bucket's cells into `count` consecutive shares, at the row borders nearest to equal shares.
 
-    A share is off by less than a row at each of its ends; it may be empty.
+    Each end of a share is less than a row away from the equal cut; a share may be empty.
     """
     total = sum(box.size for box in boxes)
     divided: list[tuple[Box, ...]] = []
@@ -93,13 +93,13 @@ def shares(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class BucketShare:
-    """A bucket as its holder `rank` sees it.
+    """A bucket from the point of view of its holder `rank`.
 
-    sharing: the ranks that divide the state among them, this one with them; `sizes` are the numbers in their shares, in
-    that order. own: this rank's share; cells: for each of its boxes, the number of the bucket's cell that it is of.
-    alike: the ranks that hold the same share as this one, itself included. speaks: whether this rank is the one that
-    counts its share in norms and writes it into checkpoints. even: nodes have equally many holders, so that shares are
-    alike on all of them; otherwise nobody but this node cuts so.
+    sharing: the ranks, including this one, that divide the optimizer state; `sizes` are the numbers of elements in
+    their shares, in that order. own: this rank's share; cells: for each box of `own`, the index of the bucket's cell
+    that contains the box. alike: the ranks, including this one, that hold the same share. speaks: True if this rank is
+    the share's primary owner, which counts the share in norms and writes it into checkpoints. even: True if every node
+    has equally many holders, so that all nodes cut the same shares; otherwise only this node has these shares.
     """
 
     bucket: Bucket
@@ -118,17 +118,17 @@ class BucketShare:
 
     @property
     def width(self) -> int:
-        """Numbers in the longest share; the others are padded to it."""
+        """Elements in the longest share; the other shares are padded to this length."""
         return max(self.sizes)
 
     @property
     def begins(self) -> int:
-        """Where in the bucket this rank's share begins."""
+        """Offset of this rank's share in the bucket, in elements."""
         return sum(self.sizes[: self.sharing.index(self.rank)])
 
 
 def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> BucketShare:
-    """How `rank` holds its part of `bucket`. node_of: rank → node."""
+    """Return the share of `bucket` that `rank` holds under `zero`. node_of: rank → node."""
     sharing: tuple[int, ...]
     alike: tuple[int, ...]
     if zero == "none":
@@ -160,7 +160,7 @@ def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
 
 
 def _border(boxes: Sequence[Box], target: int) -> int:
-    """The row border nearest to `target` numbers from the start."""
+    """Return the row border nearest to `target` elements from the start."""
     start = 0
     for box in boxes:
         if target <= start + box.size:

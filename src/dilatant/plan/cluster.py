@@ -1,4 +1,4 @@
-"""The devices a plan may use and the links between them: one group of equal devices, or several that are unlike."""
+"""The cluster: the devices that a plan may use and the links between them, in one or several homogeneous groups."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ __all__ = ["Cluster", "Link", "cluster_of", "cluster_of_groups"]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`nodes` of `gpus_per_node` devices; rank r sits on node `r // gpus_per_node`.
+    """`nodes` of `gpus_per_node` devices; rank r is on node `r // gpus_per_node`.
 
-    `inside` links two devices of a node, `between` is one node's way to the others: that of `ports` network ports of
-    equal bandwidth, which its devices share evenly. `bytes_per_device` are those that a plan may use, beside `reserve`.
-
-    `parts` are the groups of a cluster of unlike devices, each with its `name` and what its `device` is; the first has
-    the first ranks and nodes. Of such a cluster `gpus_per_node` are those of its largest node, and memory and links
-    the least of any group: what is asked of one rank (`at`) or of two (`link`) is of their groups.
+    `inside` is the link between two devices of a node, `between` one node's link to the others: `ports` network ports
+    of equal bandwidth, shared evenly by its devices. `bytes_per_device` is the memory that a plan may use, `reserve`
+    excluded. `parts` are the groups of a heterogeneous cluster, each with its `name` and `device` type; the first group
+    has the lowest ranks and nodes. For such a cluster `gpus_per_node` is that of the largest node, and memory and links
+    are the smallest of any group; use `at` for the group of one rank and `link` for the link between two ranks.
     """
 
     nodes: int
@@ -40,7 +39,7 @@ class Cluster:
 
     @property
     def groups(self) -> tuple[Cluster, ...]:
-        """Each of equal devices; a cluster of equal devices is one."""
+        """The homogeneous groups of devices; a homogeneous cluster is its own only group."""
         return self.parts or (self,)
 
     @property
@@ -53,7 +52,7 @@ class Cluster:
 
     @property
     def memory(self) -> float:
-        """All bytes of a device."""
+        """Total bytes of a device, including the reserve."""
         return self.bytes_per_device + self.reserve.total
 
     @property
@@ -61,7 +60,7 @@ class Cluster:
         return sum(part.num_devices for part in self.parts) if self.parts else self.nodes * self.gpus_per_node
 
     def group_of(self, rank: int) -> int:
-        """The number of the group that `rank` is in; of one beyond all, the last."""
+        """Return the index of the group that contains `rank`; for ranks beyond all groups, the last group."""
         end = 0
         for group, part in enumerate(self.parts):
             end += part.num_devices
@@ -70,19 +69,19 @@ class Cluster:
         return max(0, len(self.parts) - 1)
 
     def at(self, rank: int) -> Cluster:
-        """The group that `rank` is in."""
+        """Return the group that contains `rank`."""
         return self.parts[self.group_of(rank)] if self.parts else self
 
     def node_of(self, rank: int) -> int:
-        """The node on which `rank` sits."""
+        """Return the node of `rank`."""
         return self.place_of(rank)[0]
 
     def port_of(self, rank: int) -> int:
-        """The port of its node through which `rank` sends."""
+        """Return the network port of its node through which `rank` sends."""
         return self.place_of(rank)[1]
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """The node on which `rank` sits, and the port of that through which it sends."""
+        """Return the node of `rank` and the network port of that node through which it sends."""
         number = self.group_of(rank)
         group, before = self.groups[number], self.parts[:number]
         node, place = divmod(rank - sum(part.num_devices for part in before), group.gpus_per_node)
@@ -90,11 +89,11 @@ class Cluster:
 
     @property
     def port(self) -> Link:
-        """One port: what a message between nodes travels through."""
+        """The link of one network port, through which a message between nodes travels."""
         return Link(self.between.bandwidth / self.ports, self.between.latency)
 
     def link(self, rank: int, other: int) -> Link:
-        """The link between two different ranks: between nodes, of their two ports the slower."""
+        """Return the link between two different ranks; between nodes, the slower of their two ports."""
         one, two = self.at(rank), self.at(other)
         if self.node_of(rank) == self.node_of(other):
             return one.inside
@@ -102,11 +101,11 @@ class Cluster:
         return Link(bandwidth, max(one.port.latency, two.port.latency))
 
     def bytes_of(self, ranks: Iterable[int]) -> NDArray[np.float64]:
-        """What a plan may use of the memory of each of these: [ranks]."""
+        """Return the memory in bytes that a plan may use on each of these ranks: [ranks]."""
         return np.array([self.at(rank).bytes_per_device for rank in ranks], dtype=np.float64)
 
     def overflow(self, ranks: Sequence[int], peak_bytes: Sequence[float]) -> float:
-        """The most bytes by which the peak of any of these ranks is above what it may use; not above 0 if all fit."""
+        """Return the largest excess in bytes of a rank's peak over its usable memory; at most 0 if all ranks fit."""
         return (
             float(np.max(np.asarray(peak_bytes) - self.bytes_of(ranks), initial=-np.inf))
             if peak_bytes
@@ -115,7 +114,7 @@ class Cluster:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Cluster:
-        """Read what `dataclasses.asdict` made of one. Raises KeyError or TypeError for something else."""
+        """Read a cluster from the output of `dataclasses.asdict`. Raises KeyError or TypeError for other documents."""
         return cls(
             **{
                 **document,
@@ -129,14 +128,14 @@ class Cluster:
 def cluster_of(
     hardware: Hardware, nodes: int, gpus_per_node: int, reserve: MemoryReserve = NOTHING, name: str = ""
 ) -> Cluster:
-    """`nodes` nodes of `gpus_per_node` such devices, of whose memory plans leave `reserve` free."""
+    """Return `nodes` nodes of `gpus_per_node` devices each, of whose memory plans leave `reserve` free."""
     links = hardware.inside, hardware.between, hardware.ports
     memory = hardware.memory - reserve.total
     return Cluster(nodes, gpus_per_node, memory, *links, reserve, name, hardware.name if name else "")
 
 
 def cluster_of_groups(groups: Sequence[Cluster]) -> Cluster:
-    """All groups together; a single one is a cluster of its own."""
+    """Combine groups into one cluster; a single group is returned unchanged."""
     if len(groups) == 1:
         return groups[0]
     smallest = min(groups, key=lambda group: group.bytes_per_device)

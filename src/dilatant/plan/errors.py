@@ -1,4 +1,4 @@
-"""What a user can put right when no plan exists."""
+"""Errors for users when no plan exists; each message says what would help."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dilatant.config.errors import UserError
 
 
 class PlanError(UserError):
-    """No plan answers the question as it was asked; the message says why and what would help."""
+    """No plan satisfies the request; the message says why and what would help."""
 
 
 class DoesNotFitError(PlanError):
-    """Memory is too small. `unit` is the unit that does not fit ("" for all together), `excess_bytes` by how much."""
+    """Memory is too small: `unit` does not fit ("" for all together), `excess_bytes` are missing."""
 
     def __init__(self, message: str, unit: str = "", excess_bytes: float = 0.0) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class TooFewDevicesError(PlanError):
 
 
 class BatchError(PlanError):
-    """The batch cannot be divided as asked. `nearest` holds the nearest batches that can."""
+    """The batch cannot be divided as requested. `nearest` holds the nearest batch sizes that can."""
 
     def __init__(self, message: str, nearest: tuple[int, ...]) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Holdings: which rank holds which box of every weight, and whose gradients of it count."""
+"""Holdings: which rank holds which box of every weight, and which ranks' gradients of the weight are summed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dilatant.plan.plan import Plan, Stage
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """One weight as a plan needs to know it. name: logical, a tied weight's only one. layers: those that use it."""
+    """A weight as plans see it. name: logical name, one for a tied weight. layers: the layers that use the weight."""
 
     name: str
     layers: frozenset[str]
@@ -20,10 +20,10 @@ class HeldWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holding:
-    """Who holds a weight.
+    """The holders of one weight.
 
-    boxes: rank → its part. silent: ranks whose gradient another rank of their stage has in full as well, so that it
-    counts once: they send zeros and receive the sum. Everybody else's gradient is a summand.
+    boxes: rank → its part. silent: non-contributing ranks, whose full gradient another rank of their stage computes as
+    well; so that it counts once, they send zeros and receive the sum. All other ranks' gradients are summed.
     """
 
     boxes: Mapping[int, Box]
@@ -31,20 +31,20 @@ class Holding:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ascending."""
+        """The holders, ascending."""
         return tuple(sorted(self.boxes))
 
 
 Holdings = dict[str, Holding]
-"""Logical name → who holds it, in layer order of the units in plan order."""
+"""Logical name → holders of the weight, in layer order of the units in plan order."""
 
 Split = Callable[[HeldWeight, Stage, int], tuple[Intervals | None, bool]]
-"""(weight, stage, place among its ranks) → the intervals held there, None for the whole weight; and whether gradients
-are partial. A gradient that is whole, on ranks that compute the same, counts at tensor-parallel index 0 only."""
+"""(weight, stage, index among its ranks) → the intervals held there, None for the whole weight; and True if gradients
+are partial. A full gradient on ranks that compute the same counts at tensor-parallel index 0 only."""
 
 
 def unsplit(weight: HeldWeight, stage: Stage, place: int) -> tuple[Intervals | None, bool]:
-    """Every rank holds all of the weight and computes all of its gradient."""
+    """Let every rank hold the whole weight and compute its full gradient."""
     return None, False
 
 
@@ -54,9 +54,9 @@ def holdings(
     weights: Iterable[HeldWeight],
     split: Split = unsplit,
 ) -> Holdings:
-    """Who holds what under `plan`. layers: unit → its layers' logical names, in order.
+    """Return the holders of every weight under `plan`. layers: unit → its layers' logical names, in order.
 
-    Raises ValueError where a rank would hold unlike boxes of a weight, as of one that is tied between stages.
+    Raises ValueError if a rank would hold different boxes of a weight, for example of one tied between stages.
     """
     places: dict[str, dict[int, tuple[Stage, int]]] = {}
     for placed in plan.stages():
@@ -67,7 +67,7 @@ def holdings(
     found = {}
     for weight in weights:
         boxes: dict[int, Box] = {}
-        made: dict[Intervals | None, Box] = {}  # one object for all ranks that hold the same
+        made: dict[Intervals | None, Box] = {}  # ranks with equal boxes share one object
         silent: dict[int, bool] = {}
         for layer in sorted(weight.layers):
             for rank, (stage, place) in places.get(layer, {}).items():

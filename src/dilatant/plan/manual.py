@@ -1,4 +1,4 @@
-"""A plan as a user asks for it: replicas, stages and cuts of every unit, with or without ranks of its own."""
+"""Manual plans: build a plan from the user's replicas, stages, cuts and degrees of every unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
 
 Specs = Mapping[str, ParallelSpec]
-"""Unit → how it is laid out."""
+"""Unit → its layout."""
 
 
 def plan_from_specs(
@@ -21,11 +21,11 @@ def plan_from_specs(
     feeds: Mapping[str, Sequence[str]],
     colocated: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan that `specs` describe.
+    """Build the plan that `specs` describe.
 
-    layers: unit → how many layers it has, in the order of computation. feeds: unit → units that use its output.
+    layers: unit → its number of layers, in the order of computation. feeds: unit → units that use its output.
     colocated: unit → the unit on whose ranks it runs, stage by stage (an encoder with the language model, or with
-    another encoder); others get ranks of their own (Cornstarch's modality parallelism). Ranks are numbered unit by
+    another encoder); other units get ranks of their own (Cornstarch's modality parallelism). Ranks are numbered unit by
     unit, replica by replica, stage by stage; stage `chunk * pp + group` is on the ranks of `group`. Without `cuts`,
     stages get equal numbers of layers.
 
@@ -37,7 +37,7 @@ def plan_from_specs(
         raise list_problems("this layout cannot be planned:", problems)
     units: dict[str, UnitPlan] = {}
     next_rank = 0
-    # Units with ranks of their own first: the others are put on them.
+    # Units with ranks of their own come first: colocated units need their hosts' ranks.
     for name in sorted(layers, key=lambda name: name in colocated):
         spec = specs[name]
         cuts = spec.cuts or even_cuts(layers[name], spec.num_stages)
@@ -70,10 +70,10 @@ def cut_by_seconds(
     units: UnitLayers,
     samples: Mapping[str, float],
 ) -> dict[str, ParallelSpec]:
-    """The specs with cuts where they have none: stages whose slowest is as fast as possible, as a search cuts them.
+    """Return the specs with missing cuts filled in so that the slowest stage is as fast as possible, as a search cuts.
 
-    units: what layers take. samples: of a mean microbatch of each unit. A unit of one stage on the ranks of another
-    counts in the first stage of that one. Raises UserError when the costs lack a layer type or degree.
+    units: seconds of layers. samples: unit → samples in its mean microbatch. A one-stage unit on the ranks of another
+    unit counts in that unit's first stage. Raises UserError when the costs lack a layer type or degree.
     """
 
     def cut(name: str, spec: ParallelSpec) -> ParallelSpec:
@@ -92,8 +92,8 @@ def cut_by_seconds(
 
 
 def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelSpec] | None:
-    """The specs, whose plan is `plan` wherever it is cut, with the cuts of `before` if that has the same ranks in the
-    same places; else None."""
+    """Give specs without cuts the cuts of `before` if `plan`, the plan of the specs, has the same ranks and degrees in
+    the same places; else return None."""
 
     def shape(one: Plan) -> list[object]:
         return [
@@ -111,7 +111,7 @@ def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelS
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The first layer of each stage when stages get equal numbers of layers, earlier ones one fewer if need be."""
+    """Return each stage's first layer when stages get equal numbers of layers, earlier ones one fewer if need be."""
     return tuple(num_layers * stage // num_stages for stage in range(num_stages))
 
 

@@ -1,4 +1,4 @@
-"""What a planner needs to know of a model: its units and layers, by name, kind, size and freezing."""
+"""Model specification: a planner's view of units and layers by name, kind, size and freezing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dilatant.config.recompute import Recompute
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: its logical name, its type in the cost model, its parameters, whether it trains, and whether
-    tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
-    holds them once. `experts` it has, with `expert_parameters` of its parameters: expert-parallel ranks divide them.
-    `fixed` of all do not train though the layer does, as beside adapters. `largest` are those of its largest weight
-    that trains. `four_bit` are held in four bits.
-    """
+    """One layer: logical name, type in the cost model, parameters, whether it trains and tensor parallelism divides it.
+    `tied`: parameters shared with the unit's first layer; a rank with both layers holds them once. `experts`: number of
+    experts, which own `expert_parameters` of the parameters; expert-parallel ranks divide them. `fixed`: parameters
+    that are frozen although the layer trains, as beside adapters. `largest`: parameters of its largest trainable
+    weight. `four_bit`: parameters stored in four bits."""
 
     name: str
     kind: str
@@ -30,46 +29,46 @@ class LayerSpec:
 
     @property
     def trained(self) -> int:
-        """Parameters that train."""
+        """Number of trainable parameters."""
         return self.parameters - self.fixed if self.trainable else 0
 
     @property
     def trained_share(self) -> float:
-        """Of its parameters; taken to be the same on all ranks that divide them."""
+        """Trainable fraction of the parameters; assumed equal on all ranks that divide them."""
         return self.trained / max(1, self.parameters)
 
     def held_trained(self, tp: int, ep: int = 1) -> float:
-        """As `held`, of those that train."""
+        """Trainable parameters on one rank; arguments as for `held`."""
         return self.held(tp, ep) * self.trained_share
 
     def held(self, tp: int, ep: int = 1) -> float:
-        """Parameters that one of `tp` ranks holds, where `ep` divide the experts."""
+        """Parameters on one of `tp` ranks, where `ep` ranks divide the experts."""
         return self.held_beside_experts(tp) + self.held_of_experts(tp, ep)
 
     def held_beside_experts(self, tp: int) -> float:
-        """Those of them that are not of experts."""
+        """Parameters on one of `tp` ranks, without experts."""
         return (self.parameters - self.expert_parameters) / (tp if self.divided else 1)
 
     def held_in_four_bits(self, tp: int) -> float:
-        """Those of them that are in four bits."""
+        """Four-bit parameters on one of `tp` ranks."""
         return self.four_bit / (tp if self.divided else 1)
 
     def held_of_experts(self, tp: int, ep: int = 1) -> float:
-        """Those of them that are of experts: whole ones, or without expert parallelism a part of each."""
+        """Expert parameters on one rank: whole experts, or without expert parallelism a tp-th part of each."""
         return self.expert_parameters / (ep if ep > 1 else tp if self.divided else 1)
 
     def held_before(self, tp: int) -> float:
-        """Those of them that a rank which holds the first layer has already."""
+        """Tied parameters that a rank with the first layer already holds."""
         return self.tied / tp if self.divided else self.tied
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """One unit's layers in order, and the units that consume its output.
+    """A unit's layers in order, and the units that consume its output.
 
-    `recompute` says what of its blocks is recomputed in the backward, as `train.recompute` does; None leaves it to the
-    plan. `items_per_token`: what context-parallel ranks share is indivisible items (images, clips), so many for each of
-    their tokens: 1 where they share tokens, 0 where whole samples. `is_cut`: it may be cut into stages.
+    `recompute`: which activations its blocks recompute in the backward, as in `train.recompute`; None lets the plan
+    choose. `items_per_token`: context-parallel ranks divide indivisible items (images, clips), this many per token: 1
+    if they divide tokens, 0 if whole samples. `is_cut`: True if the unit may be cut into stages.
     """
 
     name: str
@@ -81,7 +80,7 @@ class UnitSpec:
 
     @property
     def most_stages(self) -> int:
-        """Into how many stages it can be cut."""
+        """Maximum number of stages."""
         return len(self.layers) if self.is_cut else 1
 
     @property
@@ -96,7 +95,7 @@ class ModelSpec:
     units: tuple[UnitSpec, ...]
 
     def unit(self, name: str) -> UnitSpec:
-        """The unit called `name`; KeyError names the units there are."""
+        """Return the unit called `name`; KeyError lists the existing units."""
         for unit in self.units:
             if unit.name == name:
                 return unit
@@ -108,6 +107,6 @@ class ModelSpec:
         return {unit.name: unit.trainable for unit in self.units}
 
     def upstream_trainable(self, name: str) -> bool:
-        """Does any parameter of the units before `name`, directly or not, train?"""
+        """Return True if any parameter of the units that feed `name`, directly or indirectly, trains."""
         feeding = [unit for unit in self.units if name in unit.feeds]
         return any(any(unit.trainable) or self.upstream_trainable(unit.name) for unit in feeding)

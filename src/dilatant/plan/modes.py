@@ -1,4 +1,4 @@
-"""Whose search it is, and where encoders run."""
+"""Search modes (which published system's plans to consider), and the positions of encoders."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from enum import StrEnum
 
 
 class EncoderPosition(StrEnum):
-    """Where the encoders run. mixed: not at the same place in all pipelines, of which groups of unlike devices have
-    different ones."""
+    """Placement of the encoders. mixed: different in different pipelines, on groups of different devices."""
 
     PARALLEL = "parallel"
     COLOCATED = "colocated"
@@ -16,11 +15,12 @@ class EncoderPosition(StrEnum):
 
 
 class Mode(StrEnum):
-    """Whose search: all that is known here, or one of the published systems' for comparison.
+    """Search space: everything this planner knows (best), or that of one published system, for comparison.
 
-    cornstarch: encoders parallel or colocated, aware of freezing (v3 4.1). entrain: encoders as one, devices handed
-    out in proportion to the data's mean work, then the best factors (thesis 4.4.3). megatron: encoders in one stage
-    before the language model with its degrees, layers spread as if everything trained.
+    cornstarch: encoders parallel or colocated, freezing-aware cuts (Cornstarch 4.1). entrain: encoders colocated,
+    devices in proportion to the data's mean work, then the best degrees (Entrain, the thesis, 4.4.3). disttrain:
+    DistTrain's optimum. megatron: encoders in one stage before the language model, with its degrees; cuts as if
+    everything trained.
     """
 
     BEST = "best"

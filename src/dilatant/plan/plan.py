@@ -1,7 +1,7 @@
 """The Plan: which rank holds which layers of which unit replica.
 
-A plan is a plain value: it is searched, simulated, drawn, saved as JSON and executed, and none of that
-needs torch. Reading order: `Plan` → `UnitPlan` → `Replica` → `Stage`.
+A plan is a plain value that is searched, simulated, drawn, saved as JSON and executed; only execution needs torch.
+Reading order: `Plan` → `UnitPlan` → `Replica` → `Stage`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dilatant.config.recompute import Recompute
 
 @dataclass(frozen=True, slots=True)
 class ParallelSpec:
-    """How a user asks for one unit to be laid out.
+    """A user's layout of one unit.
 
-    `replicas` copies of the unit, each a chain of `pp * chunks` stages that goes `chunks` times round `pp` groups of
-    `tp * cp` ranks, of which each `ep` divide the experts. `cuts` names the first layer of every stage, beginning with
-    0; without it they are cut by what layers cost.
+    The unit has `replicas` copies, each a chain of `pp * chunks` stages that passes `chunks` times through `pp` groups
+    of `tp * cp` ranks; every `ep` ranks of a group divide the experts. `cuts` lists the first layer of every stage,
+    beginning with 0; without `cuts` the layers' costs decide.
     """
 
     replicas: int = 1
@@ -33,7 +33,7 @@ class ParallelSpec:
 
     @property
     def num_stages(self) -> int:
-        """Of one replica."""
+        """Number of stages in one replica."""
         return self.pp * self.chunks
 
 
@@ -41,7 +41,7 @@ class ParallelSpec:
 class Stage:
     """Layers `first <= layer < end` of one unit on `tp * cp` ranks (tp varies fastest).
 
-    Each `ep` of them, one behind the other, have different experts; with 1 each has all, or its tp-th of all.
+    Every `ep` consecutive ranks divide the experts; with `ep` 1 each rank has all experts, or its tp-th part of each.
     """
 
     first: int
@@ -52,7 +52,7 @@ class Stage:
     ep: int = 1
 
     def expert_degrees(self) -> tuple[int, ...]:
-        """What `ep` may be: 1, or a multiple of tp that divides the ranks."""
+        """Return the possible values of `ep`: 1, or a multiple of tp that divides the number of ranks."""
         size = self.tp * self.cp
         wide = (ep for ep in range(self.tp, size + 1, self.tp) if size % ep == 0) if self.tp > 0 else ()
         return tuple(dict.fromkeys((1, *wide)))
@@ -60,7 +60,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A chain of stages, in layer order, that holds one whole unit."""
+    """A chain of stages, in layer order, that together hold one whole unit."""
 
     stages: tuple[Stage, ...]
 
@@ -69,7 +69,7 @@ class Replica:
 class UnitPlan:
     """All replicas of one unit, and the units that consume its output (`feeds`, empty for the last unit).
 
-    `recompute` says of every layer what its backward computes again; empty where the plan leaves that to the config.
+    `recompute` says for every layer what its backward recomputes; empty if the config decides.
     """
 
     name: str
@@ -80,9 +80,9 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlacedStage:
-    """A stage together with its place in the plan.
+    """A stage with its position in the plan.
 
-    `index` is its number in `Plan.stages()`: the stage id that actions and timelines carry.
+    `index` is its number in `Plan.stages()`: the stage id in actions and timelines.
     """
 
     index: int
@@ -104,14 +104,14 @@ class Plan:
     units: tuple[UnitPlan, ...]
 
     def unit(self, name: str) -> UnitPlan:
-        """The unit called `name`; KeyError names the units there are."""
+        """Return the unit called `name`; KeyError lists the existing units."""
         for unit in self.units:
             if unit.name == name:
                 return unit
         raise KeyError(f"no unit {name!r} in this plan; it has {[unit.name for unit in self.units]}")
 
     def stages(self) -> tuple[PlacedStage, ...]:
-        """Every stage of every replica, unit by unit, replica by replica, in layer order."""
+        """Return every stage of every replica, unit by unit, replica by replica, in layer order."""
         return self._placed
 
     @cached_property
@@ -147,10 +147,10 @@ class Plan:
         return hash(self.units)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"units": self.units}  # what is derived is not sent
+        return {"units": self.units}  # derived values are not sent
 
     def shifted(self, first: int) -> Plan:
-        """The plan on ranks that are higher by `first`."""
+        """Return the plan with `first` added to every rank."""
         return Plan(
             tuple(
                 replace(
@@ -170,7 +170,7 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """A JSON document that `from_json` reads back to an equal value."""
+        """Return a JSON document that `from_json` reads back to an equal value."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
@@ -197,7 +197,7 @@ def _unit_from_dict(unit: dict[str, Any]) -> UnitPlan:
 
 
 _MOST = 1 << 24
-"""Beyond any number of layers and ranks."""
+"""Upper limit above any number of layers or ranks."""
 
 
 def _stage_from_dict(unit: str, entry: dict[str, Any]) -> Stage:

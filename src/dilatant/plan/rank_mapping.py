@@ -1,4 +1,4 @@
-"""From the shape of a pipeline to a Plan: which ranks run which stage."""
+"""Rank mapping: assign the ranks of a cluster to the stages of pipeline shapes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`replicas` chains of stages, each on tp * cp devices of its own.
+    """`replicas` copies of a chain of stages, each stage on tp * cp devices.
 
-    `cuts[unit]` are the first layers of that unit's stages. Several units in one chain are colocated: their k-th
-    stages share devices. A unit may have fewer stages than the chain; they are its first ones. `chunks` stages are on
-    the same devices: the chain goes round its groups so often. `recompute[unit]`: as in `UnitPlan`. `ep[unit]`: ranks
-    that divide its experts, 1 where it says nothing. `degrees[unit]`: the tp and cp of one that shares the devices
-    otherwise.
+    `cuts[unit]`: first layers of the unit's stages. Units in one chain are colocated: their k-th stages share devices;
+    a unit with fewer stages occupies the chain's first ones. `chunks`: stages per group of devices (interleaved
+    pipeline). `recompute[unit]`: as in `UnitPlan`. `ep[unit]`: expert-parallel degree, default 1. `degrees[unit]`: tp
+    and cp of a unit that divides the shared devices differently from the chain.
     """
 
     replicas: int
@@ -44,9 +43,11 @@ class Chain:
 
 
 class RankOrder(StrEnum):
-    """What lies side by side, and so inside a node: the stages of a pipeline (short ways for activations), those of the
-    same width first; the same with each encoder next to what it feeds, whatever their widths; or the replicas of a
-    stage (short ways for gradients)."""
+    """Order of ranks: neighbours share a node and communicate fast.
+
+    STAGES: the stages of a pipeline (fast activations), equally wide ones first. PIPELINES: the same with each encoder
+    next to the unit it feeds, whatever their widths. REPLICAS: the replicas of a stage (fast gradient sync).
+    """
 
     STAGES = "stages"
     PIPELINES = "pipelines"
@@ -61,11 +62,11 @@ def map_ranks(
     order: RankOrder = RankOrder.STAGES,
     groups: Sequence[int] = (),
 ) -> Plan:
-    """The plan of some chains: units in the order of `layers` (their number of layers), edges from `feeds`.
+    """Build the plan of chains: units in the order of `layers` (unit → number of layers), edges from `feeds`.
 
-    groups: by chain, the group of the cluster whose devices it takes; nothing where there is only one. Several chains
-    may hold the same unit: their replicas follow each other, and recompute what any of them does.
-    No tensor group crosses a node. Raises PlanError when the chains do not fit the cluster that way, in this order.
+    groups: for each chain, the cluster group whose devices it takes; empty for a homogeneous cluster. Several chains
+    may hold one unit: its replicas are concatenated, and recompute what any of the chains does. No tensor-parallel
+    group crosses a node. Raises PlanError when the chains do not fit the cluster in this order.
     """
     found: _Ranks = {}
     for group, (own, first) in enumerate(zip(cluster.groups, cluster.firsts)):
@@ -96,7 +97,7 @@ def map_ranks(
 
 
 _Ranks = dict[tuple[int, int, int], tuple[int, ...]]
-"""(number of a chain, replica, place among its groups of devices) → ranks."""
+"""(chain, replica, index of the device group in the chain) → ranks."""
 _FRUGAL: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
 
 
@@ -106,7 +107,7 @@ def _most_recomputed(each: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, 
 
 
 def _replicas(name: str, chain: Chain, layers: int, number: int, ranks: _Ranks) -> list[Replica]:
-    """Those of one unit in a chain."""
+    """Return the replicas of one unit in a chain."""
     ends = (*chain.cuts[name][1:], layers)
     return [
         Replica(
@@ -126,13 +127,13 @@ def _replicas(name: str, chain: Chain, layers: int, number: int, ranks: _Ranks) 
 
 
 def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> _Ranks:
-    """The ranks of equal devices, counted from 0, for all groups of these chains."""
+    """Assign ranks of a homogeneous cluster, counted from 0, to every device group of these chains."""
     pipelines = max((chain.replicas for chain in chains), default=1)
 
     def place(number: int, stage: int, replica: int) -> tuple[int, ...]:
         chain = chains[number]
         pipeline = replica * pipelines // chain.replicas  # replicas are spread evenly over the pipelines
-        wide = -chain.tp * chain.cp  # wide ones first leave no gap
+        wide = -chain.tp * chain.cp  # wide stages first: no gaps
         return {
             RankOrder.STAGES: (wide, pipeline, number, stage, replica),
             RankOrder.PIPELINES: (pipeline, number, stage, replica),
@@ -161,7 +162,7 @@ def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> _Ran
 
 
 def _aligned(first: int, tp: int, width: int, node: int) -> int:
-    """The first rank from `first` on where tensor groups stay inside nodes, and the stage does if it can."""
+    """Return the first rank from `first` on that keeps tensor groups, and if possible the stage, inside nodes."""
     left = node - first % node
     if width <= node:
         return first if width <= left else first + left

@@ -1,4 +1,4 @@
-"""The units of a model by what they do."""
+"""Roles of a model's units: encoder, language model or generator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dilatant.plan.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The units by what they do: encoders feed the language model, which feeds generators."""
+    """Units by role: encoders feed the language model, which feeds generators."""
 
     encoders: tuple[str, ...]
     language: str
@@ -22,7 +22,7 @@ class Roles:
 
 
 def roles_of(model: ModelSpec) -> Roles:
-    """The roles of a model's units. Of two units the second is the language model, unless the first has that name.
+    """Assign roles to a model's units. With two units, the second is the language model, unless the first is named so.
 
     Raises PlanError for graphs other than encoders, one language model, generators.
     """

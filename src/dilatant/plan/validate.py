@@ -1,4 +1,4 @@
-"""Can this plan train this model on this cluster? Every reason why not, at once, before any process starts."""
+"""Plan validation: list every reason why a plan cannot train a model on a cluster, before any process starts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dilatant.plan.plan import PlacedStage, Plan
 
 
 class InvalidPlanError(UserError):
-    """A plan that cannot train; the message lists every reason."""
+    """The plan cannot train; the message lists every reason."""
 
 
 def validate(plan: Plan, model: ModelSpec, cluster: Cluster) -> None:
-    """Return if the plan is valid; else raise InvalidPlanError listing all that is wrong.
+    """Raise InvalidPlanError, listing all problems, unless the plan is valid.
 
-    Every layer of every unit must be held once in every replica, in order; a rank belongs to one group of ranks, which
+    Every replica must hold every layer of its unit exactly once, in order. A rank belongs to one group of ranks, which
     may hold stages of several units, each with its own tp and cp, or several stages of one replica, but not two
-    replicas of one unit; ranks exist in the cluster; the tensor-parallel ranks of a stage share a node.
+    replicas of one unit. Ranks exist in the cluster; the tensor-parallel ranks of a stage share a node.
     """
     problems = plan_problems(plan, model, cluster)
     if problems:
@@ -27,7 +27,7 @@ def validate(plan: Plan, model: ModelSpec, cluster: Cluster) -> None:
 
 
 def plan_problems(plan: Plan, model: ModelSpec, cluster: Cluster) -> list[str]:
-    """Everything `validate` would complain about."""
+    """Return every problem that `validate` reports."""
     return [
         *_unit_problems(plan, model),
         *_layer_problems(plan, model),
@@ -40,7 +40,7 @@ def _place(entry: PlacedStage) -> str:
 
 
 def _unit_problems(plan: Plan, model: ModelSpec) -> list[str]:
-    """Units that are missing, unknown or twice; edges that differ from the model's or point backwards."""
+    """Report units that are missing, unknown or duplicated; edges that differ from the model's or point backwards."""
     problems = []
     planned = [unit.name for unit in plan.units]
     known = [unit.name for unit in model.units]
@@ -66,7 +66,7 @@ def _unit_problems(plan: Plan, model: ModelSpec) -> list[str]:
 
 
 def _layer_problems(plan: Plan, model: ModelSpec) -> list[str]:
-    """Layers that a replica holds twice or not at all, and stages that hold nothing or what does not exist."""
+    """Report layers that a replica holds twice or not at all, and stages that are empty or exceed the unit's layers."""
     problems = []
     units = {unit.name: unit for unit in model.units}
     for planned in plan.units:
@@ -99,7 +99,7 @@ def _layer_problems(plan: Plan, model: ModelSpec) -> list[str]:
 
 
 def _names(unit: UnitSpec, chosen: np.ndarray) -> str:
-    """The names of these layers, runs of them shortened."""
+    """Return the names of the chosen layers, with runs shortened."""
     numbers = np.flatnonzero(chosen).tolist()
     runs = [run for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1) if len(run)]
     names = [
@@ -110,7 +110,7 @@ def _names(unit: UnitSpec, chosen: np.ndarray) -> str:
 
 
 def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
-    """Groups of the wrong size, ranks in two groups, ranks that do not exist, tensor parallelism across nodes."""
+    """Report groups of the wrong size, ranks in two groups or outside the cluster, tensor parallelism across nodes."""
     problems = []
     groups: dict[int, PlacedStage] = {}
     holders: dict[tuple[str, tuple[int, ...]], PlacedStage] = {}
