@@ -1,4 +1,4 @@
-"""A shape that pipelines can take, with what is known of its step before it is simulated."""
+"""Candidates: pipeline shapes with closed-form step times, before simulation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dilatant.plan.rank_mapping import Chain
 class Candidate:
     """Chains of stages with their numbers of replicas; `replicas` is the language model's.
 
-    `estimate` is the seconds of a step by fill time, slowest stage and exposed gradient sync; `bound` what no schedule
-    of this candidate beats: the work of its slowest stage. `disaggregated`: the seconds by which DistTrain's search
-    found it, 0 for others. `groups`: by option, the group of unlike devices that it takes its devices of; then several
-    options may hold the same unit, each some of its replicas. Of a cluster of equal devices nothing. `row_tokens`: most
-    tokens of the language model in a microbatch, where it is cut by these; `num_microbatches` are then the least that a
-    step has, and `microbatch_size` is the mean.
+    `estimate`: seconds of a step from fill time, slowest stage and exposed gradient sync; `bound`: a lower bound for
+    any schedule of this candidate, from the work of its slowest stage. `disaggregated`: seconds predicted by
+    DistTrain's search, 0 if another search found the candidate. `groups`: for each option, the device group it uses, if
+    groups differ; several options may then hold one unit, each some of its replicas. Empty on a homogeneous cluster.
+    `row_tokens`: maximum language-model tokens per microbatch, if microbatches are cut by tokens; `num_microbatches` is
+    then the minimum of a step and `microbatch_size` the mean.
     """
 
     encoders_at: EncoderPosition
@@ -38,7 +38,7 @@ class Candidate:
         taken = 0
         for count, option in zip(self.counts, self.options):
             taken += count * option.gpus
-        object.__setattr__(self, "gpus", taken)  # which sorting asks for again and again
+        object.__setattr__(self, "gpus", taken)  # computed once: sorting reads it often
 
     @property
     def chains(self) -> tuple[Chain, ...]:
@@ -57,10 +57,10 @@ class Candidate:
         )
 
     def in_group(self, group: int) -> Candidate:
-        """This candidate of a group alone as one of the whole cluster."""
+        """Return this candidate, found for one group alone, as a candidate for the whole cluster."""
         return replace(self, groups=(group,) * len(self.options))
 
     def gpus_in(self, group: int) -> int:
-        """The devices of a group that it takes."""
+        """Return the number of devices of one group that the candidate uses."""
         chains = zip(self.options, self.counts, self.groups)
         return sum(count * option.gpus for option, count, there in chains if there == group)

@@ -1,4 +1,4 @@
-"""Candidates with replicas of its own for every unit: those of DistTrain's search."""
+"""Disaggregated candidates: DistTrain's search, which gives every unit replicas of its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dilatant.plan.search.candidates import Candidate
 from dilatant.plan.search.estimate import bound, chain_times, estimate
 
 MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
-"""Of a device, that DistTrain's search is told of in turn."""
+"""Fractions of device memory that DistTrain's search is given in turn."""
 
 
 def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
-    """DistTrain's optimum for every microbatch size: replicas of its own for every unit. Its layers are all alike, so
-    what fits memory by its sums may not as it is cut, or in simulation: the optima of less memory come behind it, and
-    those with more recomputed where the model leaves that open."""
+    """Yield DistTrain's optimum for every microbatch size, with replicas of its own for every unit.
+    DistTrain's model assumes equal layers, so a result that fits by its totals may not fit as cut or as simulated.
+    Optima for less memory follow, and optima with more recomputation where the model leaves recomputation open."""
     for size in sizes:
         found: dict[tuple[ModuleAllocation, ...], Orchestration] = {}
         for level, share in itertools.product(space.table.units.levels(space.roles.units), MEMORY_SHARES):
@@ -45,7 +45,7 @@ def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
 
 
 def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate | None:
-    """The plan that DistTrain's search found, cut by the layers that there are; None if memory forbids."""
+    """Cut a DistTrain result along the real layers; return None if memory forbids."""
     table, roles = space.table, space.roles
     allocations = {module.name: module for module in answer.modules}
     language = allocations[roles.language]
@@ -84,7 +84,7 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate |
 
 
 def _module(space: Space, name: str, level: Recompute) -> ModuleCost:
-    """A unit as uniform layers under the mean sample, without context parallelism."""
+    """Model a unit as equal layers under the mean sample, without context parallelism."""
     degrees = [tp for tp, cp in space.table.units.degrees([name]) if cp == 1]
     if not degrees:
         raise PlanError(

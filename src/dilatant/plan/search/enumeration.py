@@ -1,4 +1,4 @@
-"""Every candidate of a search, the most promising first."""
+"""Enumeration of all candidates of a search, most promising first."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dilatant.plan.search.placed_units import own_replicas, placed_candidates
 from dilatant.plan.search.shapes import shapes
 
 FEWEST = 6
-"""So many of any kind are simulated, however many devices there are."""
+"""Minimum number of simulated candidates of each kind, however many devices there are."""
 NEAR, WORTH = 1.1, 0.98
-"""On more than a few devices units have replicas of their own where that promises to take so many times as long as the
-best other step, and on many."""
+"""Units get replicas of their own only if the estimate is below this multiple of the best other step: NEAR on more than
+FEW devices, WORTH on many."""
 
 
 def enumerate_candidates(
@@ -34,10 +34,9 @@ def enumerate_candidates(
     most_seconds: float = math.inf,
     far: float = math.inf,
 ) -> list[Candidate]:
-    """All candidates of a mode, the most promising first; with `all_devices` those on the largest number of devices
-    that any uses. Left out may be those that surely take more than `most_seconds`, or than `far` times what the most
-    promising takes, and with such a limit, or on many devices, those with units' own replicas that do not promise
-    notably less."""
+    """Return all candidates of a mode, lowest estimate first; with `all_devices` only those on the most devices.
+    May omit candidates that surely take more than `most_seconds` or `far` times the best estimate and, with a finite
+    `far` or on more than FEW devices, candidates with own replicas per unit that are not notably faster."""
     found = list(_candidates(space, mode, sizes, microbatches, most_seconds, far))
     if mode is Mode.BEST:
         if far < math.inf or space.cluster.num_devices > FEW:
@@ -47,7 +46,7 @@ def enumerate_candidates(
     if all_devices and found:
         most = max(candidate.gpus for candidate in found)
         found = [candidate for candidate in found if candidate.gpus == most]
-    # Of equal ones those first that leave the fewest devices idle.
+    # Among equal estimates, candidates that leave fewer devices idle come first.
     return sorted(found, key=lambda candidate: (candidate.estimate, -candidate.gpus))
 
 
@@ -70,8 +69,8 @@ def _candidates(
 
 
 def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
-    """Those that promise most on at most as many devices as they take, the most promising first: what searches on fewer
-    devices would simulate, so that more of them never make a plan slower."""
+    """Return the candidates that are among the FEWEST best on at most as many devices as they use, best first.
+    A search on fewer devices would simulate them, so with these included more devices never make a plan slower."""
     taken: list[int] = []
     chosen = []
     for candidate in found:
@@ -90,9 +89,9 @@ def of_modes(
     all_devices: bool,
     most_seconds: float,
 ) -> Iterator[Sequence[Candidate]]:
-    """What each published system would choose, the most promising first, for a search among all: it is to be no slower
-    than any of them. So with interleaved chunks, whose estimates count no split backwards as the others' do.
-    most_seconds: as for `enumerate_candidates`."""
+    """For mode BEST, yield the candidates of each published system, best first, so that the result is no slower than
+    theirs. Candidates with interleaved chunks form one more list: their estimates ignore the split backward that the
+    others' count. most_seconds: as for `enumerate_candidates`."""
     if mode is not Mode.BEST:
         return
     yield sorted((one for one in found if one.disaggregated), key=lambda one: one.disaggregated)
@@ -114,8 +113,8 @@ def across(
     all_devices: bool,
     most_seconds: float = math.inf,
 ) -> list[Candidate]:
-    """The candidates that take devices of several groups, the most promising first; `alone` are those of each alone.
-    most_seconds: units are not placed where that promises to take longer."""
+    """Return the candidates that span several device groups, best first; `alone` has the candidates of each group
+    alone. most_seconds: placements of units on other groups with larger estimates are omitted."""
     if are_few(spaces):
         spaces = [replace(space, shared=True) for space in spaces]
         alone = [enumerate_candidates(space, Mode.BEST, sizes, microbatches) for space in spaces]
@@ -133,7 +132,7 @@ def all_candidates(
     microbatches: int | None = None,
     all_devices: bool = False,
 ) -> list[Candidate]:
-    """As `enumerate_candidates`, over groups of unlike devices with a space for each."""
+    """Return `enumerate_candidates` over groups of different devices, with one space per group."""
     asked = sizes, microbatches, all_devices
     if len(spaces) == 1:
         return enumerate_candidates(spaces[0], mode, *asked)

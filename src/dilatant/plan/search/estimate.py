@@ -1,4 +1,4 @@
-"""The step of a candidate in closed form: what it should take, and what no schedule of it beats."""
+"""Closed-form step time of a candidate: an estimate, and a lower bound for every schedule."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dilatant.plan.layouts.space import Space
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
 GAPS = 1.08
-"""What interleaved steps take more in simulations than by these sums."""
+"""Simulated interleaved steps take this multiple of the closed-form time."""
 FILLING, DELAY = 0.75, 0.4
-"""What is left in simulations of the first microbatch's forwards, and of the delay by the heaviest, where weight
-gradients of all layers fill the rest."""
+"""Fractions that remain in simulations, of the first microbatch's forwards (FILLING) and of the delay by the heaviest
+microbatch (DELAY), where weight gradients of all layers fill the bubbles."""
 
 
 def chain_times(space: Space, replicas: int, microbatches: int, option: Option) -> ChainTimes:
-    """The times of one option in `replicas` pipelines with so many microbatches.
+    """Return lower bounds and exposed sync of one option in `replicas` pipelines of `microbatches` microbatches each.
 
-    No schedule beats a stage's work, before the least that comes after its last microbatch; nor the sum of a stage's
-    gradients, which nothing precedes but its forwards. Where backwards are split, a stage waits for forwards alone, and
-    sums its gradients behind all of its work.
+    A stage takes at least its work plus the gradient sync after its last microbatch, and at least its forwards plus the
+    sync of all its gradients. With split backwards, a stage waits for forwards only and syncs all gradients after its
+    work.
     """
     key = option, replicas, microbatches
     if key not in space.times:
@@ -54,7 +54,7 @@ def _chain_times(space: Space, option: Option, replicas: int, microbatches: int)
             option.work, option.forward, light, option.gradient_bytes, option.backward, microbatches, waits,
             ring, *sums, float(BUCKET_BYTES), behind,
         )  # fmt: skip
-        if option.ep > 1:  # of experts there may be no other holder
+        if option.ep > 1:  # experts may have no other holder
             return busiest, heavy, exposed
         return longest, heavy + last, exposed
 
@@ -65,8 +65,9 @@ def _chain_times(space: Space, option: Option, replicas: int, microbatches: int)
 
 
 def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
-    """Seconds left after a last backward, the most of any group of devices, of `sums` [groups] of gradients."""
-    backward = option.backward[: len(sums)]  # of the chunk that comes last
+    """Return the sync seconds after the last backward, maximum over device groups. sums: seconds of gradient sync
+    [groups]."""
+    backward = option.backward[: len(sums)]  # of the last chunk
     return float(np.maximum(sums - backward, sums * _last_bucket(option)).max())
 
 
@@ -79,7 +80,7 @@ def estimate(
     options: Sequence[Option],
     times: Sequence[ChainTimes],
 ) -> float:
-    """Seconds of a step of equal pipelines: `computed_seconds`, and the sums of gradients behind them."""
+    """Estimate the seconds of a step of equal pipelines: `computed_seconds` plus exposed gradient sync."""
     computed = computed_seconds(space, pipelines, microbatches, fill, slowest, options)
     return float(computed + max(one.exposed_sync for one in times))
 
@@ -92,9 +93,9 @@ def computed_seconds(
     slowest: Seconds,
     options: Sequence[Option],
 ) -> Seconds:
-    """Seconds of so many microbatches of each pipeline, of which the first takes `fill` and each other one `slowest`.
-    The heaviest delays those behind it on its way through the stages, by about half in simulations. Where backwards may
-    be split, weight gradients fill what others leave, the more of them there are."""
+    """Estimate the compute seconds of a step: the first microbatch takes `fill`, each further one `slowest`.
+    The heaviest microbatch delays those behind it by about half of its excess in simulations. Where backwards may be
+    split, weight gradients fill bubbles in proportion to their share of the work."""
     heavier = (space.heaviest(pipelines * microbatches) - 1.0) * (fill - slowest)
     steady = microbatches * slowest
     whole = fill + steady - slowest
@@ -109,17 +110,17 @@ def computed_seconds(
     whole = whole + heavier / 2
     if not (space.halves and heavy):
         return whole
-    late = 1.0 - heavy_split / heavy  # the share of weight gradients
+    late = 1.0 - heavy_split / heavy  # fraction of weight gradients
     share = forwards / total
-    last = FILLING * share * fill + steady  # whose stages wait for the first forward,
-    first = (1.0 - late) * fill + (1.0 - share) * steady  # and for the first backward
-    larger = max if isinstance(fill, float) else np.maximum  # of two numbers, a hundred thousand times
+    last = FILLING * share * fill + steady  # last stages wait for the first forward,
+    first = (1.0 - late) * fill + (1.0 - share) * steady  # first stages for the first backward
+    larger = max if isinstance(fill, float) else np.maximum  # max is faster for two floats
     split = larger(last, first) + DELAY * heavier
     return whole - larger(0.0, whole - split) * min(1.0, 3 * late)
 
 
 def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
-    """Seconds that no schedule beats; the language model's stages wait for the lightest sample to come to them."""
+    """Return seconds that no schedule beats; the language model waits at least for the encoders' lightest sample."""
     ahead = max((one.lightest for one in before.options), default=0.0)
     ahead_split = max((one.lightest_split for one in before.options), default=0.0)
     whole = split = 0.0
@@ -131,7 +132,7 @@ def bound(before: Side, language: Option, options: Sequence[Option], times: Sequ
 
 
 def _last_bucket(option: Option) -> NDArray[np.float64]:
-    """[groups]: the part of the gradients that leaves behind a backward."""
+    """Return the fraction of the gradients that is synced after the last backward: [groups]."""
     return 1.0 / np.maximum(1.0, np.ceil(option.gradient_bytes / BUCKET_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""Candidates that are simulated: as plans in several orders of ranks, recomputing more where they overflow memory."""
+"""Simulation of candidates as plans, in several rank orders, with more recomputation where they overflow memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dilatant.plan.templates.copies import copies_on_nodes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedPlan:
-    """A plan with what simulation says of it. `stage_seconds[unit]` are the mean microbatch's, forward plus backward
-    (colocated units are listed together under the chain's last unit); `estimate` is the closed form that chose it for
-    simulation; `row_tokens` as in `Candidate`; `zero` says who shares optimizer state."""
+    """A plan with its simulated score. `stage_seconds[unit]`: forward plus backward of the mean microbatch (colocated
+    units are listed under the chain's last unit); `estimate`: the closed-form time that selected the plan;
+    `row_tokens`: as in `Candidate`; `zero`: sharding of optimizer state."""
 
     plan: Plan
     encoders_at: EncoderPosition
@@ -46,23 +46,23 @@ class RankedPlan:
 
     @property
     def microbatches(self) -> tuple[int, int]:
-        """Microbatches that a pipeline ran in a simulated step, and the mean samples of one: more and smaller ones than
-        were asked for where the token budget of a row cut them."""
+        """Microbatches per pipeline in a simulated step, and mean samples of one.
+        There are more and smaller microbatches than requested where a token budget cut them."""
         count = max(self.score.num_microbatches, self.num_microbatches)
         return count, max(1, round(self.microbatch_size * self.num_microbatches / count))
 
     @property
     def simulated_stage_seconds(self) -> dict[str, tuple[float, ...]]:
-        """`stage_seconds` of a mean microbatch as simulated."""
+        """The `stage_seconds` of a mean microbatch as simulated."""
         share = self.num_microbatches / self.microbatches[0]
         return {unit: tuple(one * share for one in own) for unit, own in self.stage_seconds.items()}
 
 
 class Finals:
-    """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.
-    skipped: the least bound of those that were not simulated because a part of them had overflowed. seconds: of the
-    steps of those that were, infinite where no plan of it fits. Plans count that have each layer on `copies` nodes of
-    `ranks_per_node` devices. ceiling: seconds of a plan that is known already."""
+    """Simulated candidates: `ranked` has the plans that fit memory, `rejected` the overflows in bytes with their text.
+    skipped: least bound of the candidates not simulated because one of their options had overflowed. seconds: candidate
+    → simulated step, infinite if no plan of it fits. Only plans with each layer on `copies` nodes of `ranks_per_node`
+    devices count. ceiling: seconds of an already known plan."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Finals:
         self._feeds = {unit.name: unit.feeds for unit in space.model.units}
         self._overflowing: set[tuple[Option, int, int]] = (
             set()
-        )  # by pipelines and microbatches: not tried again
+        )  # (option, pipelines, microbatches): not tried again
         self._seen: set[tuple[Plan, int, int | None]] = set()
         self._found: list[tuple[RankedPlan, Candidate]] = []
         self.rejected: list[tuple[float, str]] = []
@@ -93,12 +93,12 @@ class Finals:
 
     @property
     def best(self) -> float:
-        """Seconds of the fastest plan that is known."""
+        """Seconds of the fastest known plan."""
         return min([self._ceiling, *(one.score.seconds for one in self.ranked)])
 
     def simulate(self, candidate: Candidate) -> bool:
-        """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows; does a
-        plan of it fit?"""
+        """Simulate the candidate in its most promising rank order, recomputing more if it overflows; True if a plan
+        fits."""
         counts = candidate.replicas, candidate.num_microbatches
         if any((option, *counts) in self._overflowing for option in candidate.options):
             self.skipped = min(self.skipped, candidate.bound)
@@ -109,14 +109,14 @@ class Finals:
             overflow = self._score(candidate, plan)
             if overflow is None:
                 return True
-        if overflow is not None:  # in every order: state is shared by who lies side by side
+        if overflow is not None:  # in every rank order: neighbours may share state
             culprit, excess, text = overflow
             self.rejected.append((excess, text))
             self._overflowing.add((culprit, *counts))
         return False
 
     def reorder(self, most: int = 2) -> None:
-        """Simulate the best plans in every other rank order too, under the schedule that suited them best."""
+        """Simulate the `most` best plans in every other rank order, under the schedule that suited them best."""
         for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:most]:
             if candidate.bound >= self._ceiling:
                 continue
@@ -125,8 +125,8 @@ class Finals:
                 self._score(candidate, recomputing(plan, again), one.score.schedule or None)
 
     def prove(self, found: Sequence[Candidate], most: int) -> float:
-        """Simulate those that could be the fastest by far, at most so many, until none is left that could be; returns
-        the least bound of those that were not simulated."""
+        """Simulate up to `most` further candidates, lowest bound first, until none could be fastest.
+        Returns the least bound of the candidates that were not simulated."""
         unseen = sorted((one for one in found if one not in self.seconds), key=lambda one: one.bound)
         for one in unseen[:most]:
             if one.bound >= self.best:
@@ -135,8 +135,8 @@ class Finals:
         return min((one.bound for one in unseen if one not in self.seconds), default=math.inf)
 
     def fill_idle(self, found: Sequence[Candidate], most: int) -> None:
-        """Simulate the candidates of which one more pipeline on their idle devices promises most, with it; at most so
-        many such plans."""
+        """Add one more pipeline on the idle devices of the candidates that gain most, and simulate up to `most` such
+        plans."""
         filled = (
             (candidate, filled)
             for candidate in promising(self._space, found, self.best)
@@ -147,7 +147,7 @@ class Finals:
             self._score(candidate, plan)
 
     def _plans(self, candidate: Candidate) -> list[Plan]:
-        """In every order of ranks with enough copies; none where tensor groups do not pack into nodes."""
+        """Return the plans of every rank order with enough copies; none if tensor groups do not pack into nodes."""
         orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
         found: dict[Plan, None] = {}
         for order in orders:
@@ -163,7 +163,7 @@ class Finals:
         ]
 
     def _travel(self, plan: Plan) -> float:
-        """Seconds until the last rank has summed its gradients: what differs most between orders of ranks."""
+        """Return seconds until the last rank has synced its gradients, which differ most between rank orders."""
         cluster = self._space.cluster
         if cluster.nodes == 1:
             return 0.0
@@ -172,11 +172,11 @@ class Finals:
     def _score(
         self, candidate: Candidate, plan: Plan, schedule: str | None = None
     ) -> tuple[Option, float, str] | None:
-        """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why.
-        schedule: the family to simulate, else the one that suits the plan best."""
+        """Rank the plan and return None (also if seen before); if it overflows return the option, the bytes and the
+        reason. schedule: the schedule family to simulate; default: the one that suits the plan best."""
         key = plan, candidate.num_microbatches, candidate.row_tokens
         if key in self._seen:
-            return None  # DistTrain's search finds some of the others' plans
+            return None  # several searches may find one plan
         self._seen.add(key)
         cluster = self._space.cluster
         score = self._scorer(*key, *filter(None, [schedule]))
@@ -194,7 +194,7 @@ class Finals:
 
 
 def _stage_seconds(candidate: Candidate, cluster: Cluster) -> dict[str, tuple[float, ...]]:
-    """By a chain's last unit; what has it on other devices too is called after its group."""
+    """Return each option's stage seconds by its last unit; options on further groups get the group's name."""
     found: dict[str, tuple[float, ...]] = {}
     for option, group in itertools.zip_longest(candidate.options, candidate.groups, fillvalue=0):
         assert isinstance(option, Option), "a group is of an option"

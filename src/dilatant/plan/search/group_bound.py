@@ -1,4 +1,4 @@
-"""What no plan over groups of unlike devices can beat: all work, each piece of it where it pays most."""
+"""Lower bound over groups of different devices: a linear program that puts each piece of work where it is cheapest."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ _ROUNDS, _THIRDS = 3, 60
 
 
 def least_seconds(spaces: Sequence[Space]) -> float:
-    """Seconds of the mean step that no plan beats, whatever its pipelines and whichever groups they are on, one space
-    each: each unit's work on a sample may be divided among groups as is best, on all their devices at once.
+    """Return a lower bound in seconds of the mean step over all plans on these device groups, one space each.
 
-    The heaviest sample of a unit, too, takes what it takes on the group and at the degree that suit it best.
-
-    Of that linear program any prices of the groups' device seconds give a bound (its dual); these are the best found by
-    shifting price between pairs of groups.
+    Each unit's work on a sample may be divided freely among groups, on all their devices at once. The heaviest sample
+    of a unit also takes at least its time on the best group at the best degrees. Any prices for device seconds of the
+    groups give a bound (the dual of the linear program); prices are improved by shifting between pairs of groups.
     """
     devices = np.array([space.cluster.num_devices for space in spaces], dtype=np.float64)
     work = np.stack([_device_seconds(space) for space in spaces])
@@ -36,7 +34,7 @@ def least_seconds(spaces: Sequence[Space]) -> float:
 
 
 def _heaviest(spaces: Sequence[Space]) -> float:
-    """Seconds of the heaviest sample in the unit in which it takes the longest, where that is fastest."""
+    """Return the seconds of the heaviest sample in its slowest unit, on the fastest group at the best degrees."""
     return max(
         min(
             float((layers.heavy_split if space.halves else layers.heavy).sum())
@@ -50,7 +48,7 @@ def _heaviest(spaces: Sequence[Space]) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dual:
-    """Bounds by prices: `work` [groups, pieces] device seconds, `devices` [groups]."""
+    """Dual bounds by price: `work` [groups, pieces] in device seconds, `devices` [groups]."""
 
     work: NDArray[np.float64]
     devices: NDArray[np.float64]
@@ -60,7 +58,7 @@ class _Dual:
         return float((self.work * (prices / self.devices)[:, None]).min(axis=0).sum()) / self.steps
 
     def shifted(self, prices: NDArray[np.float64], one: int, other: int) -> NDArray[np.float64]:
-        """The best prices that differ from these for two groups only; the bound is concave in how both share theirs."""
+        """Return the best prices that differ for two groups only; the bound is concave in the split of their sum."""
 
         def with_share(share: float) -> NDArray[np.float64]:
             moved, both = prices.copy(), prices[one] + prices[other]
@@ -78,8 +76,8 @@ class _Dual:
 
 
 def _device_seconds(space: Space) -> NDArray[np.float64]:
-    """The least that each sample takes of a device in each unit, at any degree: [units * samples]. A row of several
-    dense samples takes no less than their squares, or these times the least that a dense square counts if less."""
+    """Return the least device seconds of each sample in each unit, over all degrees: [units * samples]. A row of
+    several dense samples counts at least the sum of their squares, times the minimum weight of a dense square."""
     units = space.table.units
     return np.concatenate(
         [

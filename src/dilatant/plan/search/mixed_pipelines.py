@@ -1,4 +1,4 @@
-"""Candidates over groups of unlike devices: pipelines of several kinds side by side."""
+"""Mixed pipelines: candidates with different kinds of pipelines side by side on groups of different devices."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dilatant.plan.search.candidates import Candidate
 from dilatant.plan.search.estimate import exposed_seconds
 
 MOST_KINDS = 8
-"""On many devices so many kinds of pipelines of each group, and of those that place units, are tried beside others, for
-each number of microbatches: the most promising on so many devices or fewer."""
+"""Most kinds of pipelines per group, and of those that span groups, that are combined on many devices for each number
+of microbatches: the most promising on at most as many devices."""
 
 SPARED = 1 / 3
-"""What is left in simulations of the delay by the heaviest samples, most of which go to faster pipelines. Estimates
-then are 12 % from simulations in the mean on 1,296 devices of two kinds, 5 % on 32; without this delay 31 and 8 %."""
+"""Fraction of the delay by the heaviest samples that remains in simulations: most of these samples go to faster
+pipelines. Mean error of estimates: 12 % on 1,296 devices of two kinds, 5 % on 32; without this delay 31 % and 8 %."""
 
 
 def mixed_candidates(
     spaces: Sequence[Space], found: Sequence[Sequence[Candidate]], placed: Sequence[Candidate], bound: float
 ) -> Iterator[Candidate]:
-    """Pipelines of several kinds side by side: those that promise most, of one group (`found`, by group) or with units
-    placed on several (`placed`), and on the devices that they leave the best that have room there.
+    """Yield combinations of promising pipelines on one group (`found`, by group) or spanning groups (`placed`).
 
-    All have as many microbatches; each kind gets samples as fast as it is. bound: seconds that none of them beats.
+    Each combination adds the best pipelines that fit on the remaining devices. All have equally many microbatches; each
+    kind gets samples in proportion to its speed. bound: lower bound in seconds for all of them.
     """
     devices = [space.cluster.num_devices for space in spaces]
     most_kinds = None if are_few(spaces) else MOST_KINDS
@@ -47,7 +47,7 @@ def mixed_candidates(
 
 
 def _all_have_samples(members: Sequence[Candidate], batch: int) -> bool:
-    """Whether the slowest kind of pipeline has one for each."""
+    """Return True if even the slowest kind has a sample for each of its pipelines."""
     together = sum(1.0 / one.estimate for one in members)
     return all(batch / one.estimate / together >= one.replicas for one in members)
 
@@ -55,8 +55,8 @@ def _all_have_samples(members: Sequence[Candidate], batch: int) -> bool:
 def _kinds(
     candidates: Iterable[Candidate], groups: int, most: int | None, home: int | None = None
 ) -> dict[int, list[Candidate]]:
-    """Those that can stand beside others, by microbatches: the most promising on so many devices of each group or
-    fewer. home: the group whose devices they all take."""
+    """Return candidates that can be combined, by number of microbatches: the best on at most as many devices per group.
+    home: the group whose devices all candidates use."""
     found: dict[int, list[Candidate]] = defaultdict(list)
     for one in candidates:
         alike = len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options)
@@ -105,8 +105,8 @@ def _side_by_side(members: Sequence[Candidate], spaces: Sequence[Space], bound: 
 
 
 def _delay(one: Candidate, share: float, spaces: Sequence[Space]) -> float:
-    """Seconds by which the heaviest samples delay pipelines with this share of the samples more than with all of them:
-    of fewer in each microbatch they are more."""
+    """Return the extra seconds by which the heaviest samples delay pipelines that get only this fraction of the
+    samples. The fewer the samples, the larger the heaviest sample's part of a microbatch."""
     language = spaces[0].roles.language
     option, group = next(
         (option, group) for option, group in zip(one.options, one.groups) if language in option.cuts
@@ -117,14 +117,14 @@ def _delay(one: Candidate, share: float, spaces: Sequence[Space]) -> float:
 
 
 def _scaled(option: Option, share: float) -> Option:
-    """The chain with this share of the samples."""
+    """Return the chain with this fraction of the samples."""
     times = {name: getattr(option, name) * share for name in ("seconds", "backward", "work", "forward")}
     return replace(option, **times)
 
 
 def _sum_between_groups(options: Sequence[Option], groups: Sequence[int], spaces: Sequence[Space]) -> float:
-    """Seconds to sum gradients on rings that leave groups, after the last backward: all that the fullest node has goes
-    through its ports."""
+    """Return the exposed seconds of gradient sync on rings between groups, where the fullest node sends all through its
+    ports."""
     slowest = 0.0
     for option, group in zip(options, groups, strict=True):
         cluster = spaces[group].cluster

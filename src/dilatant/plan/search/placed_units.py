@@ -1,8 +1,7 @@
-"""Candidates in which units have replicas of their own, as many as suit them, or are on devices of their own kind.
+"""Placed units: candidates in which units have their own number of replicas, or devices of their own kind.
 
-DistTrain's disaggregation gives every unit replicas of its own, by one optimum in closed form; here all are looked at.
-It puts encoders on other devices than the language model's; that these may be of another kind, each unit where it runs
-best, is what is added here.
+DistTrain's disaggregation finds one closed-form optimum with own replicas per unit and puts encoders on other devices
+than the language model's; here all candidates are searched, and the other devices may be of another kind.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ def placed_candidates(
     microbatches: int | None = None,
     most_seconds: float = math.inf,
 ) -> Iterator[Candidate]:
-    """Candidates of which some units are on other groups of devices than the language model; one space for each group.
-
-    For each way to run the language model, and units beside it, the other units' chains that promise most with it; they
-    may have fewer or more replicas. The bound is that of all of these. Left out are estimates above `most_seconds`.
-    """
+    """Yield candidates with some units on other device groups than the language model; one space for each group.
+    Each layout of the language model, and of the units beside it, is joined with the most promising chains of the other
+    units, whose numbers of replicas may differ. The bound covers all these chains. Estimates above `most_seconds` are
+    omitted."""
     others = _others(spaces[0])
     for home in range(len(spaces)):
         for where in itertools.product(range(len(spaces)), repeat=len(others)):
@@ -43,7 +41,7 @@ def placed_candidates(
 def own_replicas(
     space: Space, sizes: Sequence[int], microbatches: int | None = None, most_seconds: float = math.inf
 ) -> Iterator[Candidate]:
-    """The same on equal devices: units beside the language model's pipelines that have fewer or more replicas."""
+    """Yield candidates on one group whose encoders or generators have a different number of replicas."""
     others = _others(space)
     for count in range(1, len(others) + 1):
         for chosen in itertools.combinations(others, count):

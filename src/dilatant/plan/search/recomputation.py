@@ -1,4 +1,4 @@
-"""A plan that recomputes more, for one that overflows memory."""
+"""Recomputation: change a plan that overflows memory so that it recomputes more activations."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from dilatant.plan.plan import Plan
 
 
 def recomputing(plan: Plan, by_unit: Mapping[str, tuple[Recompute, ...]]) -> Plan:
-    """The plan with what `by_unit` says of the layers of these units."""
+    """Return the plan with the recomputation of `by_unit` for the layers of these units."""
     return Plan(tuple(replace(unit, recompute=by_unit.get(unit.name, unit.recompute)) for unit in plan.units))
 
 
 def more_recomputed(
     plan: Plan, score: PlanScore, units: UnitLayers, capacity_bytes: Sequence[float]
 ) -> Plan | None:
-    """The plan with the stages of ranks that overflow recomputing what costs least next; None where they recompute all
-    that they can, or the model leaves nothing to the plan. capacity_bytes: by rank, in the order of `Plan.ranks`."""
+    """Raise the recomputation of all layers on overflowing ranks to the next cheapest level.
+    Returns None if the ranks already recompute all they can, or the model fixes recomputation. capacity_bytes: per
+    rank, in the order of `Plan.ranks`."""
     capacities = zip(plan.ranks, score.peak_bytes, capacity_bytes, strict=True)
     overflowing = {rank for rank, peak, most in capacities if peak > most}
     changed: dict[str, tuple[Recompute, ...]] = {}

@@ -1,4 +1,4 @@
-"""Why a search finds no plan: batches, devices, memory; each refusal says what would help."""
+"""Refusals: errors for searches that find no plan (batch, devices, memory), each with a remedy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dilatant.plan.search.candidates import Candidate
 
 
 def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int = 1) -> list[int]:
-    """The sizes that divide the global batch among so many pipelines. Raises BatchError, naming the nearest batches,
-    if none does."""
+    """Return the sizes that divide the global batch among pipelines. Raises BatchError, naming the nearest batches, if
+    none does."""
     dividing = sorted({size for size in sizes if size > 0 and global_batch % (pipelines * size) == 0})
     if dividing and global_batch > 0:
         return dividing
@@ -68,7 +68,8 @@ def _colocated(least: Callable[[Sequence[str]], int], roles: Roles) -> int:
 
 
 def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
-    """Which unit overflows by most with one pipeline and the smallest microbatches, or that only all together do."""
+    """Return the error that names the unit with the largest overflow, with one pipeline and the smallest microbatches.
+    If each unit fits by itself, the error says that only all units together do not fit."""
     excess = excess_by_unit(space, mode, samples, space.global_batch // samples)
     capacity, reserve = bytes_text(space.cluster.bytes_per_device), space.cluster.reserve.total
     if reserve:
@@ -89,9 +90,9 @@ def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
 
 
 def excess_by_unit(space: Space, mode: Mode, samples: int, microbatches: int) -> dict[str, float]:
-    """The bytes that a device lacks under each unit's most frugal chain on all devices the others can spare.
+    """Return each unit's missing bytes per device under its most frugal chain on all devices the others can spare.
 
-    Tried are the most stages there can be, half as many, and so on.
+    The largest possible number of stages is tried, then half as many, and so on.
     """
     table, roles = space.table, space.roles
     least = {unit: min(tp * cp for tp, cp in table.units.degrees([unit])) for unit in roles.units}
@@ -125,7 +126,7 @@ def _halving(number: int) -> Iterator[int]:
 def rejection(
     plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster, excess: float
 ) -> tuple[Option, str]:
-    """(the option that overflows, what to tell the user) of a plan that does not fit once it is simulated."""
+    """Return (the option that overflows, text for the user) for a plan that does not fit in simulation."""
     rank = plan.ranks[int(np.argmax(score.peak_bytes - cluster.bytes_of(plan.ranks)))]
     held = [placed for placed in plan.stages() if rank in placed.stage.ranks]
     where = " and ".join(f"{placed.unit} stage {placed.position}" for placed in held)

@@ -1,4 +1,4 @@
-"""The search for a plan: replicas, degrees, stages and placement of every unit, ranked by simulation."""
+"""Plan search: find replicas, degrees, stages and placement of every unit; simulation ranks the candidates."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from dilatant.plan.search.search_result import (
 from dilatant.plan.search.zero_search import NO_OTHERS, search_zeros
 
 LEFTOVERS = 40
-"""Plans with one more pipeline on idle devices that are simulated at most; on more devices fewer, as above."""
+"""Most simulated plans with one more pipeline on idle devices; fewer on more than FEW devices."""
 PROOFS = 64
-"""Candidates that are simulated at most because by their bounds they may be the fastest; on more devices fewer."""
+"""Most candidates simulated because their bounds allow them to be the fastest; fewer on more than FEW devices."""
 CLOSE, FAR = 1.25, 2.0
-"""On many devices, candidates across groups that promise to take so many times as long as the best on one group are not
-simulated, and not looked for."""
+"""On many devices, candidates that span groups are not simulated if their estimate is above CLOSE times the best step
+on one group, and not enumerated above FAR times."""
 SLOW = 1.5
-"""On many devices no candidate is looked for that surely takes so many times as long as the most promising one."""
+"""On many devices, candidates that surely take more than this multiple of the best estimate are not enumerated."""
 
 
 def search(
@@ -74,32 +74,31 @@ def search(
     others: Mapping[Zero, PlanScorer] = NO_OTHERS,
     glanced: Mapping[Zero, PlanScorer] = NO_OTHERS,
 ) -> SearchResult:
-    """The plan with the fastest simulated step.
+    """Find the plan with the fastest simulated step.
 
-    Enumerated: the number of pipelines, samples per microbatch, for every unit tensor and context degree (those with
-    costs) and number of stages, of which a group of devices has any of `chunks` (the language model's), and where
-    encoders run (`EncoderPosition`); `mode` restricts this to what a published system would consider,
-    `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses,
-    `copies` to those with every layer on so many nodes of `ranks_per_node` devices (default: those of the cluster).
-    halves: `scorer` may split backwards (zero-bubble schedules), so bounds count on less. row_limit: most tokens of the
-    language model in any microbatch that `scorer` makes, if it cuts them.
-    row_tokens: budgets of tokens of the language model to cut microbatches by as well: any number of pipelines then
-    shares the batch, and a step has as many microbatches as its samples take (mode `BEST` without `num_microbatches`).
-    leftovers: devices that promising plans leave idle may form one more pipeline, unlike the others and with fewer of
-    the samples; of these plans bounds say nothing.
-    others: the scorers where optimizer state is shared in other ways than `rules` say, under which plans are searched,
-    too; of plans that take equally long the first is chosen. glanced: the same of ways that only the best plan is
-    simulated under, or that are searched where no other leaves a plan that fits.
-    Stages are cut aware of freezing, and under memory where the free cut does not fit; where none fits, as few layers
-    as can be are recomputed, if the model leaves that open. In the order of their closed-form estimate, candidates
-    become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or
-    no other can be faster; then the best in other orders of ranks. Devices that the fastest plan does not use are
-    reported as idle.
+    The search enumerates the number of pipelines, samples per microbatch, tensor and context degrees (those with costs)
+    and number of stages of every unit, stages per group of devices (`chunks`, language model only), and encoder
+    positions (`EncoderPosition`). `mode` restricts this to what a published system would consider, `num_microbatches`
+    to plans with that many, `all_devices` to plans on the largest number of devices that any candidate uses, `copies`
+    to plans with every layer on that many nodes of `ranks_per_node` devices (default: the cluster's).
+    halves: `scorer` may split backwards (zero-bubble schedules), which lowers the bounds. row_limit: maximum
+    language-model tokens in a microbatch, if `scorer` cuts microbatches by tokens.
+    row_tokens: token budgets of a language-model microbatch to try as well: any number of pipelines then shares the
+    batch, and a step has as many microbatches as its samples need (mode `BEST` without `num_microbatches`).
+    leftovers: idle devices of promising plans may form one more pipeline, unlike the others and with fewer samples;
+    bounds do not cover these plans.
+    others: scorers for other kinds of optimizer-state sharding than that of `rules`, each searched in full; of equally
+    fast plans the first is chosen. glanced: scorers for kinds that only rescore the best plans, and are searched only
+    if no other finds a plan that fits.
 
-    Subsumes Cornstarch's Alg. 1 and Entrain's Alg. 3 (reference planning.md 2e, 2f, C8, E12, E13).
+    Stages are cut aware of freezing, and within memory where the unconstrained cut does not fit; if none fits and the
+    model leaves recomputation open, as few layers as possible recompute. Candidates are simulated by `scorer` on the
+    samples of `workload`, lowest estimate first, until `finalists` of them fitted memory or no other can be faster;
+    then the best are tried in other rank orders. Devices that the fastest plan does not use are reported as idle. This
+    search includes Algorithm 1 of Cornstarch and Algorithm 3 of Entrain (the thesis).
 
-    Raises BatchError (the global batch divides into no microbatch size: nearest named), TooFewDevicesError,
-    DoesNotFitError (which unit, by how much), UserError for missing costs.
+    Raises BatchError (no microbatch size divides the global batch: nearest named), TooFewDevicesError, DoesNotFitError
+    (which unit, by how much), UserError for missing costs.
     """
     started = time.perf_counter()
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
@@ -136,8 +135,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How to search, as the arguments of `search` of these names. ceiling: seconds of a plan that is known already, to
-    which only faster ones are looked for."""
+    """The arguments of `search` with these names. ceiling: seconds of an already known plan; only faster ones count."""
 
     mode: Mode
     sizes: Sequence[int]
@@ -153,18 +151,18 @@ class _How:
 
     @property
     def knows(self) -> bool:
-        """Whether there is a plan already."""
+        """True if a plan is already known."""
         return math.isfinite(self.ceiling)
 
     def far_on(self, devices: int) -> float:
-        """So many times as long as the most promising candidate none may take that is looked for on so many devices;
-        not where it need not be among those that count."""
+        """Return the largest multiple of the best estimate that is still enumerated; infinite if slow candidates may be
+        needed."""
         all_count = self.mode is Mode.BEST and self.copies == 1 and not self.all_devices
         return SLOW if all_count and devices > MANY else math.inf
 
     def finalists_on(self, devices: int) -> int:
-        """Steps on many devices take longer to simulate, and all of their candidates together are to take seconds; of
-        those that are to be faster than a known plan the first few tell."""
+        """Return how many candidates to simulate: fewer on many devices, where a simulation takes longer, and only a
+        few for plans that must beat a known one."""
         if self.knows and devices > FEW:
             return min(self.finalists, FEWEST)
         return min(self.finalists, max(FEWEST, self.finalists * MANY // devices))
@@ -173,9 +171,9 @@ class _How:
 def _search_group(
     space: Space, scorer: PlanScorer, how: _How, ceiling: float = math.inf
 ) -> tuple[list[Candidate], SearchResult]:
-    """All candidates on equal devices but those that are left out as surely slow, and the best of them; of those that
-    cannot be faster than `ceiling` seconds, no more than the first. Raises PlanError, NoneFasterError where
-    `how.ceiling` leaves none."""
+    """Search equal devices: return the candidates, except surely slow ones, and the best plan.
+    Only the most promising candidates are simulated if none can be faster than `ceiling` seconds. Raises PlanError;
+    NoneFasterError if nothing beats `how.ceiling`."""
     far = how.far_on(space.cluster.num_devices)
     try:
         return _search_within(far, space, scorer, how, ceiling)
@@ -184,13 +182,13 @@ def _search_group(
     except PlanError:
         if far == math.inf:
             raise
-        return _search_within(math.inf, space, scorer, how, ceiling)  # slow ones may be all that fits
+        return _search_within(math.inf, space, scorer, how, ceiling)  # perhaps only slow ones fit
 
 
 def _search_within(
     far: float, space: Space, scorer: PlanScorer, how: _How, ceiling: float
 ) -> tuple[list[Candidate], SearchResult]:
-    """As `_search_group`, but for those that take `far` times as long as the most promising."""
+    """Search as `_search_group` does, among candidates within `far` times the best estimate."""
     cluster, mode, copies = space.cluster, how.mode, how.copies
     asked = how.sizes, how.num_microbatches, how.all_devices
     check_devices(space.table, space.roles, cluster, mode)
@@ -236,13 +234,13 @@ def _search_within(
     finals.reorder()
     if how.leftovers:
         finals.fill_idle(found, max(FEWEST, LEFTOVERS * FEW // max(FEW, cluster.num_devices)))
-    looked_at = list(dict.fromkeys([*found, *finals.seconds]))  # own replicas where they were simulated
+    looked_at = list(dict.fromkeys([*found, *finals.seconds]))  # includes all that were simulated
     return found, answer_of(looked_at, finals, min(finals.skipped, unseen), mode, how.all_devices)
 
 
 def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int, knows: bool = False) -> float:
-    """Simulate in this order until so many fit memory, or no other can be faster; returns the least bound of those that
-    were not simulated. knows: there is a plan already, so that none of these need be."""
+    """Simulate in this order until `finalists` fit memory or no other can be faster; return the least bound of the
+    rest. knows: a plan is already known, so the loop may end without any simulation."""
     remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
     done = 0
     for candidate in found:
@@ -256,16 +254,16 @@ def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int, knows:
 
 
 def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer, how: _How) -> SearchResult:
-    """The best of all plans over groups of unlike devices: of those on one group, which are searched as if it were
-    alone, and those across groups. Published systems' searches know only the former, and so do those on many devices
-    that are only for what is faster than a known plan."""
+    """Return the best plan over groups of different devices: on one group, searched as if it were alone, or across
+    groups.
+    Modes of published systems search single groups only, as do searches on many devices that must beat a known plan."""
     if how.copies > 1:
         raise PlanError("plans over groups of unlike devices are not made for nodes that may be lost")
     alone: list[SearchResult] = []
     refused: list[PlanError] = []
     candidates: list[list[Candidate]] = [[] for _ in spaces]
     crosses = how.mode is Mode.BEST and not (how.knows and cluster.num_devices > MANY)
-    # The group that can do most first: of others less is simulated where they cannot be faster.
+    # The fastest group comes first: its result reduces the simulations of slower groups.
     for group in sorted(range(len(spaces)), key=lambda group: least_seconds(spaces[group : group + 1])):
         space, first = spaces[group], cluster.firsts[group]
         ceiling = min((answer.seconds for answer in alone), default=math.inf)
@@ -303,11 +301,11 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
     if not answers:
         raise refused[0]
     found = best_of(answers, how.all_devices)
-    # Not all that could stand side by side, or on several groups, were looked at.
+    # Not every combination across groups was enumerated.
     bound = min(found.lower_bound, least)
     return replace(found, lower_bound=bound, proven=found.proven and least >= found.seconds)
 
 
 def _from_rank(scorer: PlanScorer, first: int) -> PlanScorer:
-    """Scores plans of a group whose ranks count from 0."""
+    """Return a scorer of plans of one group, whose ranks count from 0."""
     return lambda plan, *how: scorer(plan.shifted(first), *how)

@@ -1,4 +1,4 @@
-"""What a search answers: the best plans, what it looked at, and what no other plan beats."""
+"""Search results: the best plans, a summary of all candidates, and a lower bound."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dilatant.plan.search.finals import Finals, RankedPlan
 
 @dataclass(frozen=True, slots=True)
 class SearchedGroup:
-    """The candidates with so many pipelines and encoders there: how many there are, and of them how many were
-    `simulated`, of which so many `overflowed` memory; the rest were left out because their bound is above the winner
-    (`cut`), or because others promised more (`left`). bound: the least of all, `seconds` of the fastest that was
-    simulated and fits, None where none does. zero: who shares optimizer state under them."""
+    """Counts of the candidates with one encoder position and number of pipelines.
+    Of all `candidates`, `simulated` were simulated, of which `overflowed` exceeded memory; `cut` were omitted because
+    their bound is above the winner, `left` because others were more promising. bound: the least of all; seconds: the
+    fastest that fits, or None; zero: sharding of optimizer state."""
 
     encoders_at: EncoderPosition
     replicas: int
@@ -38,10 +38,10 @@ class SearchedGroup:
 class SearchResult(Answer):
     """The best plan and the next ones, fastest first.
 
-    `seconds` is the winner's simulated step. `lower_bound` is one that no plan of equal pipelines in the searched space
-    beats, simulated or not; `proven` says that the winner reaches the least any of these could. `rejected` names plans
-    that overflowed memory in simulation; `groups` say what was looked at, the fastest first. `by_zero`: the
-    fastest step that was simulated under each way to share optimizer state that was looked at, None where none fits.
+    `seconds` is the winner's simulated step. `lower_bound` holds for all plans of equal pipelines in the search space,
+    simulated or not; `proven` means that the winner reaches it. `rejected` describes plans that overflowed memory in
+    simulation; `groups` summarizes the candidates, fastest first. `by_zero`: the fastest simulated step for each kind
+    of optimizer-state sharding that was tried, None if none fits.
     """
 
     winner: RankedPlan
@@ -58,13 +58,13 @@ class SearchResult(Answer):
 
     @property
     def simulated(self) -> int:
-        """How many of the candidates were simulated, each in one or several orders of ranks."""
+        """Number of simulated candidates, each in one or several rank orders."""
         return sum(group.simulated for group in self.groups)
 
 
 class NoneFasterError(PlanError):
-    """No candidate takes less than the plan that is known already. found: they; lower_bound: of those that were not
-    simulated; groups: as in `SearchResult`."""
+    """No candidate is faster than the known plan.
+    found: the candidates; lower_bound: least bound of those not simulated; groups: as in `SearchResult`."""
 
     def __init__(
         self, found: Sequence[Candidate], lower_bound: float, groups: tuple[SearchedGroup, ...]
@@ -74,14 +74,14 @@ class NoneFasterError(PlanError):
 
 
 def none_faster(found: Sequence[Candidate], finals: Finals, unseen: float, zero: Zero) -> NoneFasterError:
-    """What is to be raised where none of these is ranked. unseen: as for `answer_of`."""
+    """Build the error for a search in which no candidate was ranked. unseen: as for `answer_of`."""
     return NoneFasterError(found, unseen, _groups(found, finals, finals.best, zero))
 
 
 def answer_of(
     found: Sequence[Candidate], finals: Finals, unseen: float, mode: Mode, all_devices: bool
 ) -> SearchResult:
-    """The best of the candidates `found` that were simulated. unseen: the least bound of those that were not."""
+    """Build the result from the simulated ones of `found`. unseen: least bound of the candidates not simulated."""
     ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
     if all_devices:
         ranked.sort(key=lambda one: one.idle_devices)
@@ -100,7 +100,7 @@ def answer_of(
 
 
 def on_ranks_from(answer: SearchResult, first: int, devices: int) -> SearchResult:
-    """The answer for a group of devices as one for all of them, of which it has the ranks from `first` on."""
+    """Convert the result of one device group, whose ranks begin at `first`, to the ranks of the whole cluster."""
 
     def there(one: RankedPlan) -> RankedPlan:
         return replace(one, plan=one.plan.shifted(first), idle_devices=devices - len(one.plan.ranks))
@@ -115,8 +115,8 @@ def best_of(
     all_devices: bool = False,
     others: Sequence[NoneFasterError] = (),
 ) -> SearchResult:
-    """One answer of several, each of which has looked at other plans; of equal plans that of the first. others: of
-    searches that were left with nothing faster."""
+    """Merge the results of several searches over different plans; of equally fast plans the first wins.
+    others: the searches that found nothing faster."""
     ranked = sorted(
         (one for answer in answers for one in (answer.winner, *answer.runners_up)),
         key=lambda one: (one.idle_devices if all_devices else 0, one.score.seconds),

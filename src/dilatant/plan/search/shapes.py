@@ -1,4 +1,4 @@
-"""Every shape that equal pipelines can take on a number of devices."""
+"""Pipeline shapes: enumerate every layout of equal pipelines on a number of devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dilatant.plan.search.candidates import Candidate
 from dilatant.plan.search.estimate import bound, chain_times, estimate
 
 NOTABLE = 0.02
-"""The part of a step that going round the devices several times must save by its own sums to be tried."""
+"""Fraction of a step that interleaved chunks must save in closed form to be tried."""
 
 
 def shapes(
@@ -30,8 +30,8 @@ def shapes(
     row_tokens: int | None = None,
     most_seconds: float = math.inf,
 ) -> Iterator[Candidate]:
-    """The candidates of `replicas` pipelines, on devices of the same number for each, with so many microbatches, or at
-    least so many of at most `row_tokens` tokens. most_seconds: chains that surely take longer may be left out."""
+    """Yield the candidates of `replicas` equal pipelines with `microbatches` microbatches, or at least as many with
+    `row_tokens`, the maximum tokens of each. most_seconds: chains that surely take longer may be omitted."""
     budget = space.cluster.num_devices // replicas
     table = (space.table if row_tokens is None else space.by_tokens).shared_by(replicas, budget)
     samples = space.global_batch / (replicas * microbatches)
@@ -51,7 +51,7 @@ def shapes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shape:
-    """The candidates with some number of pipelines and samples per microbatch."""
+    """Generator of the candidates with one number of pipelines and samples per microbatch."""
 
     space: Space
     table: OptionTable
@@ -66,8 +66,8 @@ class _Shape:
     def beside(
         self, budget: int, encoders_at: EncoderPosition, allocation: tuple[int, ...] | None = None
     ) -> Iterator[Candidate]:
-        """Encoders on devices of their own, on all devices or on fewer; `allocation` fixes those of encoders, language
-        model and generators."""
+        """Yield candidates with encoders on devices of their own, on all devices or fewer.
+        `allocation` fixes the devices of encoders, language model and generators."""
         for after in self._after(budget):
             for language in self._language(budget - after.gpus, after.stages):
                 left = budget - after.gpus - language.gpus
@@ -78,8 +78,8 @@ class _Shape:
                     yield self._candidate(encoders_at, before, language, after)
 
     def inside(self, budget: int) -> Iterator[Candidate]:
-        """Encoders on the devices of the language model's first stage, whose ranks share their layers as they do its
-        own, or their items."""
+        """Yield candidates with encoders on the ranks of the language model's first stage.
+        These ranks divide the encoders' layers as they do the language model's, or the encoders' items."""
         roles, units = self.space.roles, self.table.units
         alone = set(units.degrees(roles.encoders))
         ways = [(tp, cp, False) for tp, cp in units.degrees([*roles.encoders, roles.language])]
@@ -96,9 +96,9 @@ class _Shape:
                             yield self._candidate(EncoderPosition.IN_LANGUAGE, Side(), option, after)
 
     def megatron(self, budget: int) -> Iterator[Candidate]:
-        """One stage for all encoders, one for all generators, the language model's degrees everywhere.
+        """Yield one stage for all encoders, one for all generators, and the language model's degrees everywhere.
 
-        Cut and estimated as if every layer trained.
+        Cuts and estimates assume that every layer trains.
         """
         space, roles = self.space, self.space.roles
         ends = [units for units in (roles.encoders, roles.generators) if units]
@@ -125,7 +125,7 @@ class _Shape:
             yield replace(candidate, estimate=total + (self.microbatches - 1) * slowest)
 
     def entrain(self, budget: int) -> Iterator[Candidate]:
-        """Devices in proportion to mean work among the allocations that exist; then all factors of these."""
+        """Choose the device allocation nearest to the units' mean work; then yield all its degrees."""
         roles = self.space.roles
         encoders_at = EncoderPosition.COLOCATED if len(roles.encoders) > 1 else EncoderPosition.PARALLEL
         if not roles.encoders:
@@ -150,13 +150,13 @@ class _Shape:
         yield from self.beside(budget, encoders_at, (*chosen, 0)[:3])
 
     def _device_seconds(self, unit: str) -> float:
-        """Device seconds of the mean sample in a unit, at the smallest degrees that it has costs for."""
+        """Return the device seconds of the mean sample in a unit, at the smallest degrees with costs."""
         degrees = self.table.units.degrees([unit])
         tp, cp = min(degrees, key=lambda degree: (degree[0] * degree[1], degree))
         return float(self.table.units.layers(unit, tp, cp, 1).seconds.sum()) * tp * cp
 
     def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
-        """The options of a unit on at most `budget` devices that let `behind` stages follow."""
+        """Return the options of a unit on at most `budget` devices whose memory allows `behind` stages after them."""
         key = unit, budget, behind
         if key not in self._known:
             found = [
@@ -169,7 +169,7 @@ class _Shape:
         return self._known[key]
 
     def _numbers_of_stages(self, unit: str, tp: int, cp: int, ep: int, budget: int) -> range:
-        """Those of a unit on at most `budget` devices; none so few that its work divided evenly takes too long."""
+        """Return a unit's numbers of stages on at most `budget` devices, without those that surely take too long."""
         fewest = 1
         if 0.0 < self.most_seconds < math.inf:
             layers = self.table.units.layers(unit, tp, cp, self.samples, ep=ep)
@@ -177,7 +177,7 @@ class _Shape:
         return range(fewest, min(self.space.model.unit(unit).most_stages, budget // (tp * cp)) + 1)
 
     def _language(self, budget: int, behind: int) -> list[Option]:
-        """Those of the language model; also with several stages for each group of devices where that can pay."""
+        """Return the language model's options, with interleaved chunks where these may pay off."""
         name = self.space.roles.language
         key = name, budget, behind, self.space.chunks
         if key not in self._known:
@@ -200,13 +200,13 @@ class _Shape:
         return found
 
     def _before(self, encoders_at: EncoderPosition, budget: int, behind: int, left: int) -> Sequence[Side]:
-        """The ways to run the encoders on `left` devices of the budget or fewer, with `behind` stages behind them; of
-        devices that others may take, also those that none on as few beats."""
+        """Return the encoders' sides on at most `left` devices of the budget, with `behind` stages after the encoders.
+        In a shared space, sides that only smaller numbers of devices make undominated are included."""
         sides = self._sides_before(encoders_at, budget, behind)
         return _all(sides[: left + 1]) if self.space.shared else sides[left]
 
     def _sides_before(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[Side]]:
-        """[devices]: the ways to run the encoders on so many devices or fewer, with `behind` stages behind them."""
+        """Return [devices]: the encoders' sides on at most that many devices, with `behind` stages after them."""
         for far in (0, behind):
             key = encoders_at, budget, far
             if key not in self._sides:
@@ -214,12 +214,12 @@ class _Shape:
                 room = min((option.room for options in each for option in options), default=UNLIMITED)
                 self._sides[key] = room, self.space.joined(each, budget)
             room, sides = self._sides[key]
-            if room >= behind:  # memory makes no difference
+            if room >= behind:  # memory does not limit this depth
                 break
         return sides
 
     def _encoders(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[Option]]:
-        """For each chain of encoders the options that let `behind` stages follow."""
+        """Return for each chain of encoders the options whose memory allows `behind` stages after them."""
         encoders = self.space.roles.encoders
         if encoders_at is not EncoderPosition.COLOCATED:
             return [self._chains(unit, budget, behind) for unit in encoders]

@@ -1,4 +1,4 @@
-"""One more pipeline on the devices that a plan leaves idle."""
+"""Spare devices: add one more pipeline on the devices that a plan leaves idle."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dilatant.plan.plan import Plan, Replica, Stage
 from dilatant.plan.search.candidates import Candidate
 
 MOST_BASES = 4
-"""Of so many plans with idle devices it is tried; they are those that promise most with it."""
+"""Most plans with idle devices that are extended, the most promising first."""
 
 
 def promising(space: Space, found: Sequence[Candidate], best: float) -> list[Candidate]:
-    """The candidates that leave devices idle and could beat `best` seconds if these took their share of the work, the
-    most promising first. Not those in which units have unlike numbers of replicas, or ranks several stages."""
+    """Return candidates with idle devices that could beat `best` seconds if these took their share of the work, best
+    first. Candidates with unequal numbers of replicas per unit, or with chunks, are excluded."""
     devices = space.cluster.num_devices
     with_idle = [
         one
@@ -30,10 +30,10 @@ def promising(space: Space, found: Sequence[Candidate], best: float) -> list[Can
 
 
 def with_leftovers(plan: Plan, candidate: Candidate, space: Space) -> Iterator[Plan]:
-    """The plan with one more pipeline on its idle devices: the language model in as many stages as there are groups of
-    ranks, cut for itself, with all encoders in the first; for all degrees that leave fewer than a group idle.
+    """Yield the plan with one more pipeline on its idle devices, for all degrees that leave less than one group idle.
 
-    Slower pipelines get fewer samples of each step (`schedule.distribute`). None for models with generators.
+    The language model has one stage per group of ranks, cut for itself, with all encoders in the first. Slower
+    pipelines get fewer samples of each step (`schedule.distribute`). Yields nothing for models with generators.
     """
     roles, cluster = space.roles, space.cluster
     if roles.generators:
@@ -76,7 +76,7 @@ def _replica(
 
 
 def _groups(idle: list[int], width: int, per_node: int) -> list[tuple[int, ...]]:
-    """Groups of `width` of the idle ranks, each on one node."""
+    """Divide the idle ranks into groups of `width`, each on one node."""
     found = []
     for _, ranks in itertools.groupby(sorted(idle), lambda rank: rank // per_node):
         own = list(ranks)

@@ -1,4 +1,4 @@
-"""Units with replicas of their own beside the language model's pipelines, on their devices or those of other groups."""
+"""Units with their own number of replicas beside the language model's pipelines, on any device group."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dilatant.plan.search.candidates import Candidate
 from dilatant.plan.search.estimate import chain_times, computed_seconds
 
 MOST_WAYS = 4
-"""On many devices, to run the units that have replicas of their own, for each way to run the language model."""
+"""On many devices, most ways to run the units with own replicas that are kept for each language-model layout."""
 
 SURELY = 1.0 - 1e-9
-"""Sums in another order differ by less."""
+"""Tolerance for sums in a different order."""
 
 
 @dataclass(eq=False)
 class UnitsBeside:
-    """Units beside candidates of the language model's group, `home`, with replicas of their own: on devices of the
-    groups that `away` says, which may be those that are left at home. `spaces` are of all groups."""
+    """Joins units with own replicas to candidates of the language model's device group, `home`.
+    `away`: unit → its device group, which may be `home` for devices left there. `spaces`: the spaces of all groups."""
 
     spaces: Sequence[Space]
     home: int
@@ -34,7 +34,7 @@ class UnitsBeside:
     _known_chains: dict[tuple[str, int, int, bool, int], list[Option]] = field(default_factory=dict)
 
     def joined(self, near: Candidate, most_seconds: float) -> Iterator[Candidate]:
-        """The candidate with chains of the other units, those that promise most."""
+        """Yield the candidate joined with the most promising chains of the other units."""
         space = self.spaces[self.home]
         roles, language = space.roles, space.roles.language
         free = space.cluster.num_devices - near.gpus
@@ -42,7 +42,7 @@ class UnitsBeside:
             return
         later = space.heaviest(near.replicas * near.num_microbatches)
         if near.estimate * SURELY > most_seconds and near.num_microbatches >= later:
-            return  # other units only add to fill and slowest stage
+            return  # other units can only lengthen the step
         at = next(number for number, option in enumerate(near.options) if language in option.cuts)
         own, before, after = near.options[at], near.options[:at], near.options[at + 1 :]
         following = max((option.stages for option in after), default=0)
@@ -96,14 +96,14 @@ class UnitsBeside:
         return (*(self.home for _ in near.options), *self.away.values())
 
     def _known(self, near: Candidate, behind: int) -> Ways | None:
-        """The ways beside such pipelines, with so many stages behind the encoders."""
+        """Return the ways to run the units beside such pipelines, with `behind` stages after the encoders."""
         ways = None
         for far in (0, behind):
             key = near.replicas, near.num_microbatches, near.row_tokens, far
             if key not in self._ways:
                 self._ways[key] = self._all(*key)
             ways = self._ways[key]
-            if ways is None or ways.room >= behind:  # memory makes no difference
+            if ways is None or ways.room >= behind:  # memory does not limit this depth
                 break
         return ways
 
@@ -126,7 +126,7 @@ class UnitsBeside:
                     option, count, chain_times(self.spaces[group], count, microbatches, option), uneven[count]
                 )
                 for count in counts
-                if not (at_home and count == replicas)  # which are among its pipelines' shapes
+                if not (at_home and count == replicas)  # already among the shapes of equal pipelines
                 for option in self._chains(unit, count, microbatches, by_tokens, far)
             ]
             if not own:
@@ -155,7 +155,7 @@ class UnitsBeside:
         )
 
     def _chains(self, unit: str, count: int, microbatches: int, by_tokens: bool, behind: int) -> list[Option]:
-        """The chains of `count` replicas of a unit that share the samples of each microbatch."""
+        """Return chains of a unit whose `count` replicas share the samples of each microbatch."""
         key = unit, count, microbatches, by_tokens, behind
         if key not in self._known_chains:
             space = self.spaces[self.away[unit]]
@@ -174,7 +174,7 @@ class UnitsBeside:
 
 
 def _counts(replicas: int, size: int) -> list[int]:
-    """Replicas of a unit for so many of the language model: a part of them, as many, or a multiple that shares each of
-    their microbatches of `size` samples."""
+    """Return the possible replicas of a unit beside `replicas` language models: a divisor, or a multiple.
+    A multiple shares each microbatch of `size` samples."""
     parts = [part for part in range(1, replicas + 1) if replicas % part == 0]
     return [*parts, *(replicas * share for share in range(2, size + 1) if size % share == 0)]

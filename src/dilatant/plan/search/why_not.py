@@ -1,4 +1,4 @@
-"""Why a search did not choose a layout that the user names."""
+"""Explain why a search did not choose a layout that the user names."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from dilatant.plan.search.finals import Finals, RankedPlan
 from dilatant.plan.search.search_result import SearchResult
 
 KEYS = ("replicas", "tp", "cp", "pp", "chunks")
-"""What may be said of a unit; as in `ParallelSpec`."""
+"""Keys that a user may set for a unit; as in `ParallelSpec`."""
 GROUP = "group"
-"""This, too: the name of the group of unlike devices that it is on."""
+"""Key for the name of the device group that the unit runs on."""
 TOKENS = "microbatch_tokens"
-"""And this of the whole plan; as in the config's `plan`."""
+"""Key for the whole plan; as in the config's `plan`."""
 ZERO = "zero"
-"""And this: who shares optimizer state; as in the config's `train`."""
+"""Key for the sharding of optimizer state; as in the config's `train`."""
 TRIED, TRIED_ALONE = 3, 24
-"""So many of the layouts that fit what is asked are simulated, the most promising; and where they are to be trained."""
+"""Most matching layouts that are simulated, best estimate first: TRIED to explain a search, TRIED_ALONE to train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A layout in part. units: name → key of `KEYS` → whole number, or `GROUP` → name; microbatch_tokens: the budget of
-    tokens that microbatches are cut by; zero: who shares optimizer state, as in the plan that was chosen if nothing
-    is said. What else is not said may be anything."""
+    """A partial layout; unspecified values may be anything.
+    units: name → key of `KEYS` → whole number, or `GROUP` → name; microbatch_tokens: token budget of microbatches;
+    zero: sharding of optimizer state, by default that of the chosen plan."""
 
     units: Mapping[str, Mapping[str, Any]]
     microbatch_tokens: int | None = None
@@ -47,12 +47,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WhyNot:
-    """An answer. `impossible` says why no plan is like that; else `plans` are the fastest like it that fit memory,
-    or, where none does, `overflow` which rank lacks how much.
-
-    is_chosen: the winner is like it. was_simulated: the search had simulated the first of `plans`. candidates: how many
-    of the search's are like it; bound: no plan like it takes less seconds.
-    """
+    """The explanation: `impossible` lists why no plan matches; else `plans` are the fastest matching plans that fit
+    memory.
+    If no matching plan fits, `overflow` names the rank and the missing bytes. is_chosen: the winner matches.
+    was_simulated: the search had simulated the first of `plans`. candidates: number of matching candidates in the
+    search; bound: lower bound of their seconds."""
 
     impossible: tuple[str, ...] = ()
     overflow: str = ""
@@ -64,8 +63,8 @@ class WhyNot:
 
 
 def read_asked(text: str, units: Sequence[str]) -> Asked:
-    """What `vision: {pp: 2}, language: {tp: 4}, microbatch_tokens: 8192` asks for. Raises UserError that lists every
-    problem."""
+    """Parse a layout such as `vision: {pp: 2}, language: {tp: 4}, microbatch_tokens: 8192`.
+    Raises UserError that lists every problem."""
     try:
         found = read_yaml(text if text.lstrip().startswith("{") else f"{{{text}}}")
     except yaml.YAMLError:
@@ -115,9 +114,9 @@ def why_not(
     groups: Sequence[Space] = (),
     mode: Mode = Mode.BEST,
 ) -> WhyNot:
-    """What became of layouts like `asked` in the search of `space` whose answer is `result` (None: of one that was not
-    made); the other arguments are those of that search. They are simulated now, if the search did not. groups: the
-    spaces of groups of unlike devices, where `space` is of all of them."""
+    """Explain what became of layouts like `asked` in the search of `space` with this `result` (None: no search was
+    made). The other arguments are those of that search. Matching layouts are simulated here if the search did not
+    simulate them. groups: one space per device group, where `space` covers all of them."""
     problems = _problems(space, asked)
     if problems:
         return WhyNot(impossible=tuple(problems))
@@ -125,7 +124,7 @@ def why_not(
     spaces = groups or [space]
     found = _like(spaces, space.cluster, asked, all_candidates(spaces, mode, *search))
     roomy = found
-    if not found:  # perhaps for lack of memory
+    if not found:  # perhaps memory is too small
         unbounded = [_without_limit(one) for one in spaces]
         roomy = _like(spaces, space.cluster, asked, all_candidates(unbounded, mode, *search))
     if not roomy:
@@ -154,7 +153,7 @@ def why_not(
 def _like(
     spaces: Sequence[Space], cluster: Cluster, asked: Asked, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Those that are cut as asked, and of which all chains of each unit are."""
+    """Return the candidates in which all chains of each unit match the request."""
     names = [cluster.groups[number].name for number in range(len(spaces))]
 
     def is_like(candidate: Candidate) -> bool:
@@ -195,7 +194,7 @@ def _chosen(winner: RankedPlan, asked: Asked, cluster: Cluster) -> bool:
 
 
 def _problems(space: Space, asked: Asked) -> list[str]:
-    """What no search could find, whatever its cluster."""
+    """Return the problems that no search could overcome, whatever its cluster."""
     problems = []
     if asked.microbatch_tokens not in (None, *space.row_tokens):
         there = f"{_either(space.row_tokens)} was" if space.row_tokens else "no budget of tokens was"
@@ -236,7 +235,7 @@ def _problems(space: Space, asked: Asked) -> list[str]:
 
 
 def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> str:
-    """Why nothing is like it although each unit could be."""
+    """Explain why no candidate matches although each unit's layout is possible."""
     replicas = {wanted["replicas"] for wanted in asked.units.values() if "replicas" in wanted}
     for count in replicas:
         by_tokens = mode is Mode.BEST and any(space.microbatches_of(most, count) for most in space.row_tokens)

@@ -1,4 +1,4 @@
-"""The search over who shares optimizer state: one way after the other, each only for what is faster."""
+"""Search over the sharding of optimizer state (ZeRO): one kind after the other, each only for faster plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.search_result import NoneFasterError, SearchResult, best_of
 
 FAR = 2.0
-"""Plans that take so many times as long as the best are not faster than it whoever shares state."""
+"""Plans this many times slower than the best cannot become faster by other sharding of optimizer state."""
 NO_OTHERS: Mapping[Zero, PlanScorer] = MappingProxyType({})
 
 
@@ -28,12 +28,12 @@ def search_zeros(
     cluster: Cluster,
     all_devices: bool = False,
 ) -> SearchResult:
-    """The best answer of searches in which optimizer state is shared as each key of `searched` says, in this order, the
-    plan of each of which is simulated under every way that comes later, `glanced` too (on many devices under its own
-    schedule), and the best under all; where no search finds one, `glanced` are searched.
+    """Search every kind of optimizer-state sharding in `searched`, in this order, and return the best result.
 
-    find: of such a search, for plans that take less than so many seconds. Of equally fast plans the first found is
-    chosen. Raises PlanError of the first search where all find nothing.
+    The best plan of each search is also simulated under every later kind, including `glanced` (on many devices under
+    its own schedule), and the overall best under all kinds. `glanced` is searched only if no search finds a plan.
+    find(zero, scorer, seconds): search one kind for plans below `seconds`. Of equally fast plans the first is chosen.
+    Raises the first search's PlanError if all find nothing.
     """
     scorers = {**searched, **glanced}
     answers: list[SearchResult] = []
@@ -68,8 +68,7 @@ def search_zeros(
 
 
 def _ceiling(answers: list[SearchResult], all_devices: bool) -> float:
-    """Seconds that a plan must take less than to be chosen: of plans on more devices nothing is asked where all devices
-    are to be used."""
+    """Return the seconds a plan must beat; with `all_devices`, plans that leave devices idle set no limit."""
     return min(
         (one.seconds for one in answers if not (all_devices and one.winner.idle_devices)), default=math.inf
     )
@@ -82,7 +81,7 @@ def _under_each(
     cluster: Cluster,
     all_devices: bool,
 ) -> SearchResult:
-    """The answer with these of its plans simulated where state is shared otherwise, too."""
+    """Return the result extended by simulations of the plans in `tried` under other shardings of optimizer state."""
     ranked = [answer.winner, *answer.runners_up]
     for zero, scorer in scorers.items():
         others = (_scored(one, zero, scorer, cluster) for one in tried)
@@ -99,7 +98,7 @@ def _under_each(
 
 
 def _is_same(one: RankedPlan, other: RankedPlan) -> bool:
-    """But for who shares state."""
+    """Return True if the plans differ at most in the sharding of optimizer state."""
     return (one.plan, one.num_microbatches, one.row_tokens) == (
         other.plan,
         other.num_microbatches,
@@ -108,8 +107,8 @@ def _is_same(one: RankedPlan, other: RankedPlan) -> bool:
 
 
 def _of_groups(answer: SearchResult, cluster: Cluster) -> list[RankedPlan]:
-    """Of each group of unlike devices the fastest plan that takes no others, where it is not the best and may become
-    so: the group alone then has no faster one."""
+    """Return each device group's fastest plan on that group alone, if it is not the winner but may become it.
+    A search of that group alone found nothing faster."""
     found: dict[int, RankedPlan] = {}
     for one in (answer.winner, *answer.runners_up) if cluster.parts else ():
         groups = {cluster.group_of(rank) for rank in one.plan.ranks}
@@ -119,7 +118,7 @@ def _of_groups(answer: SearchResult, cluster: Cluster) -> list[RankedPlan]:
 
 
 def _scored(one: RankedPlan, zero: Zero, scorer: PlanScorer, cluster: Cluster) -> RankedPlan | None:
-    """The plan where state is shared so; None where it does not fit."""
+    """Return the plan scored under this sharding of optimizer state; None if it does not fit."""
     schedule = [one.score.schedule] if cluster.num_devices > MANY and one.score.schedule else []
     score = scorer(one.plan, one.num_microbatches, one.row_tokens, *schedule)
     if cluster.overflow(one.plan.ranks, score.peak_bytes) > 0.0:
