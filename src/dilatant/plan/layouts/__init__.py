@@ -1,1 +1,1 @@
-"""Layouts of one unit, or of several: cuts into stages, degrees, and recomputation."""
+"""Layouts of one or several units: cuts into stages, parallel degrees and recomputation."""

@@ -1,4 +1,4 @@
-"""Compiled loops over the groups of devices of one chain."""
+"""Compiled loops over the device groups of one chain."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def chain_times(
     bucket,
     behind,
 ):
-    """(the longest work, and with sums of gradients, the least of the last bucket, the most that is exposed): seconds;
-    arrays [groups], with `waits` of stages that each wait for the lightest sample of those before. behind: all of a
-    stage's gradients are summed behind its backwards, no bucket beside them."""
+    """Return seconds: (longest work, longest work with gradient sync, least sync of a last bucket, most exposed sync).
+    Arrays are [groups of devices]. waits: each stage waits for the lightest sample to pass the stages before it.
+    behind: a stage syncs all gradients after its backwards, without overlap."""
     busiest, longest, least, exposed = -np.inf, -np.inf, np.inf, -np.inf
     ahead = 0.0
     for group in range(work.size):
@@ -46,7 +46,7 @@ def chain_times(
 
 @njit(cache=True, error_model="numpy")
 def room_behind(capacity, static, transient, kept, microbatches, chunks, unlimited):
-    """How many stages may follow the chain before its microbatches in flight overflow memory; bytes [groups]."""
+    """Return how many stages may follow the chain before its microbatches in flight overflow memory; bytes [groups]."""
     groups = kept.size
     room = float(unlimited)
     for group in range(groups):
@@ -56,7 +56,7 @@ def room_behind(capacity, static, transient, kept, microbatches, chunks, unlimit
         if kept[group] * microbatches > free:
             flying = free // (kept[group] / chunks)
             if chunks > 1:
-                # Forwards of chunks that run before the first backward, see `schedule.families.interleaved`.
+                # Forwards of chunks before the first backward, see `schedule.families.interleaved`.
                 flying = (flying - (chunks - 1) * groups - 1) // 2 + 1
             room = min(room, flying - 1 - (groups - 1 - group))
     return int(room)

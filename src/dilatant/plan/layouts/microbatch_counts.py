@@ -1,4 +1,4 @@
-"""The numbers of microbatches that a search gives so many pipelines: by samples, and by tokens."""
+"""Numbers of microbatches that a search tries for a number of pipelines, cut by samples or by tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import Mode
 
 MANY = 128
-"""On more devices than this fewer plans are simulated than were asked for, but no fewer than a handful; and
-microbatches by tokens are tried only where no number of samples divides the batch."""
+"""Above this many devices fewer plans are simulated than requested, but at least a handful, and microbatches are cut by
+tokens only where no number of samples divides the batch."""
 
 
 def microbatch_counts(
     space: Space, mode: Mode, replicas: int, sizes: Sequence[int], microbatches: int | None
 ) -> Mapping[int, int | None]:
-    """Microbatches of each of `replicas` pipelines → most tokens of the language model in one, None where they are cut
-    by samples. sizes: samples in a microbatch; microbatches: the only number, if asked for."""
+    """Map microbatches per pipeline to the maximum language-model tokens in one, None for microbatches cut by samples.
+    sizes: samples in a microbatch; microbatches: the only number of microbatches to try, if given."""
     counts: dict[int, int | None] = {}
     for size in sizes:
         count, rest = divmod(space.global_batch, replicas * size)
@@ -29,6 +29,6 @@ def microbatch_counts(
 
 
 def _is_tried_by_tokens(space: Space, replicas: int, divides_none: bool) -> bool:
-    """On many devices, of the numbers of pipelines with as many devices each the largest."""
+    """Return True if token budgets are tried: on many devices, only for the most pipelines of each size, if needed."""
     devices = space.cluster.num_devices
     return devices <= MANY or (divides_none and devices // replicas > devices // (replicas + 1))

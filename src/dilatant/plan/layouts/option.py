@@ -1,4 +1,4 @@
-"""One way to lay out a unit, or several colocated ones, and what it adds to a step."""
+"""Options: layouts of one unit, or of several colocated units, with their contribution to a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ UNLIMITED = 1 << 30
 class Option:
     """A chain of stages on `tp * cp` devices each that holds all layers of one or more colocated units.
 
-    `seconds` and of these `backward` are [stages], `work` and `forward` [groups of devices], see `MeanCosts`: with
-    `chunks` a group has so many stages. `room` is how many stages may follow the chain before its in-flight
-    microbatches overflow memory (negative: it does not fit at all); `gradient_bytes` [groups] what a rank must sync.
-    `light` [stages] and `heavy` are the seconds of the lightest sample in each stage and of the heaviest in all, with
-    `light_split` and `heavy_split` as in `MeanCosts`.
-    `recompute`, `degrees`: as in `Chain`; `ep` that of the unit that is cut.
-    `total` are the seconds until the chain has seen its first microbatch, of which `slowest` count as the first step of
-    a steady state, and `forwards` those of forwards alone. `lightest`, `lightest_split`: the sums of `light` and of
-    `light_split`.
+    `seconds` and `backward` (part of `seconds`) are [stages]; `work` and `forward` are [groups of devices], see
+    `MeanCosts`; with `chunks`, a group has that many stages. `room`: how many stages may follow the chain before its
+    in-flight microbatches overflow memory (negative: it does not fit). `gradient_bytes` [groups]: bytes that a rank
+    syncs. `light` [stages] and `heavy`: seconds of the lightest sample in each stage and of the heaviest in all;
+    `light_split` and `heavy_split`: see `MeanCosts`. `recompute`, `degrees`: as in `Chain`; `ep`: of the unit that is
+    cut. `total`: seconds until the first microbatch has passed the chain, of which `slowest` belong to the steady state
+    and `forwards` to forwards. `lightest` and `lightest_split` are the sums of `light` and `light_split`.
     """
 
     tp: int
@@ -73,10 +71,10 @@ class Option:
 
 
 class ChainTimes(NamedTuple):
-    """What a chain adds to the step of equal pipelines. stages: the least that its stages take after what comes before
-    its first microbatch; path: the least of the heaviest sample's way; with `_split` where backwards are.
-    exposed_sync: seconds that a rank sums gradients after its last backward, on rings over replicas that lie side by
-    side."""
+    """Contribution of a chain to the step of equal pipelines, in seconds.
+    stages: lower bound of its stages after the arrival of the first microbatch; path: lower bound of the heaviest
+    sample's way through the chain; `_split`: the same with split backwards. exposed_sync: gradient sync of a rank after
+    its last backward, on rings over neighbouring replicas."""
 
     stages: float
     path: float

@@ -1,4 +1,4 @@
-"""All ways to lay out the units of a model: cuts into stages, and how deep memory allows pipelines to be."""
+"""Option table: all layouts of a model's units, with the pipeline depth that memory allows."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from dilatant.plan.layouts.option import UNLIMITED, Option
 
 
 class OptionTable:
-    """All options of units on devices of `capacity_bytes`, computed once each."""
+    """All options of units on devices of `capacity_bytes`; each is computed once."""
 
     def __init__(self, units: UnitLayers, capacity_bytes: float) -> None:
         self.units = units
         self._capacity = capacity_bytes
         self._options: dict[tuple[object, ...], Option | None] = {}
         self._free_cuts: dict[tuple[object, ...], _Laid] = {}
-        self._cuts: dict[tuple[object, ...], _Laid] = {}  # the same, of whoever shares state
+        self._cuts: dict[tuple[object, ...], _Laid] = {}  # shared by tables of all ZeRO kinds
         self._joined: dict[_Asked, MeanCosts] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
     def shared_by(self, replicas: int, devices: int) -> OptionTable:
-        """The options of each of `replicas` chains that share optimizer state as the rules say, if each takes so many
-        devices: on one node those that fit there whole beside each other. `stage_costs` counts what a plan
-        really shares."""
+        """Return the options of `replicas` chains that shard optimizer state among each other as the rules say.
+        devices: devices of one chain; on one node only chains that fit there as a whole count. `stage_costs` computes
+        the actual sharding of a plan."""
         zero, node = self.units.rules.zero, self.units.gpus_per_node
         count = 1 if zero == "none" else replicas if zero == "all" else min(replicas, node // devices)
         if count <= 1:
@@ -43,7 +43,7 @@ class OptionTable:
         return self._shared_by[count]
 
     def sharing(self, zero: Zero) -> OptionTable:
-        """The options where these share optimizer state."""
+        """Return the options under this sharding of optimizer state."""
         return self._but(self.units.sharing(zero))
 
     def _but(self, units: UnitLayers) -> OptionTable:
@@ -52,7 +52,7 @@ class OptionTable:
         return other
 
     def with_capacity(self, capacity_bytes: float) -> OptionTable:
-        """The options where a device has so much memory."""
+        """Return the options on devices with this memory."""
         return OptionTable(self.units, capacity_bytes)
 
     def chain(
@@ -70,13 +70,12 @@ class OptionTable:
         ep: int = 1,
         whole_items: bool = False,
     ) -> Option | None:
-        """`unit` in `stages` stages, with all of the units `extra` in its first, of which each rank runs `whole_items`
-        instead of a part of every layer; None if memory forbids.
-
-        `behind` stages follow on the longest path. Cut for the fastest slowest stage, under memory only where the free
-        cut does not fit; what does not fit either way recomputes as little as it can. `balance` [layers] replaces the
-        seconds that the cut balances (a planner unaware of freezing). `chunks` stages are on each group of devices.
-        """
+        """Lay out `unit` in `stages` stages; return None if memory forbids it.
+        The units `extra` run in the first stage; with `whole_items` each rank runs whole items instead of a part of
+        every layer. `behind` stages follow on the longest path. The cut makes the slowest stage as fast as possible,
+        within memory only if the unconstrained cut does not fit; if neither fits, as few layers as possible recompute.
+        `balance` [layers] replaces the seconds that the cut balances (a planner unaware of freezing). Each group of
+        devices has `chunks` stages."""
         if stages > self.units.model.unit(unit).most_stages:
             return None
         found: list[Option] = []
@@ -88,13 +87,13 @@ class OptionTable:
                 continue
             found.append(option if level == "none" else self._relaxed(asked, option, behind))
             if is_free:
-                break  # cut as is best for time: more recomputation only takes longer
+                break  # the fastest cut fits: more recomputation only takes longer
         return min(found, key=lambda one: one.total + (microbatches - 1) * one.slowest, default=None)
 
     def _chain(
         self, asked: _Asked, behind: int, balance: NDArray[np.float64] | None
     ) -> tuple[Option | None, bool]:
-        """The chain, and whether it is cut as is best for time."""
+        """Return the chain, and True if it has the fastest cut."""
         option = self._options.get(asked)
         if option is None:
             option = self._free_cut(asked, balance).option(asked.microbatches, self._capacity)
@@ -112,8 +111,8 @@ class OptionTable:
         return self._options[bound], False
 
     def _free_cut(self, asked: _Asked, balance: NDArray[np.float64] | None) -> _Laid:
-        """Cut for the fastest slowest stage. Of the number of microbatches it only counts, and only with extra units in
-        the first stage, whether there are more of them than stages."""
+        """Return the cut with the fastest slowest stage, without a memory limit. The number of microbatches matters
+        only with extra units, and only if there are more microbatches than stages."""
         more = bool(asked.extra) and asked.microbatches > asked.stages
         key = *asked.but_microbatches, more
         if key not in self._free_cuts:
@@ -125,8 +124,8 @@ class OptionTable:
         return self._free_cuts[key]
 
     def _relaxed(self, asked: _Asked, option: Option, behind: int) -> Option:
-        """The option with as many layers of each stage, from its last one on, not recomputed as fit beside the
-        microbatches that are in flight at most."""
+        """Recompute fewer layers: in each stage, as many layers from the end as memory allows keep their activations.
+        Memory must hold the largest number of microbatches in flight."""
         key = "relaxed", asked, tuple(option.cuts[asked.unit]), behind
         if key not in self._options:
             layers, free = self._merged(asked), self._merged(asked._replace(level="none"))
@@ -140,7 +139,7 @@ class OptionTable:
                     left = 0.0  # several stages share the device
                 gains = flying * np.cumsum(more[first:end][::-1])[::-1]
                 again[first:end] = gains > left
-            again[0] |= bool(asked.extra)  # which are as a whole, and counted in the first layer
+            again[0] |= bool(asked.extra)  # extra units count in the first layer
             mixed = replace(
                 layers,
                 seconds=np.where(again, layers.seconds, free.seconds),
@@ -167,7 +166,7 @@ class OptionTable:
         behind: int,
         extra: Sequence[str] = (),
     ) -> float:
-        """The bytes that a device lacks under the most frugal such chain; 0 if it fits."""
+        """Return the bytes that a device lacks under the most frugal chain of this shape; 0 if it fits."""
         level = self.units.levels([unit, *extra])[-1]
         ep = self.units.expert_degrees(unit, tp, cp)[-1]
         asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), 1, level, ep)
@@ -183,14 +182,14 @@ class OptionTable:
     def _memory(
         self, layers: MeanCosts, asked: _Asked, behind: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[int], float]:
-        """Bytes that stay, bytes per microbatch, microbatches in flight by stage, bytes there are for both."""
+        """Return static bytes, bytes per microbatch, microbatches in flight per stage, and bytes available for both."""
         in_flight = [min(asked.stages - s + behind, asked.microbatches) for s in range(asked.stages)]
         return layers.static, layers.kept, in_flight, self._capacity - float(layers.transient.max())
 
     def colocated(
         self, units: Sequence[str], tp: int, cp: int, stages: int, samples: float, microbatches: int
     ) -> Option | None:
-        """Several units in the same `stages` stages, each cut evenly for itself (Cornstarch v3 4.2)."""
+        """Lay out several units in the same `stages` stages, each cut evenly on its own (Cornstarch v3 4.2)."""
         for level in self.units.levels(units):
             key = tuple(units), tp, cp, stages, samples, microbatches, level
             if key not in self._options:
@@ -211,7 +210,7 @@ class OptionTable:
         return None
 
     def _merged(self, asked: _Asked) -> MeanCosts:
-        """The layers of the unit, the first of which carries all layers of the extra ones."""
+        """Return the layers of the unit, the first of which includes all layers of the extra units."""
         degree = asked.tp, asked.cp, asked.samples, asked.level
         own = self.units.layers(asked.unit, *degree, asked.ep).on(asked.stages)
         if not asked.extra:
@@ -235,8 +234,8 @@ class OptionTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Laid:
-    """A chain whatever the number of microbatches: `unlimited` as if memory were, and bytes [groups of devices] as in
-    `MeanCosts`. Those with equal room are one."""
+    """A chain before its number of microbatches is known: `unlimited` assumes infinite memory.
+    Bytes are [groups of devices], as in `MeanCosts`. Equal `room` gives the same option object."""
 
     unlimited: Option
     static: NDArray[np.float64]
@@ -245,13 +244,13 @@ class _Laid:
     _by_room: dict[int, Option] = field(default_factory=dict)
 
     def holding(self, static: NDArray[np.float64], asked: _Asked) -> _Laid:
-        """The same chain where the unit's layers take `static` bytes [layers] throughout."""
+        """Return the same chain with `static` bytes [layers] for the unit's layers."""
         by_stage = np.add.reduceat(static, self.unlimited.cuts[asked.unit])
         held = by_stage.reshape(asked.chunks, -1).sum(axis=0)
         return _Laid(self.unlimited, held, self.transient, self.kept, self._by_room)
 
     def option(self, microbatches: int, capacity_bytes: float) -> Option:
-        """The chain for so many microbatches."""
+        """Return the chain for this number of microbatches."""
         from dilatant.plan.layouts._chain_kernel import room_behind
 
         held, chunks = (self.static, self.transient, self.kept), self.unlimited.chunks
@@ -299,7 +298,7 @@ def _laid(
 
 
 class _Asked(NamedTuple):
-    """What a chain is to be like: its key among those known."""
+    """Parameters of a chain, which are its key in the tables."""
 
     unit: str
     tp: int
@@ -312,7 +311,7 @@ class _Asked(NamedTuple):
     level: Recompute
     ep: int = 1
     whole_items: bool = False
-    by_seconds: bool = True  # of its layers, not by a balance that was given
+    by_seconds: bool = True  # cut by its layers' seconds, not by `balance`
 
     @property
     def degree_of_extra(self) -> tuple[int, int]:
@@ -321,7 +320,7 @@ class _Asked(NamedTuple):
 
     @property
     def but_microbatches(self) -> tuple[object, ...]:
-        """All but their number."""
+        """All fields except the number of microbatches."""
         return (
             self.unit, self.tp, self.cp, self.stages, self.samples, self.extra, self.chunks, self.level, self.ep,
             self.whole_items, self.by_seconds,

@@ -1,4 +1,4 @@
-"""Chains of several units side by side, on all devices or on fewer: only those that no other dominates."""
+"""Sides: chains of several units side by side, on all devices or fewer; only Pareto-optimal ones are kept."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Side:
 
 
 def side_by_side(each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
-    """[devices up to `budget`]: the undominated ways to run one option of each list side by side on so many, or on
-    fewer."""
+    """Return [devices up to `budget`]: the Pareto-optimal ways to run one option of each list on at most that many
+    devices."""
     sides: Mapping[int, Sequence[Side]] = {0: [Side()]}
     for options in each:
         sides = _extended(sides, options, budget)
@@ -43,7 +43,7 @@ def side_by_side(each: Sequence[Sequence[Option]], budget: int) -> list[list[Sid
 def _extended(
     sides: Mapping[int, Sequence[Side]], options: Sequence[Option], budget: int
 ) -> dict[int, list[Side]]:
-    """`sides` with one of `options` beside each, on at most `budget` devices; only undominated ones."""
+    """Return `sides` with one of `options` added to each, on at most `budget` devices; only Pareto-optimal results."""
     old = [side for group in sides.values() for side in group]
     gpus = np.add.outer([side.gpus for side in old], [option.gpus for option in options])
     slowest = np.maximum.outer([side.slowest for side in old], [option.slowest for option in options])
@@ -60,8 +60,8 @@ def _extended(
 
 
 def _cumulated(sides: Mapping[int, Sequence[Side]], budget: int) -> list[list[Side]]:
-    """[devices up to `budget`]: of the sides on so many devices or on fewer those that none of these dominates; of
-    equal ones that on the most."""
+    """Return [devices up to `budget`]: the Pareto-optimal sides on at most that many devices.
+    Of equal sides the one on the most devices is kept."""
     result: list[list[Side]] = []
     kept: list[Side] = []
     for devices in range(budget + 1):

@@ -1,4 +1,4 @@
-"""What a search makes its plans of: a model, its layouts unit by unit, and a cluster."""
+"""Search space: a model, the layouts of its units, and a cluster."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.roles import Roles, roles_of
 
 FEW = 16
-"""On no more devices of all groups, whatever could help is looked at, so that more of them never hurt."""
+"""Up to this many devices in all groups, no candidate is omitted, so that more devices never make a plan slower."""
 
 
 @dataclass(eq=False)
 class Space:
-    """What plans of one model on one cluster are made of. chunks: stages that a group of devices may have of the
-    language model. row_tokens: most tokens of it in a microbatch, of plans that are cut by tokens; `by_tokens` are
-    their options. halves: backwards may be split. shared: other pipelines may take devices that some leave, so slower
-    ways on fewer count, too. times: those known, by chain, number of pipelines and microbatches."""
+    """The search space of plans of one model on one cluster. chunks: possible stages of the language model per group of
+    devices. row_tokens: token budgets of plans whose microbatches are cut by tokens; `by_tokens` has their options.
+    halves: backwards may be split. shared: other pipelines may use idle devices, so slower layouts on fewer devices are
+    kept. times: cache by chain, pipelines and microbatches."""
 
     model: ModelSpec
     roles: Roles
@@ -58,14 +58,14 @@ class Space:
     _fullest: dict[tuple[str, int, int], float] = field(init=False, default_factory=dict)
 
     def with_roles(self, roles: Roles) -> Space:
-        """What these units, not all of the model's, are made of; of their chains what is known here."""
+        """Return the space of only these units of the model, with this space's caches of chains."""
         other = replace(self, roles=roles)
         other.times, other._chains, other._heaviest = self.times, self._chains, self._heaviest
         other._rows = self._rows
         return other
 
     def sharing(self, zero: Zero) -> Space:
-        """The same where these share optimizer state; what does not depend on it is known here."""
+        """Return the space under this sharding of optimizer state; caches that do not depend on it are reused."""
         rules = self.table.units.rules
         if rules.zero == zero:
             return self
@@ -74,20 +74,19 @@ class Space:
         other = replace(self, table=table, by_tokens=by_tokens)
         other._sides, other._heaviest, other._rows = self._sides, self._heaviest, self._rows
         other._fullest = self._fullest
-        if "none" not in (rules.zero, zero):  # sums of gradients are bounded alike
+        if "none" not in (rules.zero, zero):  # both have the same bounds of gradient sync
             other.times = self.times
         return other
 
     def chains(
         self, replicas: int, microbatches: int, row_tokens: int | None, without_slow: bool
     ) -> dict[tuple[object, ...], list[Option]]:
-        """The chains known for so many pipelines and microbatches, by what was asked; to be added to. without_slow:
-        some that take too long were left out."""
+        """Return the mutable cache of chains for this number of pipelines and microbatches, by request.
+        without_slow: chains that take too long are omitted from it."""
         return self._chains.setdefault((replicas, microbatches, row_tokens, without_slow), {})
 
     def microbatches_of(self, row_tokens: int, pipelines: int) -> int:
-        """Microbatches of each of so many pipelines that the mean global batch takes by tokens; 0 where that leaves
-        some without a sample."""
+        """Return the mean global batch's microbatches per pipeline under a token budget; 0 if some would be empty."""
         if row_tokens not in self._rows:
             batches = np.minimum(self.tokens, row_tokens).reshape(-1, self.global_batch).tolist()
             self._rows[row_tokens] = float(np.mean([len(pack_rows(batch, row_tokens)) for batch in batches]))
@@ -95,8 +94,8 @@ class Space:
         return count if count * pipelines <= self.global_batch else 0
 
     def heaviest(self, microbatches: int) -> float:
-        """The load of the heaviest microbatch of the language model as a multiple of the mean, where all pipelines
-        together have so many and samples are spread evenly: in the mean global batch."""
+        """Return the load of the language model's heaviest microbatch as a multiple of the mean, in the mean global
+        batch. `microbatches` counts those of all pipelines; samples are spread evenly over them."""
         if microbatches not in self._heaviest:
             ratios = []
             for batch in self._loads(self.roles.language):
@@ -109,13 +108,13 @@ class Space:
 
     @cached_property
     def heaviest_sample(self) -> float:
-        """The load of the heaviest sample of the language model as a part of the mean global batch's."""
+        """Load of the language model's heaviest sample as a fraction of the mean global batch's load."""
         loads = self._loads(self.roles.language)
         return float(np.mean(loads.max(axis=1) / np.maximum(loads.sum(axis=1), 1e-300)))
 
     def fullest_part(self, unit: str, samples: int, parts: int) -> float:
-        """The load of the fullest of so many replicas of a unit that share a microbatch, as a multiple of the mean: of
-        all microbatches together, each of so many samples."""
+        """Return the load of the fullest of `parts` replicas that share each microbatch of a unit, as a multiple of the
+        mean. The mean is over all microbatches, of `samples` samples each."""
         key = unit, samples, parts
         if key not in self._fullest:
             loads = self._loads(unit).ravel()
@@ -131,12 +130,12 @@ class Space:
         return self._fullest[key]
 
     def _loads(self, unit: str) -> NDArray[np.float64]:
-        """Of all samples in a unit, [steps, samples]."""
+        """Return the loads of all samples in a unit: [steps, samples]."""
         tp, cp = self.table.units.degrees([unit])[0]
         return self.table.units.of_samples(unit, tp, cp).reshape(-1, self.global_batch)
 
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
-        """[devices]: the undominated ways to run one option of each list side by side on so many, or on fewer."""
+        """Return [devices]: the Pareto-optimal ways to run one option of each list on at most that many devices."""
         key = budget, tuple(tuple(options) for options in each)
         if key not in self._sides:
             self._sides[key] = side_by_side(each, budget)
@@ -155,11 +154,11 @@ def open_space(
     row_tokens: Sequence[int] = (),
     row_limit: int | None = None,
 ) -> Space:
-    """What `search` searches, with arguments as there, on the devices of one kind."""
+    """Build the space that `search` explores on devices of one kind; arguments are those of `search`."""
     limits = cluster.gpus_per_node, rules, global_batch
     roles = roles_of(model)
     tokens = np.asarray(workload.tokens[roles.language], dtype=np.float64)
-    # A limit that no batch is above cuts nothing.
+    # A limit that no batch exceeds cuts nothing.
     limited = row_limit is not None and float(tokens.reshape(-1, global_batch).sum(axis=1).max()) > row_limit
     units = UnitLayers(model, costs, workload, *limits, by_tokens=limited)
     table = OptionTable(units, cluster.bytes_per_device)
@@ -190,5 +189,5 @@ def _all_trainable(model: ModelSpec) -> ModelSpec:
 
 
 def are_few(spaces: Sequence[Space]) -> bool:
-    """Whether groups of devices, one space each, are so few that nothing need be left out."""
+    """Return True if the device groups, one space each, are small enough for a search without omissions."""
     return sum(space.cluster.num_devices for space in spaces) <= FEW

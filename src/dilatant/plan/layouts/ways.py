@@ -1,4 +1,4 @@
-"""Ways to run units that have replicas of their own beside the language model, and which of them others dominate."""
+"""Ways: layouts of units with replicas of their own beside the language model, reduced to the Pareto-optimal ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from dilatant.plan.layouts.option import ChainTimes, Option
 
 CHUNK = 256
-"""Rows that are compared at once with those that are kept."""
+"""Rows that are compared at once with the rows already kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """One way to run such a unit: `count` replicas of a chain, of which the fullest takes `uneven` times as long as the
-    mean one where several share a microbatch."""
+    """One layout of such a unit: `count` replicas of a chain.
+    `uneven`: the fullest replica's seconds as a multiple of the mean, where several replicas share a microbatch."""
 
     option: Option
     count: int
@@ -39,7 +39,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One way to run some of the units; `left`: devices of each group that are free still."""
+    """One way to run some of the units; `left`: free devices of each group."""
 
     options: tuple[Option, ...]
     counts: tuple[int, ...]
@@ -64,11 +64,11 @@ class Row:
 
 
 def undominated(own: Sequence[Way], alone: bool) -> list[Way]:
-    """Those that none other beats in all of slowest stage, fill and, unless the unit is alone there, devices; of equal
-    ones that on the fewest devices."""
+    """Return the Pareto-optimal ways by slowest stage, fill and, unless the unit is alone on its group, devices.
+    Of equal ways the one on the fewest devices is kept."""
     order = sorted(own, key=lambda one: (one.slowest, one.total, one.devices, one.times.exposed_sync))
     kept: list[Way] = []
-    least: list[tuple[float, int]] = []  # (fill, devices) of those kept
+    least: list[tuple[float, int]] = []  # (fill, devices) of the kept ways
     for one in order:
         fill, devices = one.total, 0 if alone else one.devices
         if not any(total <= fill and fewer <= devices for total, fewer in least):
@@ -80,8 +80,8 @@ def undominated(own: Sequence[Way], alone: bool) -> list[Way]:
 def joined(
     rows: Sequence[Row], own: Sequence[Way], place: int, is_encoder: bool, pruned: bool, last: bool
 ) -> list[Row]:
-    """Each row with each way to run one more unit that has room on the group `place`; if `pruned`, only those that none
-    other beats in all of slowest stage, fills and, unless it is the last unit, devices that are free."""
+    """Return each row with each layout of one more unit that fits on the group `place`.
+    If `pruned`, only rows that are Pareto-optimal by slowest stage, fills and, unless `last`, free devices."""
     devices = np.array([one.devices for one in own])
     old, new = np.nonzero(np.array([row.left[place] for row in rows])[:, None] >= devices)
     if pruned:
@@ -108,7 +108,7 @@ def _best(
     left: NDArray[np.int64],
     last: bool,
 ) -> list[int]:
-    """Which rows no other beats, the quickest first. [rows] each, left: [rows, groups]."""
+    """Return the indices of the Pareto-optimal rows, fastest first. Arrays are [rows]; left: [rows, groups]."""
     order = np.lexsort((*-left.T[::-1], before + after, slowest))
     worth = np.column_stack([before, after, *([] if last else -left.T)])  # less is better
     kept: list[int] = []
@@ -124,14 +124,14 @@ def _best(
 
 
 def _beaten(rows: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which rows some other is no worse than in everything."""
+    """Return a mask of the rows that some other row equals or beats in every column."""
     return np.any(np.all(others[None] <= rows[:, None], axis=2), axis=1)
 
 
 def least_by_devices(
     own: Sequence[Way], counts_devices: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """(devices, the least seconds of all ways on so many or fewer), ascending; of any if devices do not count."""
+    """Return (devices, least seconds of any way on at most that many), ascending; devices are 0 if not counted."""
     order = sorted((one.devices if counts_devices else 0, one.times.least) for one in own)
     devices, seconds = zip(*order)
     return np.array(devices), np.minimum.accumulate(seconds)
@@ -139,9 +139,9 @@ def least_by_devices(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ways:
-    """Ways to run all such units, [ways] each: seconds of the slowest stage, until encoders (`before`), and until
-    generators (`after`), have seen a first microbatch, and of sums of gradients; devices that they take of the language
-    model's group. `by_devices`, for each unit, as of `least_by_devices`, of all ways that there are."""
+    """Layouts of all such units together; arrays are [ways]. Seconds: slowest stage, fill of encoders (`before`) and of
+    generators (`after`), and gradient sync (`sync`). at_home: devices used of the language model's group. `by_devices`:
+    for each unit, `least_by_devices` of all its ways."""
 
     options: list[tuple[Option, ...]]
     counts: list[tuple[int, ...]]
@@ -154,7 +154,7 @@ class Ways:
     room: float
 
     def least(self, free: int) -> float:
-        """Seconds that no way beats of those that take so many devices of the language model's group or fewer."""
+        """Return a lower bound in seconds of all ways that use at most `free` devices of the language model's group."""
         found = 0.0
         for devices, seconds in self.by_devices:
             fitting = int(np.searchsorted(devices, free, side="right"))
