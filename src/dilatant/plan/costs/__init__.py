@@ -1,1 +1,1 @@
-"""The cost model summed over the stages of a plan."""
+"""Cost model of plans: layer costs summed over stages and steps."""

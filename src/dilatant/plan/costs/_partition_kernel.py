@@ -8,7 +8,7 @@ from numba import njit
 
 @njit(cache=True)
 def _reach(prefix, first, limit, guess):
-    """The largest end <= `guess`'s side of the last index with prefix[end] - prefix[first] <= limit."""
+    """Return the largest index `end` with prefix[end] - prefix[first] <= limit, searching outwards from `guess`."""
     last = prefix.size - 1
     end = min(max(guess, first), last)
     step = 1
@@ -35,7 +35,7 @@ def _reach(prefix, first, limit, guess):
 
 @njit(cache=True)
 def min_max_cuts(costs, num_stages):
-    """First layer of every stage; empty when a cost is negative or not finite."""
+    """Return the first layer of every stage; empty when a cost is negative or not finite."""
     layers = costs.size
     prefix = np.empty(layers + 1)
     prefix[0] = 0.0
@@ -46,9 +46,9 @@ def min_max_cuts(costs, num_stages):
         prefix[k + 1] = prefix[k] + costs[k]
         largest = max(largest, prefix[k + 1] - prefix[k])
 
-    # The optimum lies in [low, high]. Both ends move onto sums of consecutive layers, never between them, so
-    # they meet after a finite number of steps, exactly on the optimum. Filling stages up to the even share plus
-    # one layer always suffices. The factors absorb the rounding of the division.
+    # The optimum lies in [low, high]. Both ends always move onto sums of consecutive layers, so they meet exactly
+    # on the optimum after a finite number of steps. Filling stages up to the even share plus one layer always
+    # suffices. The factors absorb the rounding of the division.
     low = max(largest, prefix[layers] / num_stages * (1.0 - 1e-15))
     high = min(prefix[layers], (low + largest) * (1.0 + 1e-14))
     while low < high:
@@ -74,8 +74,8 @@ def min_max_cuts(costs, num_stages):
         else:
             low = overflow
 
-    # Earliest feasible cuts (from the right); then from the left each cut as near to the even share as the
-    # bottleneck allows.
+    # First the earliest feasible cuts, from the right; then, from the left, each cut moves as near to the even
+    # share as the bottleneck allows.
     earliest = np.empty(num_stages, np.int64)
     end = layers
     for stage in range(num_stages - 1, -1, -1):
@@ -102,11 +102,10 @@ def min_max_cuts(costs, num_stages):
 
 @njit(cache=True)
 def min_max_cuts_in_memory(costs, state_bytes, activation_bytes, in_flight, capacity):
-    """First layer of every stage (empty when nothing fits), by the recurrence of the thesis, eq. 3.5.
-
-    A stage may hold layers j..i only when their state and its own in-flight activations fit; the largest such
-    window is found by a pointer that only moves right.
-    """
+    """Return the first layer of every stage, empty when nothing fits, by the recurrence of the thesis, eq. 3.5
+    (Cornstarch).
+    A stage may hold layers j..i only if their state and its own in-flight activations fit; a pointer that only moves
+    right finds the largest such window."""
     layers = costs.size
     num_stages = in_flight.size
     time = np.zeros(layers + 1)
@@ -129,7 +128,7 @@ def min_max_cuts_in_memory(costs, state_bytes, activation_bytes, in_flight, capa
                 > capacity[stage]
             ):
                 earliest += 1
-            # Going left the last stage grows: once it alone is slower than the best, the rest is too.
+            # Going left, the last stage grows: once it alone is slower than the best, no earlier start is better.
             for first in range(end - 1, max(earliest, stage) - 1, -1):
                 own = time[end] - time[first]
                 if own >= following[end]:

@@ -1,4 +1,4 @@
-"""Samples of unlike length in as few rows of at most so many tokens as a greedy packing finds."""
+"""Bin packing: pack samples of different lengths greedily into few rows with a token limit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def pack_rows(sizes: Sequence[float], row_tokens: float) -> tuple[tuple[int, ...], ...]:
-    """Positions of `sizes` in rows, each summing to at most `row_tokens`; every position once.
+    """Return rows of indices into `sizes`, each row summing to at most `row_tokens`; every index occurs once.
 
-    Best-fit decreasing: at most 11/9 of the fewest rows, plus one (Johnson, 1974). Rows and the samples in
-    them keep the order of `sizes`. Raises ValueError naming sizes that no row can hold.
+    Best-fit decreasing needs at most 11/9 of the fewest rows, plus one (Johnson, 1974). Rows and the samples in them
+    keep the order of `sizes`. Raises ValueError that names sizes which no row can hold.
     """
     too_long = [position for position, size in enumerate(sizes) if size > row_tokens]
     if too_long:

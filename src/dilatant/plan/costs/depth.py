@@ -1,4 +1,4 @@
-"""How many microbatches a stage has in flight: counted along its own path through the units."""
+"""Pipeline depth: the number of microbatches in flight at each stage, along its own path through the units."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dilatant.plan.plan import Plan
 
 
 def path_depths(plan: Plan) -> tuple[int, ...]:
-    """By stage number: the stages from it to the end of its own path, itself included (S - s on a chain).
+    """Return by stage number the stages from it to the end of its path, itself included (S - s on a chain).
 
-    A stage on several paths counts the longest. This is 1F1B's number of in-flight microbatches (Cornstarch v3 4.4:
-    each encoder together with the language model is a pipeline of its own).
+    A stage on several paths counts the longest. The result is 1F1B's number of in-flight microbatches (Cornstarch v3
+    4.4: each encoder together with the language model is a pipeline of its own).
     """
     behind: dict[str, int] = {}
     for unit in reversed(plan.units):
@@ -24,10 +24,10 @@ def path_depths(plan: Plan) -> tuple[int, ...]:
 
 
 def eager_depths(plan: Plan) -> tuple[int, ...]:
-    """By stage number: 2(S - s) - 1 along the stage's own path, eager 1F1B's default depth."""
+    """Return by stage number 2(S - s) - 1 along the stage's own path: the default depth of eager 1F1B."""
     return tuple(2 * depth - 1 for depth in path_depths(plan))
 
 
 def half_eager_depths(plan: Plan) -> tuple[int, ...]:
-    """By stage number: halfway between the depths of 1F1B and of eager 1F1B, rounded down."""
+    """Return by stage number the mean of the depths of 1F1B and of eager 1F1B, rounded down."""
     return tuple((least + most) // 2 for least, most in zip(path_depths(plan), eager_depths(plan)))

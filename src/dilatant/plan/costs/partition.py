@@ -1,4 +1,4 @@
-"""Cutting a unit's layers into consecutive stages whose slowest is as fast as possible."""
+"""Layer partitioning: cut a unit's layers into consecutive stages, the slowest of which is as fast as possible."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dilatant.plan.errors import DoesNotFitError, PlanError
 
 
 def partition_layers(costs: Sequence[float] | np.ndarray, num_stages: int) -> tuple[int, ...]:
-    """The first layer of each of `num_stages` stages, beginning with 0: a contiguous min-max partition.
+    """Return the first layer of each of `num_stages` stages, beginning with 0: a contiguous min-max partition.
 
-    `costs[k]` is one forward plus one backward of layer k in any unit. Frozen layers are respected by giving
-    costs that follow the frozen rule (`dilatant.cost`): the cut itself consumes costs only. Every stage gets a
-    layer. The largest stage sum is the smallest possible (exact for integers below 2**53, else up to the
-    rounding of prefix sums); among such cuts, each is as near to the even share as that bottleneck allows.
+    `costs[k]` is one forward plus one backward of layer k in any unit of measure. Costs that follow the frozen rule
+    (`dilatant.cost`) make the cut respect frozen layers. Every stage gets a layer. The largest stage sum is the
+    smallest possible (exact for integers below 2**53, else up to the rounding of prefix sums); among such cuts, each is
+    as near to the even share as that bottleneck allows.
 
     Raises PlanError when there are fewer layers than stages or a cost is negative or not finite.
 
-    Source: Cornstarch, thesis 3.4.1 eq. 3.5; a bisection that moves between sums of consecutive layers replaces
-    the dynamic program (reference planning.md 2d).
+    Source: Cornstarch (the thesis, 3.4.1, eq. 3.5); a bisection between sums of consecutive layers replaces the dynamic
+    program.
     """
     from dilatant.plan.costs._partition_kernel import min_max_cuts
 
@@ -43,12 +43,11 @@ def partition_layers_in_memory(
     capacity_bytes: float | Sequence[float],
     unit: str = "",
 ) -> tuple[int, ...]:
-    """As `partition_layers`, into `len(in_flight)` stages of which each fits its memory; exact.
+    """Partition as `partition_layers` does, into `len(in_flight)` stages of which each fits its memory; exact.
 
-    Per layer, `state_bytes` is what stays (parameters, gradients, optimizer state) and `activation_bytes` what
-    one microbatch keeps until its backward, both on one device. Stage s keeps `in_flight[s]` microbatches: its
-    distance to the end along its own path (Cornstarch v3 4.4; reference planning.md C9). `capacity_bytes` is
-    one number or one per stage.
+    Per layer, `state_bytes` is static memory (parameters, gradients, optimizer state) and `activation_bytes` what one
+    microbatch keeps until its backward, both on one device. Stage s keeps `in_flight[s]` microbatches: its distance to
+    the end along its own path (Cornstarch v3 4.4). `capacity_bytes` is one number or one per stage.
 
     Raises DoesNotFitError, naming `unit` and the missing bytes, when no cut fits.
     """
@@ -71,7 +70,7 @@ def cuts_in_memory(
     in_flight: Sequence[int] | np.ndarray,
     capacity_bytes: float | Sequence[float] | np.ndarray,
 ) -> tuple[int, ...] | None:
-    """What `partition_layers_in_memory` returns, or None when no cut fits: without working out what is missing."""
+    """Return `partition_layers_in_memory`'s cuts, or None when no cut fits, without computing the missing bytes."""
     from dilatant.plan.costs._partition_kernel import min_max_cuts_in_memory
 
     time, state, activation = (
@@ -95,7 +94,7 @@ def _does_not_fit(
     capacity_bytes: float | Sequence[float],
     unit: str,
 ) -> DoesNotFitError:
-    """Says how much memory every stage would need on top of what it has for some cut to fit."""
+    """Build the error with the additional memory that every stage would need for some cut to fit."""
     capacity = np.broadcast_to(np.asarray(capacity_bytes, dtype=np.float64), held.shape)
     zeros = np.zeros(state.size)
     low, high = 0.0, float(state.sum() + held.max() * activation.sum())

@@ -1,4 +1,4 @@
-"""What each sample costs each unit: the data's side of every allocation of devices."""
+"""Sample work: device seconds of each sample in each unit, the input of device allocation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dilatant.plan.model_spec import ModelSpec
 
 
 def sample_work(model: ModelSpec, costs: CostModel, workload: Workload) -> NDArray[np.float64]:
-    """[samples, units] device seconds of forward plus backward under the frozen rule, units in model order.
+    """Return [samples, units] device seconds of forward plus backward under the frozen rule, units in model order.
 
-    At the smallest (tp, cp) that a unit has costs for, times its devices: what `minimum_stable_batch` takes. Raises
-    UserError for layer types without costs.
+    The seconds are those at the smallest (tp, cp) with costs for the unit, times its devices, as `minimum_stable_batch`
+    expects. Raises UserError for layer types without costs.
     """
     columns = []
     for unit in model.units:

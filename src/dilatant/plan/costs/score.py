@@ -1,4 +1,4 @@
-"""The score of a plan: what is known of it once a step under it has been simulated."""
+"""Plan score: the simulated metrics of a step under a plan."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dilatant.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class PlanScore:
-    """A step under a plan: `seconds` from the first action to synced gradients, of which `sync_seconds` are exposed.
+    """A simulated step: `seconds` from the first action to synced gradients, of which `sync_seconds` are exposed.
 
-    `idle_seconds[cause]` sums over ranks, `bubble` is the idle share of all rank seconds. `peak_bytes` is by rank in
-    the order of `Plan.ranks`, the most in any simulated step. `schedule` names the family and depth that was found
-    best. `num_microbatches` is what a language-model replica ran in a step, the mean of steps and replicas: more than
-    was asked for where a token budget cut them; 0 where no step was simulated.
+    `idle_seconds[cause]` sums over ranks; `bubble` is the idle fraction of all rank seconds. `peak_bytes` is per rank
+    in the order of `Plan.ranks`, the maximum over simulated steps. `schedule` names the best family and depth.
+    `num_microbatches` is what a language-model replica ran in a step, the mean over steps and replicas: more than
+    requested where a token budget cut microbatches; 0 where no step was simulated.
     """
 
     seconds: float
@@ -30,8 +30,8 @@ class PlanScore:
 
 
 class PlanScorer(Protocol):
-    """Simulates a plan whose pipelines have so many microbatches in a step, or more where one would have more than
-    `row_tokens` tokens of the language model; under the schedule family that suits it best, or that is named."""
+    """Interface of a function that simulates a plan with this number of microbatches per pipeline. With `row_tokens`,
+    microbatches with more language-model tokens are split. schedule: family to use; default: the best."""
 
     def __call__(
         self, plan: Plan, num_microbatches: int, row_tokens: int | None = None, schedule: str | None = None, /

@@ -1,4 +1,4 @@
-"""How many samples it takes before the data's ratio of work between units stops changing the allocation."""
+"""Stable batch size: samples per batch from which on the data's ratio of work between units fixes the allocation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Method = Literal["delta", "trials"]
 
 @dataclass(frozen=True, slots=True)
 class StableBatch:
-    """From how many samples on a random batch asks for the same devices per unit.
+    """The number of samples from which on a random batch prefers the same devices per unit.
 
-    `batch` is that number, rounded up; None if not even `largest` samples suffice. `allocation` is the devices of
-    each unit that the data as a whole ask for, `shares` the units' part of all work (ratio of means).
-    `confidence` is the probability that a batch of `batch` samples (of `largest`, if that is None) asks for the
-    same; where `method` is "trials", what the trials certify. `equivalents` are allocations whose slowest unit is
-    within the tolerance of the best: asking for one of them counts as the same, and simulation should choose.
-    `seen` are all the allocations met, by batch size, where `method` is "trials".
+    `batch` is that number, rounded up; None if not even `largest` samples suffice. `allocation`: the devices of each
+    unit that the whole data set prefers; `shares`: the units' fractions of all work (ratio of means). `confidence`: the
+    probability that a batch of `batch` samples (of `largest`, if `batch` is None) prefers the same; with `method`
+    "trials", what the trials certify. `equivalents`: allocations whose slowest unit is within the tolerance of the
+    best; a batch that prefers one of them counts as agreeing, and simulation should choose. `seen`: with `method`
+    "trials", all allocations found, by batch size.
     """
 
     batch: int | None
@@ -42,7 +42,7 @@ class StableBatch:
     wall_seconds: float = field(default=0.0, compare=False)
 
     def warning(self, global_batch: int) -> str | None:
-        """What to tell a user who trains with `global_batch` samples a step; None if all is well."""
+        """Return a warning for a user who trains with `global_batch` samples a step; None if there is no problem."""
         if self.batch is None:
             return (
                 f"the data set is too small for a stable ratio of work: batches of {self.largest} samples ask for "
@@ -58,9 +58,9 @@ class StableBatch:
 
 
 def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[Allocation, ...]:
-    """All ways to hand out exactly `budget` devices, unit u getting one of `sizes[u]` (its tp * cp * pp products).
+    """Return all ways to allot exactly `budget` devices, unit u getting one of `sizes[u]` (its tp * cp * pp products).
 
-    Raises TooFewDevicesError when the smallest sizes are more than `budget`, PlanError when nothing adds up.
+    Raises TooFewDevicesError when the smallest sizes exceed `budget`, PlanError when no combination adds up.
     """
     needed = sum(min(own) for own in sizes)
     if needed > budget:
@@ -89,26 +89,21 @@ def minimum_stable_batch(
     largest: int | None = None,
     seed: int = 0,
 ) -> StableBatch:
-    """Entrain's b_min: the batch size from which on random batches ask for the same of the feasible `allocations`.
+    """Return Entrain's b_min: the batch size from which on random batches prefer the same of the feasible
+    `allocations`.
 
-    `work` is [samples, units] seconds on one device. A batch asks, with `rule` "fastest", for the allocation whose
-    slowest unit is fastest; with "nearest" for the one nearest to proportional (as printed). Allocations no plan
-    can have must not be among them: 9:7 devices with tensor degree 2 do not exist.
-
-    "delta": a batch of n disagrees when the mean of some linear function of its samples changes sign; by the
-    central limit theorem this has probability Phi(-sqrt(n) * distance / deviation). The smallest n is found for
-    which these add up to at most `error` over all rival allocations. "trials" is Algorithm 2 as printed: draw a
-    reference batch and ceil(ln(1 - confidence) / ln(1 - error)) more, double n from `smallest` until all agree. Its
-    answer varies between runs by a factor of 2 to 4, more near a breakpoint, where the printed loop does not
-    end; here it ends at `largest`, by default the number of samples there are.
-
-    Allocations within `tolerance` (relative, slowest unit) of the best are not told apart: a distance of
-    almost nothing would ask for endless samples to decide what makes no difference.
-
-    Raises PlanError for work that is negative, not finite, or all zero.
-
-    Source: Entrain, thesis 4.4.2 Alg. 2 and App. C.1-C.2; means of work rather than of ratios, distance by the delta
-    method (reference planning.md E14-E16).
+    `work` is [samples, units] seconds on one device. With `rule` "fastest", a batch prefers the allocation whose
+    slowest unit is fastest; with "nearest", the one nearest to proportional (as printed in the thesis). `allocations`
+    must contain only those that some plan can have: 9:7 devices with tensor degree 2 do not exist. "delta": a batch of
+    n disagrees when the mean of some linear function of its samples changes sign; by the central limit theorem this has
+    probability Phi(-sqrt(n) * distance / deviation). The result is the smallest n for which these probabilities add up
+    to at most `error` over all rival allocations. "trials" is Algorithm 2 as printed: draw a reference batch and
+    ceil(ln(1 - confidence) / ln(1 - error)) more, double n from `smallest` until all agree. Its result varies between
+    runs by a factor of 2 to 4, more near a breakpoint, where the printed loop does not end; here it ends at `largest`,
+    by default the number of samples. Allocations within `tolerance` (relative, slowest unit) of the best count as
+    equal: telling nearly equal allocations apart would take endless samples without benefit. Raises PlanError for work
+    that is negative, not finite, or all zero. Source: Entrain (the thesis, 4.4.2, Algorithm 2 and Appendix C.1-C.2);
+    here with means of work rather than of ratios, and the distance by the delta method.
     """
     started = time.perf_counter()
     samples = np.asarray(work, dtype=np.float64)
@@ -146,7 +141,7 @@ def minimum_stable_batch(
 
 
 def _choose(means: NDArray[np.float64], table: NDArray[np.float64], rule: Rule) -> NDArray[np.int64]:
-    """For each row of `means` [batches, units], the number of the allocation it asks for; the first of equals."""
+    """Return for each row of `means` [batches, units] the index of the preferred allocation; the first of equals."""
     if rule == "fastest":
         return (means[:, None, :] / table[None]).max(axis=2).argmin(axis=1)
     shares = means / means.sum(axis=1, keepdims=True)
@@ -167,7 +162,7 @@ def _delta(
     largest: int,
     seed: int,
 ) -> tuple[int | None, float]:
-    """(smallest sufficient number of samples or None, probability of agreement there: counted if there is none)."""
+    """Return (smallest sufficient samples or None, probability of agreement there; measured by sampling if None)."""
     mean, covariance = samples.mean(axis=0), np.atleast_2d(np.cov(samples, rowvar=False, bias=True))
     ratios = [
         [
@@ -200,13 +195,13 @@ def _delta(
 def _borders(
     table: NDArray[np.float64], chosen: int, rival: int, rule: Rule
 ) -> list[list[NDArray[np.float64]]]:
-    """Linear functions of a batch's mean work that are positive while the chosen allocation wins.
+    """Return linear functions of a batch's mean work that are positive while the chosen allocation wins.
 
-    At least one function of each row must change sign before the rival wins. So each row bounds the probability
-    of that by the sum over its functions, and the best row counts.
+    At least one function of each row must change sign before the rival wins, so each row bounds that probability by the
+    sum over its functions, and the best row counts.
 
-    "fastest": the rival's slowest unit must be faster than the chosen one's, so for any one unit j some unit k has
-    w_j / rival_j < w_k / chosen_k. "nearest": the squared distances differ by a linear function.
+    "fastest": the rival's slowest unit must be faster than the chosen one's, so for any one unit j some unit k has w_j
+    / rival_j < w_k / chosen_k. "nearest": the squared distances differ by a linear function.
     """
     if rule == "nearest":
         own, other = table[chosen] / table[chosen].sum(), table[rival] / table[rival].sum()
@@ -221,7 +216,7 @@ def _borders(
 def _distance(
     weights: NDArray[np.float64], mean: NDArray[np.float64], covariance: NDArray[np.float64]
 ) -> float:
-    """Mean over standard deviation of weights @ work; infinite where work, which is never negative, fixes its sign."""
+    """Return mean over standard deviation of weights @ work; infinite if weights of one sign fix the sign."""
     value = float(weights @ mean)
     variance = float(weights @ covariance @ weights)
     if (weights >= 0.0).all() or (weights <= 0.0).all() or variance <= (1e-12 * value) ** 2:
@@ -230,7 +225,7 @@ def _distance(
 
 
 def _tail(z: float) -> float:
-    """Probability that a standard normal is above z."""
+    """Return the probability that a standard normal variable exceeds z."""
     return 0.5 * math.erfc(z / math.sqrt(2.0))
 
 
@@ -242,7 +237,7 @@ def _draw(
     batches: int,
     generator: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """The numbers of the allocations that random batches of n samples ask for."""
+    """Return the indices of the allocations that random batches of n samples prefer."""
     means = np.stack([samples[generator.integers(len(samples), size=n)].mean(axis=0) for _ in range(batches)])
     return _choose(means, table, rule)
 
@@ -259,7 +254,7 @@ def _trials(
     seed: int,
     allocations: Sequence[Allocation],
 ) -> tuple[int | None, float, dict[int, tuple[Allocation, ...]]]:
-    """(batch size at which all trials agree or None, share of agreeing trials, allocations seen by size)."""
+    """Return (batch size at which all trials agree or None, agreeing fraction of trials, allocations seen by size)."""
     trials = math.ceil(math.log(1.0 - confidence) / math.log(1.0 - error))
     generator = np.random.default_rng(seed)
     seen: dict[int, tuple[Allocation, ...]] = {}

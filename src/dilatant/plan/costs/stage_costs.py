@@ -1,4 +1,4 @@
-"""What every stage of a plan takes: the cost model summed over its layers under the frozen rule."""
+"""Stage costs: the cost model summed over the layers of each stage of a plan, under the frozen rule."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ KIND_ORDER = ("F", "B", "I", "W")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageCosts:
-    """Every coefficient triple is (per token², per token, per call), of the tokens of the stage's own unit.
+    """Costs of stages as coefficient triples (per token², per token, per call) of the tokens of the stage's unit.
 
     `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes` and
     `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part of them that a split
-    backward keeps for W, what is held only while the stage runs, and what goes to the next stage. `static_bytes` is
-    `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared; of these
-    `gradient_bytes` `[stages]` are there only from the stage's first weight gradients on. `sum_bytes` `[stages]` are
-    taken for a while after the stage's last backward, to sum its largest gradient. `own_gradient_bytes` `[stages]` are
-    taken from then to the update, for what a rank keeps of its own gradients beside the sums. `late_bytes`,
-    `[stages, 2, 3]`, are taken by a backward when it is at the stage's beginning, beyond what is kept: by a whole one
-    that makes the first weight gradients, with those of the layers behind, and by an input-gradient half, with what
-    these layers keep for their other half. `items_per_token` `[stages]`: as in `UnitSpec`.
+    backward keeps for W, memory held only while the stage runs, and the output to the next stage. The following are
+    bytes per rank, `[stages]`: `static_bytes` lasts the whole step and includes the rank's part of sharded optimizer
+    state; its part `gradient_bytes` exists only from the stage's first weight gradients on; `sum_bytes` is used after
+    the stage's last backward, to sum its largest gradient; `own_gradient_bytes` lasts from then to the update, for a
+    rank's own gradients kept beside the sums. `late_bytes` `[stages, 2, 3]` is used by a backward that has reached the
+    beginning of the stage, beyond what is kept: by a whole backward that makes the first weight gradients, including
+    those of later layers, and by an input-gradient half, including what later layers keep for W. `items_per_token`
+    `[stages]`: as in `UnitSpec`.
     """
 
     seconds: NDArray[np.float64]
@@ -52,11 +52,10 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
-    """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]` (of `kept_bytes`, a stage has
-    `common_bytes` once), `static_bytes [layers]` where nobody
-    shares optimizer state, of which `shared_bytes [layers]` can be; `tied_bytes`, `tied_shared_bytes [layers]` are
-    those that a holder of the first layer has anyway; `backward [layers]`: does it or anything before it train?
-    """
+    """Costs of one unit's layers at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]` unless noted.
+    A stage holds `common_bytes`, a part of `kept_bytes`, only once. `static_bytes [layers]` assumes unsharded optimizer
+    state, of which `shared_bytes [layers]` can be sharded; `tied_bytes`, `tied_shared_bytes [layers]`: the part that a
+    holder of the first layer has anyway; `backward [layers]`: True if the layer or anything before it trains."""
 
     seconds: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
@@ -73,11 +72,11 @@ class LayerTable:
     def static_shared_by(
         self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)
     ) -> NDArray[np.float64]:
-        """`static_bytes` of `layers` where so many ranks divide the state."""
+        """Return `static_bytes` of `layers` when `ranks` ranks shard the optimizer state."""
         return self.static_bytes[layers] - self.shared_bytes[layers] * (1.0 - 1.0 / ranks)
 
     def twice(self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)) -> NDArray[np.float64]:
-        """What of `static_shared_by` is counted in the first layer already, by a rank that holds that one too."""
+        """Return the part of `static_shared_by` that a rank with the first layer counts there (tied weights)."""
         return self.tied_bytes[layers] - self.tied_shared_bytes[layers] * (1.0 - 1.0 / ranks)
 
 
@@ -91,10 +90,10 @@ def layer_table(
     recompute: Sequence[Recompute] = (),
     ep: int = 1,
 ) -> LayerTable:
-    """What each layer of `unit` takes; `upstream`: does anything in the units before it train? `recompute`: by layer,
-    else as the unit says. `ep`: ranks that divide the experts.
+    """Build the cost table of `unit`. upstream: True if anything in the units before it trains.
 
-    Raises UserError when the cost model lacks a layer type or degree.
+    recompute: by layer, default as in the unit; ep: expert-parallel degree. Raises UserError when the cost model lacks
+    a layer type or degree.
     """
     seconds, kept, weight, transient, output, common, static, shared = ([] for _ in range(8))
     tied = [layer.held_before(tp) for layer in unit.layers]
@@ -143,8 +142,8 @@ def stage_costs(
     rules: ParameterBytes = BF16,
     cluster: Cluster | None = None,
 ) -> StageCosts:
-    """The costs of every stage of `plan`, on the devices of its group of `cluster` where these are unlike. Raises
-    UserError when the cost model lacks a layer type or degree."""
+    """Return the costs of every stage of `plan`, each on the devices of its group if `cluster` is heterogeneous.
+    Raises UserError when the cost model lacks a layer type or degree."""
     tables: dict[tuple[str, int, int, int, str], LayerTable] = {}
     placed = plan.stages()
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
@@ -153,7 +152,7 @@ def stage_costs(
     static, gradient, summed, own_gradient = (np.empty(len(placed)) for _ in range(4))
     shared_by = sharing(plan, model, rules)
     columns = seconds, kept, weight, transient, output, static, gradient, summed, own_gradient, late
-    alike: dict[tuple[object, ...], int] = {}  # mostly the same stage of other replicas
+    alike: dict[tuple[object, ...], int] = {}  # index of the first equal stage, mostly of another replica
     for entry in placed:
         group = "" if cluster is None else cluster.at(entry.stage.ranks[0]).name
         key = entry.unit, entry.stage.tp, entry.stage.cp, entry.stage.ep, group
@@ -179,9 +178,7 @@ def stage_costs(
         seconds[entry.index] = table.seconds[layers].sum(axis=0)
         common = table.common_bytes[layers]
         kept[entry.index] = table.kept_bytes[layers].sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
-        if table.backward[
-            entry.stage.end - 1
-        ]:  # what went to the next stage stays, as the root of the backward
+        if table.backward[entry.stage.end - 1]:  # the output stays, as root of the backward
             kept[entry.index] += table.output_bytes[entry.stage.end - 1]
         weight[entry.index] = table.weight_bytes[layers].sum(axis=0)
         transient[entry.index] = _transient(table.transient_bytes[layers], table.kept_bytes[layers])
@@ -209,8 +206,8 @@ def stage_costs(
 
 
 def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What the layers of a stage, [layers, 3] each, hold at most beyond all that it keeps: while one runs, those behind
-    it keep nothing yet, or nothing any more."""
+    """Return the peak [3] of a stage's layers, [layers, 3] each, beyond all kept bytes of the stage.
+    While a layer runs, the layers behind it keep no activations, in the forward not yet, in the backward no more."""
     behind = np.cumsum(kept[::-1], axis=0)[::-1] - kept
     return np.asarray(np.maximum(own - behind, 0.0).max(axis=0))
 
@@ -221,8 +218,8 @@ def _late(
     weight: NDArray[np.float64],
     gradients: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """[2, 3]: what the first of a stage's largest layers holds beyond all that the stage keeps, as in `_transient`,
-    with the gradients, [layers], of those behind it, and with what these keep for weight gradients, [layers, 3]."""
+    """Return [2, 3]: the bytes of the first of a stage's largest layers beyond all kept bytes, as in `_transient`. Row
+    0 adds the gradients [layers] of the layers behind it, row 1 what these keep for weight gradients [layers, 3]."""
     first = int(own[:, 1].argmax())
     held = own[first] - kept[first + 1 :].sum(axis=0)
     made = np.array([0.0, 0.0, gradients[first + 1 :].sum()])
@@ -230,14 +227,14 @@ def _late(
 
 
 def _sum_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """What a rank takes to sum the stage's largest gradient with other holders: a flat copy of it, and where they share
-    state another, in the order of their shares, before the gradient itself goes."""
+    """Return the bytes to sum the stage's largest gradient among holders: a flat copy, and with sharded state a second.
+    The second is ordered by shares and exists before the gradient itself is freed."""
     return _largest_sum(entry, plan, model, rules) * (1.0 if rules.zero == "none" else 2.0)
 
 
 def _own_gradient_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """What a rank has at the end of a step beside its gradients, where those stay until the update: a flat copy of each
-    that is summed with other holders, and of the one that is copied last the second as in `_sum_bytes`."""
+    """Return the bytes beside the gradients at the end of a step if own gradients are kept until the update.
+    They are a flat copy of each gradient with other holders, and the second copy (`_sum_bytes`) of the last."""
     if not rules.keeps_gradients:
         return 0.0
     copies = sum(held for held, _ in _summed(entry, plan, model))
@@ -246,14 +243,14 @@ def _own_gradient_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules:
 
 
 def _largest_sum(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """Bytes of the largest gradient that other ranks have, too."""
+    """Return the bytes of the largest gradient that other ranks hold, too."""
     return rules.summed * max((largest for _, largest in _summed(entry, plan, model)), default=0.0)
 
 
 def _summed(entry: PlacedStage, plan: Plan, model: ModelSpec) -> list[tuple[float, float]]:
-    """Of the layers of a stage that train: the numbers that a rank holds of weights that other ranks hold, too, and
-    those of the largest such weight. Others are those of other replicas, of context parallelism, of tensor parallelism
-    that does not divide the layer, and of the other end of a tied weight."""
+    """Return for each trained layer of a stage (elements that other ranks hold too, elements of its largest such
+    weight). Other holders come from replicas, context parallelism, tensor parallelism that does not divide the layer,
+    and the other end of a tied weight."""
     stage, layers = entry.stage, model.unit(entry.unit).layers
     replicas = len(plan.unit(entry.unit).replicas)
     found = []

@@ -1,4 +1,4 @@
-"""Among how many ranks the optimizer's state of a layer is divided under a plan (ZeRO stage 1)."""
+"""Sharding of optimizer state (ZeRO stage 1): the number of ranks that divide each layer's state under a plan."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from dilatant.plan.plan import PlacedStage, Plan
 
 
 def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArray[np.float64], ...]:
-    """For every stage of `plan.stages()`: [its layers], the ranks that divide the state of what one of its ranks holds;
-    of the rank with the fewest.
+    """Return for every stage of `plan.stages()` [layers]: the ranks that divide the state held by one of its ranks.
 
-    Holders of unlike tensor parallelism count by the part that they hold: two ranks with a half each are one more, two
-    with all of a layer that is not divided are two.
+    The rank with the fewest counts. Holders with different tensor parallelism count by their part: two ranks with half
+    a layer each are one more, two ranks with all of an undivided layer are two.
     """
     placed = plan.stages()
     if rules.zero == "none":
         return tuple(np.ones(entry.stage.end - entry.stage.first) for entry in placed)
 
-    # Mostly the same stage of other replicas, with as many others on its nodes.
+    # Caches: equal stages of other replicas mostly share results.
     parts: dict[tuple[object, ...], NDArray[np.float64]] = {}
     together: dict[tuple[object, ...], NDArray[np.float64]] = {}
-    held: dict[tuple[str, int], NDArray[np.float64]] = {}  # by layer, beside experts and of experts
+    held: dict[tuple[str, int], NDArray[np.float64]] = {}  # by layer: row 0 without experts, row 1 experts
     nodes = [Counter(sharing_node(rank, rules) for rank in entry.stage.ranks) for entry in placed]
     for entry, by_node in zip(placed, nodes):
         stage, layers = entry.stage, model.unit(entry.unit).layers
@@ -50,18 +49,18 @@ def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArra
 
 
 def _alike(entry: PlacedStage) -> tuple[object, ...]:
-    """The same for the same stage of other replicas."""
+    """Return a key that is equal for the same stage of other replicas."""
     stage = entry.stage
     return entry.unit, stage.first, stage.end, stage.tp, stage.ep
 
 
 def sharing_node(rank: int, rules: ParameterBytes) -> int:
-    """The number of those among whom this rank may share state: of its node, or 0 for all."""
+    """Return the number of the rank's sharding domain: its node, or 0 if all ranks shard together."""
     return 0 if rules.zero == "all" or rules.ranks_per_node is None else rank // rules.ranks_per_node
 
 
 def parts_of_a_rank(layers: Sequence[LayerSpec], tp: int, ep: int) -> NDArray[np.float64]:
-    """What a rank holds of each layer beside experts, and of its experts, as a part of all: [2, layers]."""
+    """Return the fraction of each layer that a rank holds, without experts and of experts: [2, layers]."""
     beside = np.array([1.0 / tp if layer.divided else 1.0 for layer in layers])
     return np.stack([beside, beside if ep == 1 else np.full(len(layers), 1.0 / ep)])
 
@@ -73,8 +72,8 @@ def ranks_together(
     beside: NDArray[np.float64],
     of_experts: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """[layers]: the number of ranks that would leave as much of a layer's state to each if they shared all of it, where
-    so many share what is beside experts, and so many what is of experts."""
+    """Return [layers]: the number of ranks that would hold equally much each if they sharded all of a layer's state
+    evenly. `beside` ranks share the state outside experts, `of_experts` ranks that of experts."""
     outer = np.array([layer.held_beside_experts(tp) for layer in layers])
     inner = np.array([layer.held_of_experts(tp, ep) for layer in layers])
     share = outer / beside + inner / of_experts

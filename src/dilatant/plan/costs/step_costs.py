@@ -1,4 +1,4 @@
-"""What the steps of one plan cost: numbers that planner and trainer share, so that what is simulated is executed."""
+"""Step costs of one plan: numbers shared by planner and trainer, so that the simulated step is the executed one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from dilatant.plan.costs.workload import MediaPairs, Workload, squares_of
 from dilatant.plan.plan import Plan
 
 BY_STAGE = ("gradient_bytes", "sum_bytes", "own_gradient_bytes")
-"""One number each, which older files do not have."""
+"""Fields with one number per stage that older files lack."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
-    """Costs of every stage of a plan, and what is needed to turn them into the seconds of a step.
-
-    item_tokens: unit → tokens of one item (image, clip), of units in which the items of a sample do not attend to each
-    other; a sample's square is then that of one item, times their number. media_pairs: what media masks change of it.
-    dense: as in `Workload`. cluster: whose links messages and gradients take; None counts neither. sync: of gradients
-    and updated weights, by `plan.sync_time`. origin: in words, where the numbers are from ("measured on H100").
-    """
+    """Costs of every stage of a plan, with the data to turn them into the seconds of a step.
+    item_tokens: unit → tokens of one item (image, clip), for units whose items do not attend to each other; a sample's
+    square is then that of one item, times their number. media_pairs: corrections of squares by media masks. dense: as
+    in `Workload`. cluster: source of link speeds for messages and gradients; None counts neither. sync: seconds for
+    gradients and updated weights, from `plan.sync_time`. origin: text on the source of the numbers ("measured on
+    H100")."""
 
     stages: StageCosts
     item_tokens: Mapping[str, float] = field(default_factory=dict)
@@ -41,15 +40,15 @@ class StepCosts:
     origin: str = ""
 
     def workload(self, tokens: Mapping[str, NDArray[np.float64]]) -> Workload:
-        """Samples of `tokens[unit]` [samples] as these costs count them."""
+        """Return samples of `tokens[unit]` [samples] with the squares that these costs assume."""
         return Workload(tokens, squares_of(tokens, self.item_tokens, self.media_pairs), self.dense)
 
     def scaled(self, factors: NDArray[np.float64]) -> StepCosts:
-        """The costs with `seconds` times `factors` [stages, kinds, 3]."""
+        """Return the costs with `seconds` multiplied by `factors` [stages, kinds, 3]."""
         return replace(self, stages=replace(self.stages, seconds=self.stages.seconds * factors))
 
     def to_document(self) -> dict[str, Any]:
-        """Plain values for JSON, which `from_document` reads back to the very same numbers."""
+        """Return plain values for JSON, which `from_document` reads back to the very same numbers."""
         return {
             "origin": self.origin,
             "stages": {
@@ -67,7 +66,7 @@ class StepCosts:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], plan: Plan) -> StepCosts:
-        """Read what `to_document` wrote for `plan`. Raises ValueError when it is something else, or of another plan."""
+        """Read the output of `to_document` for `plan`. Raises ValueError for other content or another plan."""
         try:
             count = len(plan.stages())
             nothing = [0.0] * count  # in older files
@@ -111,14 +110,14 @@ class StepCosts:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
             least = (
                 -np.inf if name == "late_bytes" else 0.0
-            )  # less than what is kept, for what has gone by then
+            )  # negative where kept activations are already freed
             if not (np.isfinite(values).all() and values.min(initial=0.0) >= least):
                 raise ValueError(f"{name} must be finite and not negative")
         return costs
 
 
 def _check_numbers(costs: StepCosts) -> None:
-    """Raise ValueError for what is no number, or below 0. A link may be without bounds."""
+    """Raise ValueError for values that are not numbers or below 0. Links may be infinitely fast."""
     cluster = costs.cluster
     groups = () if cluster is None else (cluster, *cluster.parts)
     places = [place for one in groups for place in (one, one.inside, one.between, one.reserve)]
@@ -135,9 +134,9 @@ def _check_numbers(costs: StepCosts) -> None:
 
 
 def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
-    """Where nothing is known: a token costs every stage one second forward, and two backward where it has one.
+    """Return default costs: a token takes each stage one second forward, and two backward if there is a backward.
 
-    backward: by stage number, as `Trainability.backward`. Good for shares of work, not for predictions.
+    backward: by stage number, as `Trainability.backward`. Suitable for shares of work, not for predictions.
     """
     count = len(plan.stages())
     seconds = np.zeros((count, len(KIND_ORDER), 3))

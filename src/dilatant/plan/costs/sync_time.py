@@ -1,4 +1,4 @@
-"""How long ranks sum gradients, and how much of it runs beside their last backward."""
+"""Gradient sync time: seconds in which ranks sum gradients, overlapping their last backward or exposed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dilatant.plan.plan import Plan, UnitPlan
 
 @dataclass(frozen=True, slots=True)
 class SyncSeconds:
-    """Seconds by rank. beside: of sums that start while the last backward runs, bucket by bucket. after: until all
-    holders have the updated weights, where they share the optimizer's state; begins when every rank has its sums."""
+    """Seconds by rank. beside: gradient sums that may overlap the last backward, bucket by bucket. after: gathers of
+    updated weights where holders shard optimizer state; begins when every rank has its sums."""
 
     beside: Mapping[int, float] = field(default_factory=dict)
     after: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, rank: int) -> float:
-        """All of a rank, as if nothing ran beside it."""
+        """Return all sync seconds of a rank, without overlap."""
         return self.beside.get(rank, 0.0) + self.after.get(rank, 0.0)
 
     @property
@@ -35,22 +35,20 @@ class SyncSeconds:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """Bytes that ranks pass once or twice round: to bring a sum to all of them takes twice, to divide it among them, or
-    to bring its parts to all, once."""
+    """A ring collective: all-reduce passes the bytes twice round the ring, reduce-scatter and all-gather once."""
 
     size_bytes: float
     rounds: int
     ranks: Sequence[int]
 
 
-@lru_cache(maxsize=4)  # a plan is asked about before it is simulated, and for its costs
+@lru_cache(maxsize=4)  # called before a plan is simulated, and for its costs
 def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16) -> SyncSeconds:
-    """What the gradients of its trainable layers take each rank among all holders of each, and the updated weights.
-
-    Holders are the context-parallel ranks of every replica of the layer. Where they share no state, rings sum among all
-    of them; else those who share it each receive the sum of their part, sum that with the holders of the same part
-    elsewhere, and give what they updated of it to the others (`runtime.gradient_sync`).
-    """
+    """Return by rank the seconds to sum gradients of trainable layers among their holders, and to gather updated
+    weights.
+    Holders are the context-parallel ranks of every replica of the layer. Without sharded state, they all-reduce. With
+    sharded state, the ranks that share it reduce-scatter, all-reduce each part with the holders of the same part
+    elsewhere, and all-gather the updated weights (`runtime.gradient_sync`)."""
     sums: list[_Ring] = []
     gathers: list[_Ring] = []
     for unit in plan.units:
@@ -71,7 +69,7 @@ def _add_rings(
         return
     weights = size_bytes / rules.summed * rules.weight if rules.summed else 0.0
     gathers += [_Ring(weights, 1, own) for own in sharing.values()]
-    if len({*map(len, sharing.values())}) > 1:  # who cut parts of unlike size cannot sum part by part
+    if len({*map(len, sharing.values())}) > 1:  # unequal parts: no sum part by part
         sums.append(_Ring(size_bytes, 2, ranks))
         return
     sums += [_Ring(size_bytes, 1, own) for own in sharing.values()]
@@ -84,25 +82,25 @@ def _add_rings(
 def _places(
     ranks: tuple[int, ...], cluster: Cluster
 ) -> tuple[dict[int, Cluster], dict[int, tuple[int, int]]]:
-    """By rank its group, and its node and port there; the same in all orders of ranks."""
+    """Return by rank its group, and its node and port there; equal for all rank orders."""
     return dict(zip(ranks, map(cluster.at, ranks))), dict(zip(ranks, map(cluster.place_of, ranks)))
 
 
 def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster) -> dict[int, float]:
-    """Seconds by rank until all its rings are done.
+    """Return seconds by rank until all its rings are done.
 
-    A ring passes `(n - 1) / n` of its bytes a round through each of its n members: over the links inside nodes, and in
-    and out of each node once, spread over the ports of the members that are there. Small ones wait for as many messages
-    as a tree is high. All run at the same time, so what several send through one port adds up. Of unlike devices the
-    slowest on a ring decides.
+    Each ring passes `(n - 1) / n` of its bytes per round through each of its n members: over the links inside nodes,
+    and in and out of each node once, spread over the ports of its members there. Small rings are bound by latency, with
+    as many messages as a tree is high. All rings run at the same time, so the loads of one port add up. The slowest
+    device on a ring decides.
     """
     inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
     group_of, place_of = _places(tuple(ranks), cluster)
     homes = {place_of[rank][0]: group_of[rank] for rank in ranks}
     bandwidth = {node: group.port.bandwidth for node, group in homes.items()}
-    through: dict[tuple[int, int], float] = defaultdict(float)  # seconds by node and port
+    through: dict[tuple[int, int], float] = defaultdict(float)  # (node, port) → seconds
     crossing: list[list[tuple[int, int]]] = []  # the ports of each ring between nodes
-    used: dict[int, set[int]] = defaultdict(set)  # those rings by rank
+    used: dict[int, set[int]] = defaultdict(set)  # rank → those rings
     for ring in rings:
         count = len(ring.ranks)
         if count == 1:
@@ -117,7 +115,7 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
         wait = ring.rounds * math.ceil(math.log2(count)) * latency
         for rank in ring.ranks:
             waits[rank] += wait
-            # The only one of a node sends past its neighbours, straight through the port.
+            # A node's only member sends straight through the port.
             if count > len(ports):
                 inside[rank] += passed / group_of[rank].inside.bandwidth
             if crosses:
@@ -136,16 +134,16 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
 
 
 def least_sync(holders: int, tp: int, cluster: Cluster, rules: ParameterBytes) -> tuple[float, float]:
-    """(rounds, bytes per second): what gradients of one byte take at least is the first by the second, beside the
-    backward of ranks that have so many holders, in stages of `tp` ranks, however these are spread over nodes."""
+    """Return (rounds, bytes per second), whose quotient is a lower bound of the sync seconds per byte of gradients.
+    The bound applies beside the backward, for `holders` holders in stages of `tp` ranks, for any spread over nodes."""
     rounds = 2 if rules.zero == "none" else 1
     link = cluster.between if holders * tp > cluster.gpus_per_node else cluster.inside
     return rounds * (holders - 1) / holders, link.bandwidth
 
 
 def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[tuple[float, Sequence[int]]]:
-    """(bytes, ranks) of everything that is summed: by runs of layers with the same holders, and of these by the parts
-    into which tensor parallelism, and of experts expert parallelism, divides them most finely."""
+    """Yield (bytes, ranks) of every gradient sum: per run of layers with equal holders, and per finest part.
+    Parts are the finest division of the run by tensor parallelism, and of its experts by expert parallelism."""
     stages = [stage for replica in unit.replicas for stage in replica.stages]
     borders = sorted({layer for stage in stages for layer in (stage.first, stage.end)})
     for first, end in itertools.pairwise(borders):
@@ -179,6 +177,5 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
 
 
 def _holding(ranks: Sequence[int], degree: int, part: int, parts: int) -> Sequence[int]:
-    """Of ranks of a stage of which each `degree` divide its layers, or its experts, those that hold this of so many
-    parts."""
+    """Return the ranks of a stage that hold this one of `parts` parts, where every `degree` ranks divide the layers."""
     return ranks[part * degree // parts :: degree]

@@ -1,4 +1,4 @@
-"""What the layers of each unit take under each degree, for the mean microbatch: summed over its samples."""
+"""Layer costs of units for the mean microbatch, at each parallel degree."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from dilatant.plan.costs.workload import Workload
 from dilatant.plan.model_spec import ModelSpec
 
 LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
-"""What a plan may recompute, from the fastest to the most frugal."""
+"""Recomputation levels that a plan may choose, from the fastest to the most frugal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeanCosts:
-    """What the mean microbatch takes in each layer of a unit under one (tp, cp), or in each stage: arrays [layers] or
-    [stages].
+    """Costs of the mean microbatch per layer of a unit at one (tp, cp), or per stage: arrays [layers] or [stages].
 
-    `seconds` is forward plus backward, of which `backward`; `work` the least of `seconds`, however samples are grouped,
-    and `forward` its forwards; `light` and `heavy` those of the lightest and of the heaviest sample alone, and
-    `light_split` and `heavy_split` what others wait for of them where backwards are split.
-    Bytes per rank: `static` throughout (`twice` of them where the first layer is not held too), `kept` per microbatch
-    in flight, `transient` while the layer runs, `gradient` to be synced.
+    `seconds`: forward plus backward; `backward`: its backward part; `work`: lower bound of `seconds` for any grouping
+    of samples, and `forward` its forward part; `light`, `heavy`: seconds of the lightest and of the heaviest sample
+    alone; `light_split`, `heavy_split`: the part of these that delays other stages when backwards are split. Bytes per
+    rank: `static` for the whole step (`twice` of them only if the first layer is on another rank), `kept` per
+    microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
     seconds: NDArray[np.float64]
@@ -48,11 +47,11 @@ class MeanCosts:
     gradient: NDArray[np.float64]
 
     def on(self, stages: int) -> MeanCosts:
-        """The same where the unit is cut into so many stages: a single one holds all."""
+        """Return the costs for a unit cut into `stages` stages; a single stage holds tied weights once."""
         return replace(self, static=self.static - self.twice) if stages == 1 else self
 
     def by_stage(self, cuts: tuple[int, ...]) -> MeanCosts:
-        """Summed over the layers of each stage. Behind a layer that runs, nothing is kept yet, or nothing any more."""
+        """Sum the layers of each stage. While a layer runs, the layers behind it keep no activations."""
         at = np.array(cuts)
         kept = np.cumsum(self.kept)
         transient = np.maximum.reduceat(self.transient + kept, at) - kept[[*at[1:] - 1, -1]]
@@ -61,7 +60,7 @@ class MeanCosts:
         return MeanCosts(**{**dict(zip(names, sums)), "transient": transient})
 
     def beside(self, others: Sequence[MeanCosts]) -> MeanCosts:
-        """Of stages on the same ranks, which run in turn; each unit has a lightest and a heaviest sample of its own."""
+        """Combine stages on the same ranks, which run in turn; each unit has its own lightest and heaviest sample."""
         joined = {}
         for one in fields(self):
             of_sample = one.name.startswith(("light", "heavy"))
@@ -70,9 +69,9 @@ class MeanCosts:
         return MeanCosts(**joined)
 
     def ahead_of(self, others: Sequence[MeanCosts], one_ahead: bool) -> MeanCosts:
-        """The same with all layers of other units in the first. What these keep is counted as often as the first stage
-        has microbatches in flight, and once more where it may run `one_ahead`; the heaviest sample may be another
-        there."""
+        """Add all layers of other units to the first layer.
+        Their kept bytes count once per microbatch in flight in the first stage, and once more if it may run
+        `one_ahead`. The heaviest samples are not added: they may be others in those units."""
         first = {}
         for one in fields(self):
             column, more = getattr(self, one.name).copy(), [getattr(other, one.name) for other in others]
@@ -87,10 +86,10 @@ class MeanCosts:
 
 
 class UnitLayers:
-    """The layers of a model's units for microbatches of some number of samples, computed once each.
+    """Layer costs of a model's units per number of samples in a microbatch; each is computed once.
 
-    by_tokens: microbatches may be cut further, so bounds count on less. sharing: chains beside each other that share
-    optimizer state.
+    by_tokens: microbatches may be cut further, so bounds are lower. sharing: neighbouring chains that shard optimizer
+    state together.
     """
 
     def __init__(
@@ -121,15 +120,15 @@ class UnitLayers:
         }
 
     def shared_by(self, chains: int) -> UnitLayers:
-        """The same where so many chains beside each other share optimizer state."""
+        """Return these costs with `chains` neighbouring chains that shard optimizer state together."""
         return self._but(chains, self._by_tokens, self.rules)
 
     def cut_by_tokens(self) -> UnitLayers:
-        """The same where a step may have more microbatches."""
+        """Return these costs for steps that may have more microbatches."""
         return self._but(self._sharing, True, self.rules)
 
     def sharing(self, zero: Zero) -> UnitLayers:
-        """The same where these share optimizer state."""
+        """Return these costs under this sharding of optimizer state."""
         return self._but(self._sharing, self._by_tokens, replace(self.rules, zero=zero))
 
     def _but(self, sharing: int, by_tokens: bool, rules: ParameterBytes) -> UnitLayers:
@@ -141,7 +140,7 @@ class UnitLayers:
         return other
 
     def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
+        """Return the (tp, cp) with costs for all layer types of `units` and with tensor groups inside a node."""
         shared: set[tuple[int, int]] | None = None
         for unit in units:
             for kind in {layer.kind for layer in self.model.unit(unit).layers}:
@@ -154,16 +153,16 @@ class UnitLayers:
         return tuple(sorted((tp, cp) for tp, cp in shared or () if tp <= self.gpus_per_node))
 
     def is_free(self, unit: str) -> bool:
-        """Does the model leave to the plan what is recomputed?"""
+        """Return True if the model lets the plan choose what is recomputed."""
         return self._free[unit]
 
     def levels(self, units: Sequence[str]) -> tuple[Recompute, ...]:
-        """What may be tried for `units`, the fastest first; the one level "none" where the model says it for all."""
+        """Return the recomputation levels to try for `units`, fastest first; only "none" if the model fixes all."""
         return LEVELS if any(map(self._free.__getitem__, units)) else LEVELS[:1]
 
     def expert_degrees(self, unit: str, tp: int, cp: int) -> tuple[int, ...]:
-        """What `ep` may pay for a unit on tp * cp ranks: 1, and what leaves a rank fewer experts than its share of
-        features does; only inside nodes, where costs know the links."""
+        """Return the values of `ep` that may pay off for a unit on tp * cp ranks. These are 1, and inside a node, where
+        costs know the links, degrees that divide experts further than tp divides features."""
         counts = self._experts[unit]
         if not counts or tp * cp > self.gpus_per_node:
             return (1,)
@@ -173,8 +172,8 @@ class UnitLayers:
     def layers(
         self, unit: str, tp: int, cp: int, samples: float, level: Recompute = "none", ep: int = 1
     ) -> MeanCosts:
-        """The arrays of one unit for the mean microbatch of `samples` samples; `level` counts where the model leaves
-        open what is recomputed."""
+        """Return the costs of one unit for the mean microbatch of `samples` samples.
+        `level` applies only if the model leaves recomputation open."""
         spec = self.model.unit(unit)
         level = spec.recompute or level
         key = unit, tp, cp, samples, level, ep
@@ -186,7 +185,7 @@ class UnitLayers:
         return self._layers[key]
 
     def _of_mean(self, unit: str, tp: int, cp: int, samples: float, level: Recompute, ep: int) -> MeanCosts:
-        """The arrays where nobody shares state."""
+        """Return the costs without sharded optimizer state."""
         key = unit, tp, cp, samples, level, ep
         if key not in self._unshared:
             spec, table = self.model.unit(unit), self._table(unit, tp, cp, level, ep)
@@ -202,7 +201,7 @@ class UnitLayers:
                 forward=free.seconds[:, 0] @ least,
                 light=fastest @ light,
                 heavy=fastest @ heavy,
-                # Halves that make weight gradients hold nobody up: a stage may end with them, a sample need not wait.
+                # Weight-gradient halves delay no other stage: a stage may run them last.
                 light_split=free.seconds[:, 0] @ light,
                 heavy_split=(free.seconds[:, 0] + free.seconds[:, 2]) @ heavy,
                 static=table.static_bytes,
@@ -214,7 +213,7 @@ class UnitLayers:
         return self._unshared[key]
 
     def _unevenness(self, unit: str, cp: int, samples: float) -> NDArray[np.float64]:
-        """How many times its even share the fullest of cp ranks has of the mean microbatch's row: [3]."""
+        """Return the fullest context-parallel rank's row as a multiple of the mean microbatch's even share: [3]."""
         each = self.model.unit(unit).items_per_token
         if cp == 1 or each == 1.0:
             return np.ones(3)
@@ -224,18 +223,18 @@ class UnitLayers:
         return np.array([times, times, 1.0])
 
     def of_samples(self, unit: str, tp: int, cp: int) -> NDArray[np.float64]:
-        """Seconds of each sample in all layers of a unit, without what calls cost: [samples]."""
+        """Return the seconds of each sample in all layers of a unit, without costs per call: [samples]."""
         square, linear, _ = self._table(unit, tp, cp, "none").seconds[:, :2].sum(axis=(0, 1))
         squares, tokens = self._workload.of_samples(unit)
         return np.asarray(square * squares + linear * tokens)
 
     def least_dense(self, unit: str) -> float:
-        """The least times that the square of a row counts, see `Workload.dense`; 1 where attention skips."""
+        """Return the minimum weight of a row's square (see `Workload.dense`); 1 if attention skips between samples."""
         dense = self._workload.dense.get(unit)
         return 1.0 if dense is None else dense.least
 
     def recomputable(self, unit: str) -> NDArray[np.bool_]:
-        """By layer: does recomputation leave less to keep, by the smallest degrees that there are costs for?"""
+        """Return a mask of the layers that keep less under recomputation, at the smallest degrees with costs."""
         tp, cp = self.degrees([unit])[0]
         none, block = (self._table(unit, tp, cp, level).kept_bytes for level in ("none", "block"))
         return np.asarray((none - block)[:, :2].sum(axis=1) > 0.0)
@@ -243,14 +242,14 @@ class UnitLayers:
     def recomputed(
         self, unit: str, level: Recompute, where: NDArray[np.bool_] | bool = True
     ) -> tuple[Recompute, ...]:
-        """`level` for all layers `where` it leaves less to keep; nothing where the model says what is recomputed."""
+        """Return `level` for layers `where` it saves memory, else "none"; empty if the model fixes recomputation."""
         if not self.is_free(unit):
             return ()
         return tuple(level if there else "none" for there in self.recomputable(unit) & where)
 
     def _ranks_sharing(self, unit: str, tp: int, cp: int, ep: int) -> NDArray[np.float64]:
-        """[layers]: the ranks that divide the optimizer's state of what one holds, see `shared_by`; those of a stage
-        that hold the same are among them."""
+        """Return [layers]: the ranks that shard the optimizer state of what one rank holds (see `shared_by`).
+        They include the ranks of its stage with the same parameters."""
         layers = self.model.unit(unit).layers
         if self.rules.zero == "none":
             return np.ones(len(layers))

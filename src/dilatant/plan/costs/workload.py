@@ -1,4 +1,4 @@
-"""The measured samples that a planner plans for."""
+"""Workload: the measured samples that a planner plans for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ square of a sample of n tokens."""
 def squares_of(
     tokens: Mapping[str, NDArray[np.float64]], item_tokens: Mapping[str, float], media_pairs: MediaPairs
 ) -> dict[str, NDArray[np.float64]]:
-    """Twice the pairs of tokens that attend in a sample, [samples] by unit, where that is not tokens² (see
-    `StepCosts`)."""
+    """Return by unit twice the token pairs that attend in each sample [samples], where that is not tokens².
+    See `StepCosts` for the arguments."""
     squares = {unit: tokens[unit] * item for unit, item in item_tokens.items() if unit in tokens}
     for unit, encoders in media_pairs.items():
         if unit in tokens:
@@ -35,12 +35,12 @@ def squares_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Samples as the units see them: `tokens[unit]` is [samples]; `squares[unit]` [samples] replaces tokens² where
-    other pairs of tokens attend (see `squares_of`).
+    """Samples as seen by the units: `tokens[unit]` is [samples].
 
-    `dense[unit]` is for units whose attention does not skip what samples of one packed row hide from each other: a row
-    of several samples then costs so many times the square of all its tokens as `DenseRows` says of its length, instead
-    of the sum of their squares.
+    `squares[unit]` [samples] replaces tokens² where other pairs of tokens attend (see `squares_of`). `dense[unit]` is
+    for units whose attention computes the masked area between samples of a packed row: the cost of a row of several
+    samples is the square of all its tokens, times the factor that `DenseRows` gives for its length, instead of the sum
+    of the samples' squares.
     """
 
     tokens: Mapping[str, NDArray[np.float64]]
@@ -57,7 +57,7 @@ class Workload:
         return len(next(iter(self.tokens.values())))
 
     def part(self, first: int, end: int) -> Workload:
-        """Samples `first <= s < end`."""
+        """Return samples `first <= s < end`."""
         return Workload(
             {unit: tokens[first:end] for unit, tokens in self.tokens.items()},
             {unit: squares[first:end] for unit, squares in self.squares.items()},
@@ -65,7 +65,7 @@ class Workload:
         )
 
     def steps(self, global_batch: int) -> list[Workload]:
-        """The global batches that these samples are, one after another. PlanError if they are no whole number."""
+        """Split the samples into consecutive global batches. Raises PlanError unless their number is a multiple."""
         count, rest = divmod(self.num_samples, global_batch)
         if rest or not count:
             raise PlanError(
@@ -74,7 +74,7 @@ class Workload:
         return [self.part(k * global_batch, (k + 1) * global_batch) for k in range(count)]
 
     def batches(self, global_batch: int, steps: int, seed: int = 0) -> Workload:
-        """`steps` global batches drawn from these samples: without repetition while there are enough of them."""
+        """Draw `steps` global batches from these samples, without repetition while there are enough samples."""
         draw = np.random.default_rng(seed)
         wanted, have = global_batch * steps, self.num_samples
         rows = np.concatenate([draw.permutation(have) for _ in range(-(-wanted // have))])[:wanted]
@@ -85,41 +85,41 @@ class Workload:
         )
 
     def mean(self, unit: str) -> NDArray[np.float64]:
-        """Mean tokens² and tokens of a sample in `unit`, and the share of samples that have any: [3]."""
+        """Return mean tokens² and tokens of a sample in `unit`, and the fraction of samples with any tokens: [3]."""
         squares, tokens = self.of_samples(unit)
         return np.array([squares.mean(), tokens.mean(), (tokens > 0).mean()])
 
     def mean_row(self, unit: str, samples: float) -> NDArray[np.float64]:
-        """What the costs of a microbatch of `samples` random samples are multiplied by: the expected quadratic term and
-        tokens, and how often it has any: [3]."""
+        """Return the multipliers of a cost triple for a microbatch of `samples` random samples: [3].
+        They are the expected quadratic term, the expected tokens, and the probability of any tokens."""
         square, linear, present = self.mean(unit)
         quadratic = square * samples
         if unit in self.dense and samples > 1:
-            # The square of a sum of independent samples.
+            # Expected square of a sum of independent samples.
             quadratic = quadratic + samples * (samples - 1) * linear**2
             quadratic = quadratic * float(self.dense[unit].at(np.sqrt(quadratic)))
         return np.array([quadratic, linear * samples, 1.0 - (1.0 - present) ** samples])
 
     def of_samples(self, unit: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(tokens², tokens) of each sample in `unit`: [samples] each."""
+        """Return (tokens², tokens) of each sample in `unit`: [samples] each."""
         tokens = np.asarray(self.tokens[unit], dtype=np.float64)
         return np.asarray(self.squares.get(unit, tokens**2), dtype=np.float64), tokens
 
     def lightest(self, unit: str) -> NDArray[np.float64]:
-        """Quadratic term, tokens and calls of the sample with the fewest tokens: [3]."""
+        """Return quadratic term, tokens and calls of the sample with the fewest tokens: [3]."""
         squares, tokens = self.of_samples(unit)
         return np.array([squares.min(), tokens.min(), float(tokens.min() > 0)])
 
     def heaviest(self, unit: str, global_batch: int) -> NDArray[np.float64]:
-        """The same of the sample with the most tokens, in the mean global batch: [3]."""
+        """Return quadratic term, tokens and calls of the sample with the most tokens, mean over global batches: [3]."""
         squares, tokens = (column.reshape(-1, global_batch) for column in self.of_samples(unit))
         at = np.arange(len(tokens)), tokens.argmax(axis=1)
         return np.array([squares[at].mean(), tokens[at].mean(), float((tokens[at] > 0).mean())])
 
     def least_row(self, unit: str, samples: float, split: bool = False) -> NDArray[np.float64]:
-        """Quadratic term, tokens and calls of the mean microbatch, however samples are grouped into microbatches of
-        `samples` on average, none of them empty: [3]. A dense row costs least where all are alike; one of a single
-        sample is not dense. split: microbatches may be cut further."""
+        """Return the least quadratic term, tokens and calls of the mean microbatch for any grouping of samples: [3].
+        Microbatches have `samples` samples on average and at least one. A dense row costs least if all rows are alike;
+        a row of one sample is not dense. split: microbatches may be cut further."""
         square, linear, present = self.mean(unit)
         quadratic = square * samples
         if unit in self.dense:
