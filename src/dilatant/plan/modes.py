@@ -16,12 +16,10 @@ class EncoderPosition(StrEnum):
 
 class Mode(StrEnum):
     """Search space: everything this planner knows (best), or that of one published system, for comparison.
-
-    cornstarch: encoders parallel or colocated, freezing-aware cuts (Cornstarch 4.1). entrain: encoders colocated,
+    cornstarch: encoders parallel or colocated, freezing-aware cuts (Cornstarch v3 4.1). entrain: encoders colocated,
     devices in proportion to the data's mean work, then the best degrees (Entrain, the thesis, 4.4.3). disttrain:
     DistTrain's optimum. megatron: encoders in one stage before the language model, with its degrees; cuts as if
-    everything trained.
-    """
+    everything trained."""
 
     BEST = "best"
     CORNSTARCH = "cornstarch"

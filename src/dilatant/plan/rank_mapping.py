@@ -44,10 +44,8 @@ class Chain:
 
 class RankOrder(StrEnum):
     """Order of ranks: neighbours share a node and communicate fast.
-
     STAGES: the stages of a pipeline (fast activations), equally wide ones first. PIPELINES: the same with each encoder
-    next to the unit it feeds, whatever their widths. REPLICAS: the replicas of a stage (fast gradient sync).
-    """
+    next to the unit it feeds, whatever their widths. REPLICAS: the replicas of a stage (fast gradient sync)."""
 
     STAGES = "stages"
     PIPELINES = "pipelines"

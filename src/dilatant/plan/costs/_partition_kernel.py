@@ -102,10 +102,11 @@ def min_max_cuts(costs, num_stages):
 
 @njit(cache=True)
 def min_max_cuts_in_memory(costs, state_bytes, activation_bytes, in_flight, capacity):
-    """Return the first layer of every stage, empty when nothing fits, by the recurrence of the thesis, eq. 3.5
-    (Cornstarch).
+    """Return the first layer of every stage, empty when nothing fits; recurrence: Cornstarch (the thesis), eq. 3.5.
+
     A stage may hold layers j..i only if their state and its own in-flight activations fit; a pointer that only moves
-    right finds the largest such window."""
+    right finds the largest such window.
+    """
     layers = costs.size
     num_stages = in_flight.size
     time = np.zeros(layers + 1)

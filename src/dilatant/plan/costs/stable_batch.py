@@ -89,21 +89,26 @@ def minimum_stable_batch(
     largest: int | None = None,
     seed: int = 0,
 ) -> StableBatch:
-    """Return Entrain's b_min: the batch size from which on random batches prefer the same of the feasible
-    `allocations`.
+    """Return Entrain's b_min: the batch size from which on random batches prefer the same allocation.
 
     `work` is [samples, units] seconds on one device. With `rule` "fastest", a batch prefers the allocation whose
     slowest unit is fastest; with "nearest", the one nearest to proportional (as printed in the thesis). `allocations`
-    must contain only those that some plan can have: 9:7 devices with tensor degree 2 do not exist. "delta": a batch of
-    n disagrees when the mean of some linear function of its samples changes sign; by the central limit theorem this has
-    probability Phi(-sqrt(n) * distance / deviation). The result is the smallest n for which these probabilities add up
-    to at most `error` over all rival allocations. "trials" is Algorithm 2 as printed: draw a reference batch and
-    ceil(ln(1 - confidence) / ln(1 - error)) more, double n from `smallest` until all agree. Its result varies between
-    runs by a factor of 2 to 4, more near a breakpoint, where the printed loop does not end; here it ends at `largest`,
-    by default the number of samples. Allocations within `tolerance` (relative, slowest unit) of the best count as
-    equal: telling nearly equal allocations apart would take endless samples without benefit. Raises PlanError for work
-    that is negative, not finite, or all zero. Source: Entrain (the thesis, 4.4.2, Algorithm 2 and Appendix C.1-C.2);
-    here with means of work rather than of ratios, and the distance by the delta method.
+    must contain only those that some plan can have: 9:7 devices with tensor degree 2 do not exist.
+
+    "delta": a batch of n disagrees when the mean of some linear function of its samples changes sign; by the central
+    limit theorem this has probability Phi(-sqrt(n) * distance / deviation). The result is the smallest n for which
+    these probabilities add up to at most `error` over all rival allocations. "trials" is Algorithm 2 as printed: draw a
+    reference batch and ceil(ln(1 - confidence) / ln(1 - error)) more, double n from `smallest` until all agree. Its
+    result varies between runs by a factor of 2 to 4, more near a breakpoint, where the printed loop does not end; here
+    it ends at `largest`, by default the number of samples.
+
+    Allocations within `tolerance` (relative, slowest unit) of the best count as equal: telling nearly equal allocations
+    apart would take endless samples without benefit.
+
+    Raises PlanError for work that is negative, not finite, or all zero.
+
+    Source: Entrain (the thesis, 4.4.2, Algorithm 2 and Appendix C.1-C.2); here with means of work rather than of
+    ratios, and the distance by the delta method.
     """
     started = time.perf_counter()
     samples = np.asarray(work, dtype=np.float64)
@@ -200,8 +205,8 @@ def _borders(
     At least one function of each row must change sign before the rival wins, so each row bounds that probability by the
     sum over its functions, and the best row counts.
 
-    "fastest": the rival's slowest unit must be faster than the chosen one's, so for any one unit j some unit k has w_j
-    / rival_j < w_k / chosen_k. "nearest": the squared distances differ by a linear function.
+    "fastest": the rival's slowest unit must be faster than the chosen one's, so for any unit j some unit k has w_j /
+    rival_j < w_k / chosen_k. "nearest": the squared distances differ by a linear function.
     """
     if rule == "nearest":
         own, other = table[chosen] / table[chosen].sum(), table[rival] / table[rival].sum()

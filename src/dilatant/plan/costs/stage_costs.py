@@ -248,9 +248,9 @@ def _largest_sum(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: Parame
 
 
 def _summed(entry: PlacedStage, plan: Plan, model: ModelSpec) -> list[tuple[float, float]]:
-    """Return for each trained layer of a stage (elements that other ranks hold too, elements of its largest such
-    weight). Other holders come from replicas, context parallelism, tensor parallelism that does not divide the layer,
-    and the other end of a tied weight."""
+    """Return for each trained layer of a stage (elements with other holders, elements of its largest such weight).
+    Other holders come from replicas, context parallelism, tensor parallelism that does not divide the layer, and the
+    other end of a tied weight."""
     stage, layers = entry.stage, model.unit(entry.unit).layers
     replicas = len(plan.unit(entry.unit).replicas)
     found = []

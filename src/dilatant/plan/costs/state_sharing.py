@@ -72,8 +72,8 @@ def ranks_together(
     beside: NDArray[np.float64],
     of_experts: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Return [layers]: the number of ranks that would hold equally much each if they sharded all of a layer's state
-    evenly. `beside` ranks share the state outside experts, `of_experts` ranks that of experts."""
+    """Return [layers]: the number of ranks that, sharding all of a layer's state, would hold equally much each.
+    `beside` ranks share the state outside experts, `of_experts` ranks that of experts."""
     outer = np.array([layer.held_beside_experts(tp) for layer in layers])
     inner = np.array([layer.held_of_experts(tp, ep) for layer in layers])
     share = outer / beside + inner / of_experts

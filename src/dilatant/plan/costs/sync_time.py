@@ -44,11 +44,12 @@ class _Ring:
 
 @lru_cache(maxsize=4)  # called before a plan is simulated, and for its costs
 def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16) -> SyncSeconds:
-    """Return by rank the seconds to sum gradients of trainable layers among their holders, and to gather updated
-    weights.
+    """Return by rank the seconds to sum gradients among their holders and to gather updated weights.
+
     Holders are the context-parallel ranks of every replica of the layer. Without sharded state, they all-reduce. With
     sharded state, the ranks that share it reduce-scatter, all-reduce each part with the holders of the same part
-    elsewhere, and all-gather the updated weights (`runtime.gradient_sync`)."""
+    elsewhere, and all-gather the updated weights (`runtime.gradient_sync`).
+    """
     sums: list[_Ring] = []
     gathers: list[_Ring] = []
     for unit in plan.units:

@@ -89,9 +89,9 @@ def of_modes(
     all_devices: bool,
     most_seconds: float,
 ) -> Iterator[Sequence[Candidate]]:
-    """For mode BEST, yield the candidates of each published system, best first, so that the result is no slower than
-    theirs. Candidates with interleaved chunks form one more list: their estimates ignore the split backward that the
-    others' count. most_seconds: as for `enumerate_candidates`."""
+    """For mode BEST, yield the candidates of each published system, so that the result is no slower than theirs.
+    Candidates with interleaved chunks form one more list: their estimates ignore the split backward that the others'
+    count. most_seconds: as for `enumerate_candidates`."""
     if mode is not Mode.BEST:
         return
     yield sorted((one for one in found if one.disaggregated), key=lambda one: one.disaggregated)
@@ -113,8 +113,8 @@ def across(
     all_devices: bool,
     most_seconds: float = math.inf,
 ) -> list[Candidate]:
-    """Return the candidates that span several device groups, best first; `alone` has the candidates of each group
-    alone. most_seconds: placements of units on other groups with larger estimates are omitted."""
+    """Return the candidates that span several device groups, best first; `alone`: those of each group alone.
+    most_seconds: placements of units on other groups with larger estimates are omitted."""
     if are_few(spaces):
         spaces = [replace(space, shared=True) for space in spaces]
         alone = [enumerate_candidates(space, Mode.BEST, sizes, microbatches) for space in spaces]

@@ -254,8 +254,7 @@ def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int, knows:
 
 
 def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer, how: _How) -> SearchResult:
-    """Return the best plan over groups of different devices: on one group, searched as if it were alone, or across
-    groups.
+    """Return the best plan over groups of different devices: on one of them, searched alone, or across groups.
     Modes of published systems search single groups only, as do searches on many devices that must beat a known plan."""
     if how.copies > 1:
         raise PlanError("plans over groups of unlike devices are not made for nodes that may be lost")
