@@ -1,1 +1,1 @@
-"""Pipeline templates for every node count, and a new composition after nodes were lost or joined."""
+"""Pipeline templates for every node count, and the choice of new pipelines after nodes were lost or joined."""

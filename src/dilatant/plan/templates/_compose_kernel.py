@@ -1,4 +1,4 @@
-"""Compiled knapsacks of pipeline composition."""
+"""Compiled knapsack loops of pipeline composition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba import njit
 
 @njit(cache=True)
 def microbatches_within(limit, seconds, bottleneck, planned, most):
-    """How many microbatches (at most `most`) each template finishes within `limit` seconds; 0 if not one."""
+    """Return how many microbatches (at most `most`) each template finishes within `limit` seconds; 0 if none."""
     counts = np.zeros(seconds.size, np.int64)
     for i in range(seconds.size):
         count = most
@@ -25,10 +25,10 @@ def microbatches_within(limit, seconds, bottleneck, planned, most):
 
 @njit(cache=True)
 def _fill(nodes, values, num_nodes, levels, saturate, best, choice):
-    """best[c, n]: largest sum of values over pipelines that use exactly n nodes; -1 where there is none.
+    """Fill best[c, n]: the largest sum of values over c pipelines that use exactly n nodes; -1 if there are none.
 
-    There are c of them; with `saturate` the last level means that many or more. Templates of value 0 are left
-    out. choice[c, n] = 2 * template, plus 1 if the rest is found on the same level.
+    With `saturate` the last level means that many pipelines or more. Templates of value 0 are omitted. choice[c, n] = 2
+    * template, plus 1 if the remaining pipelines are on the same level.
     """
     for c in range(levels):
         best[c, 0] = -1
@@ -57,7 +57,7 @@ def _fill(nodes, values, num_nodes, levels, saturate, best, choice):
 
 @njit(cache=True)
 def _most(best, least, num_nodes):
-    """The largest sum on all nodes over the levels from `least` on."""
+    """Return the largest sum that uses all nodes, over the levels from `least` on."""
     most = best[least, num_nodes]
     for level in range(least + 1, best.shape[0]):
         most = max(most, best[level, num_nodes])
@@ -66,10 +66,10 @@ def _most(best, least, num_nodes):
 
 @njit(cache=True)
 def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, least, levels, saturate):
-    """The least time limit within which some composition runs `total` microbatches, and that composition.
+    """Return the least time limit within which some composition runs `total` microbatches, and its tables.
 
-    `low` is a lower bound that is tried first, `high` a limit known to suffice. Both ends only ever move onto
-    times that a template can finish at, so they meet on the optimum.
+    `low` is a lower bound that is tried first, `high` a limit known to suffice. Both ends always move onto times at
+    which some template can finish, so they meet on the optimum.
     """
     best = np.empty((levels, num_nodes + 1), np.int64)
     choice = np.zeros((levels, num_nodes + 1), np.int64)
@@ -98,11 +98,10 @@ def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, le
 
 @njit(cache=True)
 def share(seconds, bottleneck, planned, total):
-    """Microbatches of each of some pipelines, together `total`, at least one each, the slowest as fast as can be.
-
-    The least limit within which max(1, what fits) adds up to `total`; then the pipelines that end exactly on
-    the limit give back what is too much (fewer than they are, or the limit would be lower).
-    """
+    """Divide `total` microbatches among pipelines, at least one each, so that the slowest finishes as early as
+    possible.
+    The limit is the least one at which max(1, microbatches that fit) adds up to `total`; the pipelines that end exactly
+    on it then give back the surplus (which is smaller than their number, or the limit would be lower)."""
     low = np.inf
     high = -np.inf
     for i in range(seconds.size):
@@ -137,10 +136,10 @@ def share(seconds, bottleneck, planned, total):
 
 @njit(cache=True)
 def compose(nodes, seconds, bottleneck, planned, num_nodes, fewest, total):
-    """(the template of each pipeline, how many there are) of the composition whose slowest pipeline is fastest.
+    """Return (template of each pipeline, number of pipelines) of the composition whose slowest pipeline is fastest.
 
-    At least `fewest` pipelines, at most `total` (each runs a microbatch), on exactly `num_nodes` nodes. Such a
-    composition must exist.
+    The composition has at least `fewest` and at most `total` pipelines (each runs a microbatch) on exactly `num_nodes`
+    nodes. Such a composition must exist.
     """
     low = np.inf
     high = -np.inf
@@ -151,7 +150,7 @@ def compose(nodes, seconds, bottleneck, planned, num_nodes, fewest, total):
     for size in nodes:
         smallest = min(smallest, size)
     levels = np.int64(1)
-    saturate = fewest >= 0  # true, and of the same type as below
+    saturate = fewest >= 0  # always true; gives numba the type used below
     least = np.int64(0)
     while True:
         limit, best, choice = _bisect(
@@ -171,8 +170,8 @@ def compose(nodes, seconds, bottleneck, planned, num_nodes, fewest, total):
             n -= nodes[template]
         if fewest <= number <= total:
             return pipelines, number
-        # Counting pipelines costs a level each, so it is done only where the free optimum has too few or many;
-        # its time stays a lower bound.
+        # Each counted pipeline costs a level, so pipelines are counted only if the unconstrained optimum has too few
+        # or too many; its time stays a lower bound.
         low = limit
         least = fewest
         saturate = num_nodes // smallest <= total

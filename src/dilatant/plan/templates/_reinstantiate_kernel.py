@@ -1,4 +1,4 @@
-"""Compiled enumeration and transport behind pipeline reinstantiation."""
+"""Compiled enumeration and transport problem of pipeline reinstantiation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba import njit
 
 @njit(cache=True)
 def _nearest(rank, center, most):
-    """The rank-th of 0..most in order of distance from `center` (at most `most`), smaller ones first."""
+    """Return the rank-th of 0..most in order of distance from `center` (at most `most`), smaller ones first."""
     both = min(center, most - center)
     if rank <= 2 * both:
         distance = (rank + 1) // 2
@@ -18,14 +18,13 @@ def _nearest(rank, center, most):
 
 @njit(cache=True)
 def enumerate_compositions(nodes, values, have, num_nodes, fewest, total, most_found, most_steps):
-    """(counts[found, template], whether these are all): compositions that use exactly `num_nodes` nodes.
-
-    Between `fewest` and `total` pipelines, values adding up to at least `total`; templates of value 0 are left
-    out. Each count is tried in order of distance from `have`, so the most familiar compositions come first.
-    """
+    """Return (counts[found, template], True if complete): compositions that use exactly `num_nodes` nodes.
+    They have between `fewest` and `total` pipelines whose values add up to at least `total`; templates of value 0 are
+    omitted. Each count is tried in order of distance from `have`, so the compositions most like the running one come
+    first."""
     templates = nodes.size
-    value_left = np.full((templates + 1, num_nodes + 1), np.int64(-1))  # best sum of the templates still open
-    parts_left = np.full((templates + 1, num_nodes + 1), np.int64(-1))  # most pipelines of these
+    value_left = np.full((templates + 1, num_nodes + 1), np.int64(-1))  # best sum of the remaining templates
+    parts_left = np.full((templates + 1, num_nodes + 1), np.int64(-1))  # most pipelines of these templates
     value_left[templates, 0] = 0
     parts_left[templates, 0] = 0
     for i in range(templates - 1, -1, -1):
@@ -77,9 +76,9 @@ def enumerate_compositions(nodes, values, have, num_nodes, fewest, total, most_f
 
 @njit(cache=True)
 def transport(cost, supply, demand):
-    """flow[row, column] that moves every supply to the demands (equal sums) at least cost.
+    """Return flow[row, column] that moves every supply to the demands (equal sums) at minimum cost.
 
-    Successive shortest paths on reduced costs, several units at a time; integers throughout.
+    The algorithm is successive shortest paths on reduced costs, several units at a time, in integers.
     """
     rows, columns = cost.shape
     flow = np.zeros((rows, columns), np.int64)

@@ -1,13 +1,13 @@
-"""Compiled search for pipeline templates of all node counts at once.
+"""Compiled search for the pipeline templates of all node counts at once.
 
-Notation, with integer times: a plan is a chain of stages with times t_0..t_{S-1}, the slowest tau, and k* the
-last stage that is as slow. The paper's T1 + T2 + T3 at Nb microbatches is
+Notation, with integer times: a plan is a chain of stages with times t_0..t_{S-1}, the slowest tau, and k* the last
+stage that is as slow. The paper's T1 + T2 + T3 at Nb microbatches is
 
     sum(t) + (Nb - S + k* - 1) tau + sum(t_k for k >= k*)
   = sum(t_k for k < k*) + sum(2 t_k - tau for k >= k*) + (Nb - 1) tau
 
-so once tau is fixed every stage pays for itself and the number of stages is not part of the state
-(reference planning.md 2a). tau is one of the sums of consecutive layers, sorted in `candidates`.
+so for a fixed tau each stage adds a term of its own, and the number of stages is not part of the state. tau is one of
+the sums of consecutive layers, sorted in `candidates`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ IMPOSSIBLE = np.int64(1) << 61
 def _extend(
     rest, lowest, time, slope, per_stage, earliest, latest, top, row, choices, mark, queue_end, queue_cost
 ):
-    """Lower row[i], i <= top, to the least slope * (time of layers i..end) + per_stage + rest[end] over the ends from
-    earliest[i] to latest[i]; choices[i] becomes mark + end. Returns the smallest i with such an end.
+    """Lower row[i], i <= top, to the minimum over ends of slope * (time of layers i..end) + per_stage + rest[end].
 
-    Both ends of the window move left with i, so a monotone queue yields every minimum in constant time. No entry of
-    `rest` before `lowest` is possible, so windows that end there end the loop.
+    Ends range from earliest[i] to latest[i]; choices[i] becomes mark + end. Returns the smallest i with such an end.
+    Both ends of the window move left with i, so a monotone queue yields every minimum in amortized constant time.
+    Entries of `rest` before `lowest` are impossible, so windows that end there end the loop.
     """
     head = 0
     tail = 0
@@ -57,16 +57,15 @@ def _extend(
 
 @njit(cache=True)
 def _chain(prefix, widths, fits, node, gpus, low, high, after, tau, best, choice):
-    """best[part, level, r, i]: least cost of running layers i.. on exactly the last r GPUs of a pipeline.
+    """Fill best[part, level, r, i]: the least cost of running layers i.. on exactly the last r GPUs of a pipeline.
 
-    Part 1 is what follows k*: stages of at most `after` that cost 2 t - tau. Part 0 is a chain that still has
-    k* (between `low` and `high`, cost 2 t - tau) before it, and before k* stages of at most `high` that cost t.
-    `prefix[w, k]` is the time of the first k layers on widths[w] GPUs. No stage crosses a node of `node` GPUs,
-    which depends on r alone, so one table serves every node count up to `gpus`. A stage at `level` that begins at
-    layer i ends at fits[w, level, i] at the latest. Levels count stages from the end when there are several (their
-    memory differs); a single level does not count. choice codes the first stage as
-    ((next part * widths) + w) * (layers + 1) + end. Entries that no pipeline can meet are left IMPOSSIBLE: more layers
-    before them than the other GPUs can run.
+    Part 1 follows k*: stages of at most `after` that cost 2 t - tau. Part 0 still contains k* (between `low` and
+    `high`, cost 2 t - tau), preceded by stages of at most `high` that cost t. `prefix[w, k]` is the time of the first k
+    layers on widths[w] GPUs. No stage crosses a node of `node` GPUs, which depends on r alone, so one table serves
+    every node count up to `gpus`. A stage at `level` that begins at layer i ends at fits[w, level, i] at the latest.
+    With several levels, levels count stages from the end (their memory differs); a single level does not count. choice
+    encodes the first stage as ((next part * widths) + w) * (layers + 1) + end. Entries that no pipeline can reach stay
+    IMPOSSIBLE: more layers before them than the other GPUs can run.
     """
     layers = prefix.shape[1] - 1
     levels = fits.shape[1]
@@ -141,7 +140,7 @@ def _chain(prefix, widths, fits, node, gpus, low, high, after, tau, best, choice
 
 @njit(cache=True)
 def _follow(prefix, widths, choice, level, gpus, stages, times):
-    """Write stages (first, end, width index) and times of the chain behind best[0, level, gpus, 0]; their number."""
+    """Write stages (first, end, width index) and times of the chain in best[0, level, gpus, 0]; return their count."""
     layers = prefix.shape[1] - 1
     step = 1 if choice.shape[1] > 1 else 0
     part = 0
@@ -166,7 +165,7 @@ def _follow(prefix, widths, choice, level, gpus, stages, times):
 
 @njit(cache=True)
 def _pipeline_time(times, num_stages, num_microbatches):
-    """T1 + T2 + T3 of a chain; of equally slow stages the last counts."""
+    """Return T1 + T2 + T3 of a chain; of equally slow stages the last counts."""
     total = 0
     slowest = -1
     tail = 0
@@ -183,17 +182,17 @@ def _pipeline_time(times, num_stages, num_microbatches):
 
 @njit(cache=True)
 def search(prefix, widths, fits, node, node_counts, num_microbatches, candidates):
-    """The best plan of every node count, over all stage counts, cuts and GPU splits; exact.
+    """Find the best plan of every node count, over all stage counts, cuts and GPU splits; exact.
 
     `widths` ascend; `fits[w, level, i]` bounds the end of a stage from layer i on widths[w] GPUs, see `_chain`.
 
-    Returns (cost, stages[n, :, (first, end, width index)], number of stages, tables filled); cost is IMPOSSIBLE
-    where no plan exists.
+    Returns (cost, stages[n, :, (first, end, width index)], number of stages, tables filled); cost is IMPOSSIBLE where
+    no plan exists.
 
-    Branch and bound over intervals of candidate slowest times. For a plan whose tau lies in an interval, its
-    cost with tau replaced is linear in tau, so the smaller of the interval's two ends is a lower bound; the
-    lower end alone is one where no plan can have as many stages as microbatches. The plan behind a bound is a
-    real plan: it is evaluated, and usually becomes the incumbent. With one tau left, stages after k* must be
+    The search is branch and bound over intervals of candidates for tau, the slowest stage time. For a plan whose tau
+    lies in an interval, its cost with tau replaced is linear in tau, so the smaller value at the interval's two ends is
+    a lower bound; the lower end suffices where no plan can have as many stages as microbatches. The plan behind a bound
+    is a real plan: it is evaluated, and usually becomes the incumbent. With one tau left, stages after k* must be
     faster than tau, and the table is exact.
     """
     layers = prefix.shape[1] - 1
@@ -212,7 +211,7 @@ def search(prefix, widths, fits, node, node_counts, num_microbatches, candidates
     thinnest = widths[0]
 
     probes = 32
-    depth_limit = probes + 140  # of a halving of at most 2**64 candidates
+    depth_limit = probes + 140  # enough to bisect 2**64 candidates
     interval = np.empty((depth_limit, 2), np.int64)
     bound = np.empty((depth_limit, num_counts), np.int64)
     for k in range(probes + 1):
@@ -222,7 +221,7 @@ def search(prefix, widths, fits, node, node_counts, num_microbatches, candidates
     interval[0, 1] = candidates.size
     depth = 1
     if min(layers, most_gpus // thinnest) >= num_microbatches:
-        # With few microbatches a slow first stage can be best: look at times of every size for incumbents.
+        # With few microbatches a slow first stage can be best: probe candidates of every size for incumbents.
         for probe in range(probes):
             interval[depth, 0] = candidates.size * (probe + 1) // (probes + 1)
             interval[depth, 1] = interval[depth, 0] + 1

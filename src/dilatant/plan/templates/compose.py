@@ -1,4 +1,4 @@
-"""Which templates to run side by side, and how many microbatches each pipeline takes."""
+"""Composition: choose the templates to run side by side, and the microbatches of each pipeline."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Composition(Answer):
 def compose_pipelines(
     templates: Mapping[int, Template], num_nodes: int, fault_tolerance: int, num_microbatches: int
 ) -> Composition:
-    """The fastest way to use all `num_nodes` nodes for `num_microbatches` microbatches; exact.
+    """Return the fastest composition that uses all `num_nodes` nodes for `num_microbatches` microbatches; exact.
 
-    At least fault_tolerance + 1 pipelines, each an instance of `templates[nodes]` with at least one microbatch.
-    A pipeline needs seconds + (N - planned) * bottleneck for N microbatches, `planned` being the number at which
-    its template's `seconds` hold (`Template.num_microbatches`; num_microbatches where that is None). The
-    slowest pipeline is as fast as possible; the last microbatches go to whoever finishes first.
+    It has at least fault_tolerance + 1 pipelines, each an instance of `templates[nodes]` with at least one microbatch.
+    A pipeline takes seconds + (N - planned) * bottleneck for N microbatches, `planned` being the number at which its
+    template's `seconds` hold (`Template.num_microbatches`; num_microbatches if None). The slowest pipeline is as fast
+    as possible; the last microbatches go to the pipelines that finish first.
 
-    Raises BatchError, naming the nearest batch that can be spread, when there are fewer microbatches than the
-    smallest possible number of pipelines (the batch is never changed silently), TooFewDevicesError when
-    the nodes cannot hold fault_tolerance + 1 pipelines, PlanError when no templates add up to num_nodes.
+    Raises BatchError, naming the nearest batch that can be spread, when there are fewer microbatches than the smallest
+    possible number of pipelines (the batch is never changed silently), TooFewDevicesError when the nodes cannot hold
+    fault_tolerance + 1 pipelines, PlanError when no templates add up to num_nodes.
 
-    Source: Oobleck, thesis 2.4.2 eq. 2.5 and 2.6, read as min-max over pipelines rather than least variance
-    over templates, with fill time and bottleneck instead of N_b * T_i (reference planning.md O12-O14, 2b).
+    Source: Oobleck (the thesis, 2.4.2, eq. 2.5 and 2.6), read as min-max over pipelines rather than least variance over
+    templates, with fill time and bottleneck instead of N_b * T_i.
     """
     started = time.perf_counter()
     if not templates:
@@ -83,9 +83,9 @@ def compose_pipelines(
 def share_microbatches(
     templates: Mapping[int, Template], pipelines: Sequence[int], num_microbatches: int
 ) -> tuple[tuple[int, ...], float]:
-    """(microbatches of each pipeline, seconds of the slowest) for pipelines of the given node counts; exact.
+    """Return (microbatches of each pipeline, seconds of the slowest) for pipelines of these node counts; exact.
 
-    Every pipeline takes at least one microbatch. Raises BatchError when there are fewer than pipelines.
+    Every pipeline takes at least one microbatch. Raises BatchError when there are fewer microbatches than pipelines.
     """
     if num_microbatches < len(pipelines):
         raise BatchError(
@@ -103,8 +103,8 @@ def share_microbatches(
 def lines(
     templates: Mapping[int, Template], sizes: Sequence[int], num_microbatches: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(seconds, bottleneck, planned) of the template of each size: N microbatches take
-    seconds + (N - planned) * bottleneck."""
+    """Return (seconds, bottleneck, planned) of the template of each size: N microbatches take seconds + (N - planned) *
+    bottleneck."""
     rows = [templates[size] for size in sizes]
     planned = [getattr(row, "num_microbatches", None) or num_microbatches for row in rows]
     return (
@@ -115,7 +115,7 @@ def lines(
 
 
 def _fewest_pipelines(templates: Mapping[int, Template], num_nodes: int, at_least: int) -> int:
-    """The smallest number of pipelines, `at_least` or more, that use all nodes. Raises when there is none."""
+    """Return the smallest number of pipelines, at least `at_least`, that use all nodes. Raises when there is none."""
     sizes = sorted(templates)
     if at_least * sizes[0] > num_nodes:
         raise TooFewDevicesError(

@@ -1,4 +1,4 @@
-"""How many nodes may be lost before a layer is: its copies are worth what they lie on."""
+"""Redundancy of layers: the number of copies on disjoint nodes, which decides how many nodes may be lost."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dilatant.plan.plan import Plan
 
 
 def copies_on_nodes(plan: Plan, ranks_per_node: int) -> dict[str, int]:
-    """Unit → copies of its scarcest layer that share no node, so that losing one node fewer loses none of its layers.
+    """Return unit → copies of its scarcest layer that share no node; losing one node fewer loses no layer of the unit.
 
-    Ranks lie on nodes in order. A copy whose stage lies on several nodes is lost with any of them.
+    Ranks lie on nodes in order. A copy whose stage spans several nodes is lost with any of them.
     """
     return {
         unit.name: min(
@@ -27,7 +27,7 @@ def copies_on_nodes(plan: Plan, ranks_per_node: int) -> dict[str, int]:
 
 
 def _disjoint(places: list[frozenset[int]]) -> int:
-    """Of sets of nodes, as many as share none; the small ones are taken first."""
+    """Return how many of these node sets are disjoint, found greedily, smallest first."""
     taken: set[int] = set()
     count = 0
     for nodes in sorted(places, key=len):

@@ -1,4 +1,4 @@
-"""A new composition after nodes were lost or joined, for the fewest bytes copied."""
+"""Reinstantiation: new pipelines after nodes were lost or joined, with the fewest bytes copied."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ Span = tuple[int, int]
 
 
 class Origin(StrEnum):
-    """Where a pipeline's nodes come from.
+    """Origin of a pipeline's nodes.
 
-    kept: an unaffected pipeline. simple: the survivors of one pipeline under another template. borrow: with
-    nodes of a pipeline that lives on without them. merge: all the survivors of several pipelines. join: with
-    nodes that were in no pipeline.
+    kept: an unaffected pipeline. simple: the survivors of one pipeline under another template. borrow: includes nodes
+    of a pipeline that continues without them. merge: all the survivors of several pipelines. join: includes new nodes.
     """
 
     KEPT = "kept"
@@ -45,7 +44,7 @@ class NodePipeline:
 
 @dataclass(frozen=True, slots=True)
 class LayerCopy:
-    """Layer `layer` goes from node `source` to node `target`; source None: no node holds it any more."""
+    """The copy of `layer` from node `source` to node `target`; source None: no node holds the layer any more."""
 
     layer: int
     source: int | None
@@ -55,10 +54,10 @@ class LayerCopy:
 
 @dataclass(frozen=True, slots=True)
 class Reinstantiation(Answer):
-    """Pipelines after a change of membership, and what must be copied before they can run.
+    """Pipelines after a change of membership, and the copies that must precede training.
 
-    `seconds` is the slowest pipeline's time, `lower_bound` that of the fastest composition. `fewest_bytes` says
-    whether every composition within the allowed time was compared.
+    `seconds` is the slowest pipeline's time, `lower_bound` that of the fastest composition. `fewest_bytes` is True if
+    every composition within the allowed time was compared.
     """
 
     pipelines: tuple[NodePipeline, ...]
@@ -76,7 +75,7 @@ class Reinstantiation(Answer):
 
     @property
     def lost_layers(self) -> tuple[int, ...]:
-        """Layers that no surviving node holds: they exist in checkpoints only."""
+        """Layers that no surviving node holds and that exist only in checkpoints."""
         return tuple(sorted({copy.layer for copy in self.copies if copy.source is None}))
 
 
@@ -91,22 +90,22 @@ def reinstantiate(
     slack: float = 0.0,
     budget: int = 200,
 ) -> Reinstantiation:
-    """The composition for the nodes that are there now, with nodes placed so that the fewest bytes move.
+    """Choose pipelines for the present nodes, and place nodes in them so that the fewest bytes move.
 
-    `pipelines` are the running pipelines as node ids in pipeline order, each an instance of the template of its
-    length; `lost` nodes are gone, `joined` ones are new and empty. `layer_bytes[k]` is what a holder of layer k
-    must receive (weights and optimizer state; 1 each if not given).
+    `pipelines` are the running pipelines as node ids in pipeline order, each an instance of the template of its length;
+    `lost` nodes are gone, `joined` nodes are new and empty. `layer_bytes[k]` is what a holder of layer k must receive
+    (weights and optimizer state; default 1 each).
 
-    The composition is the fastest (`compose_pipelines`), or one within a fraction `slack` of its time; of these
-    the one that moves the fewest bytes. Up to `budget` compositions as fast as the fastest are compared, and as many
-    slower ones, the most like the running one first. Nodes are placed exactly: pipelines that go on under their
-    template stay as they are (never worse, since missing layers obey the triangle inequality), the others by a
-    transport problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are
-    outcomes, not cases. Each copy comes from the holder that has sent least.
+    The composition is the fastest (`compose_pipelines`), or one within a fraction `slack` of its time; among these, one
+    that moves the fewest bytes. Up to `budget` compositions as fast as the fastest are compared, and as many slower
+    ones, those most like the running one first. Placement is exact: pipelines that continue under their template stay
+    as they are (never worse, since missing layers obey the triangle inequality), the others follow from a transport
+    problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are outcomes, not
+    separate cases. Each copy comes from the holder that has sent least.
 
-    Raises what `compose_pipelines` raises, and PlanError for nodes that are unknown or named twice.
+    Raises the errors of `compose_pipelines`, and PlanError for nodes that are unknown or named twice.
 
-    Source: Oobleck, thesis 2.5.1; donor choice by fewest bytes, reference planning.md O16.
+    Source: Oobleck (the thesis, 2.5.1); here donors are chosen by fewest bytes.
     """
     started = time.perf_counter()
     lost, joined = set(lost), sorted(set(joined))
@@ -128,7 +127,7 @@ def reinstantiate(
         if not lost.intersection(nodes):
             intact[len(nodes)].append(number)
 
-    # The fastest one, and those as fast, are always compared: more slack must not mean more bytes.
+    # Compositions as fast as the fastest are always compared, so that more slack never means more bytes.
     compositions, complete = [Counter(size for size, _ in fastest.pipelines)], False
     for limit in dict.fromkeys((fastest.seconds, fastest.seconds + slack * abs(fastest.seconds))):
         more, complete = _compositions(
@@ -162,7 +161,7 @@ def reinstantiate(
 
 
 def node_layers(template: Template, nodes: int) -> tuple[Span, ...]:
-    """(first layer, end layer) held by each of the template's `nodes` nodes, in pipeline order."""
+    """Return (first layer, end layer) held by each of the template's `nodes` nodes, in pipeline order."""
     gpus_per_node = sum(gpus for _, _, gpus in template.stages) // nodes
     spans: list[Span] = []
     used = 0
@@ -201,7 +200,7 @@ def _compositions(
     num_microbatches: int,
     budget: int,
 ) -> tuple[list[Counter[int]], bool]:
-    """Compositions {size: pipelines} that finish within `limit` seconds, and whether these are all."""
+    """Return compositions {size: pipelines} that finish within `limit` seconds, and True if these are all."""
     from dilatant.plan.templates._compose_kernel import microbatches_within
     from dilatant.plan.templates._reinstantiate_kernel import enumerate_compositions
 
@@ -227,7 +226,7 @@ def _place(
     spans: Mapping[int, tuple[Span, ...]],
     prefix: np.ndarray,
 ) -> tuple[int, dict[tuple[Span, Span], int]]:
-    """(bytes that move, {(layers held, layers wanted): nodes}) for the nodes of pipelines that are not kept."""
+    """Return (bytes that move, {(layers held, layers wanted): nodes}) for the nodes of pipelines that are not kept."""
     from dilatant.plan.templates._reinstantiate_kernel import transport
 
     free, wanted = Counter(held.values()), Counter[Span]()
@@ -251,7 +250,7 @@ def _place(
 
 
 def _missing(held: Span, wanted: Span, prefix: np.ndarray) -> int:
-    """Bytes of `wanted` outside `held`."""
+    """Return the bytes of `wanted` outside `held`."""
     first, end = max(held[0], wanted[0]), min(held[1], wanted[1])
     common = int(prefix[end] - prefix[first]) if first < end else 0
     return int(prefix[wanted[1]] - prefix[wanted[0]]) - common
@@ -266,7 +265,7 @@ def _group(
     home: Mapping[int, int],
     spans: Mapping[int, tuple[Span, ...]],
 ) -> list[tuple[int, ...]]:
-    """Node ids of every pipeline, the largest first; nodes that were together stay together where they can."""
+    """Return node ids of every pipeline, the largest first; nodes of one old pipeline stay together if possible."""
     placed: list[tuple[int, ...]] = []
     taken: set[int] = set()
     for size, count in sizes.items():
@@ -277,7 +276,7 @@ def _group(
     for node in sorted(held, key=lambda node: (home.get(node, len(pipelines)), node), reverse=True):
         if node not in taken:
             by_span[held[node]].append(node)
-    ready: dict[Span, list[int]] = defaultdict(list)  # nodes by the layers they are to hold
+    ready: dict[Span, list[int]] = defaultdict(list)  # layers → nodes that will hold them
     for (have, want), count in sorted(flow.items()):
         for _ in range(count):
             ready[want].append(by_span[have].pop())
@@ -318,7 +317,9 @@ def _copies(
     spans: Mapping[int, tuple[Span, ...]],
     prefix: np.ndarray,
 ) -> tuple[LayerCopy, ...]:
-    holders: dict[int, list[tuple[int, int]]] = defaultdict(list)  # layer: (bytes sent when queued, node)
+    holders: dict[int, list[tuple[int, int]]] = defaultdict(
+        list
+    )  # layer → heap of (bytes sent when queued, node)
     for node in sorted(home):
         if node in held:
             for layer in range(*held[node]):

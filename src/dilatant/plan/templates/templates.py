@@ -17,9 +17,9 @@ from dilatant.plan.errors import PlanError
 class Template(Answer):
     """The best pipeline for some number of nodes.
 
-    `stages` are (first layer, end layer, GPUs) in pipeline order; they take the nodes' GPUs in order. `seconds`
-    is the paper's T1 + T2 + T3 at `num_microbatches`, `bottleneck` the seconds of the slowest stage for one
-    microbatch, forward plus backward. Every further microbatch costs one `bottleneck`.
+    `stages` are (first layer, end layer, GPUs) in pipeline order; they take the nodes' GPUs in order. `seconds` is the
+    paper's T1 + T2 + T3 at `num_microbatches`, `bottleneck` the seconds of the slowest stage for one microbatch,
+    forward plus backward. Every further microbatch costs one `bottleneck`.
     """
 
     stages: tuple[tuple[int, int, int], ...]
@@ -33,10 +33,10 @@ class Template(Answer):
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What the layers of a template keep on one GPU, in bytes.
+    """Memory of a template's layers on one GPU, in bytes.
 
-    On d GPUs layer k keeps `state_bytes[d][k]` throughout and `activation_bytes[d][k]` for every microbatch
-    between its forward and its backward. A GPU has `capacity_bytes`.
+    On d GPUs layer k holds `state_bytes[d][k]` throughout and `activation_bytes[d][k]` for every microbatch between its
+    forward and its backward. A GPU has `capacity_bytes`.
     """
 
     state_bytes: Mapping[int, Sequence[float]]
@@ -51,30 +51,29 @@ def plan_templates(
     num_microbatches: int,
     memory: LayerMemory | None = None,
 ) -> dict[int, Template]:
-    """The template of every node count in `nodes`; counts that no plan can use in full are absent.
+    """Return the template of every node count in `nodes`; counts that no plan can use in full are absent.
 
-    `layer_seconds[d][k]` is forward plus backward of layer k for one microbatch on d GPUs of a node, for every
-    allowed d. A plan is a chain of stages that holds every layer once and uses every GPU of its nodes. Stages
-    take GPUs in order, an allowed number each, and none crosses a node. All node counts are searched together;
-    the answers are optimal over all numbers of stages, and `wall_seconds` is the time of the whole search.
+    `layer_seconds[d][k]` is forward plus backward of layer k for one microbatch on d GPUs of a node, for every allowed
+    d. A plan is a chain of stages that holds every layer once and uses every GPU of its nodes. Stages take GPUs in
+    order, an allowed number each, and none crosses a node. All node counts are searched together; the results are
+    optimal over all numbers of stages, and `wall_seconds` is the time of the whole search.
 
-    The objective is Oobleck's (thesis 2.4.1.2) under these readings of its text:
-    the two halves of eq. 2.1 meet at layer k (no layer is dropped); in eq. 2.2 the slowest stage runs on its own
-    GPUs and its index counts from 0; of equally slow stages the last one counts, which makes the longest path
-    through the schedule (eq. 2.3); the number of microbatches is given rather than tied to the number of stages,
-    because four per stage would let the amount of work depend on the answer; several subproblem optima need not
-    make an optimal whole, so the search is exact over whole plans instead of a memo of best parts.
-    Times become integers of 2**-k seconds, fine enough to be exact for integers and for sums of equal layers.
+    The objective is that of Oobleck (the thesis, 2.4.1.2), whose text is read as follows. The two halves of eq. 2.1
+    meet at layer k (no layer is dropped). In eq. 2.2 the slowest stage runs on its own GPUs and its index counts from
+    0. Of equally slow stages the last one counts, which makes the longest path through the schedule (eq. 2.3). The
+    number of microbatches is given rather than tied to the number of stages, because four per stage would let the
+    amount of work depend on the result. Several subproblem optima need not make an optimal whole, so the search is
+    exact over whole plans instead of a memo of best parts. Times become integers of 2**-k seconds, fine enough to be
+    exact for integers and for sums of equal layers.
 
     T1 + T2 + T3 is the length of one path, hence at most the time of 1F1B; rank finalists by simulation. With fewer
-    microbatches than stages T2 can be negative and slow first stages look good: the definition is kept, but plan with
-    at least as many microbatches as layers and let `compose_pipelines` go from there.
-    Layers of one kind that were measured apart differ by noise, which only enlarges the search:
-    see `seconds_by_layer_type`.
+    microbatches than stages T2 can be negative, which favours slow first stages: the definition is kept, but plan with
+    at least as many microbatches as layers and let `compose_pipelines` go from there. Separate measurements of layers
+    of one kind differ by noise, which only enlarges the search: see `seconds_by_layer_type`.
 
-    With `memory`, every stage fits its GPUs: the s-th stage from the end of a 1F1B pipeline keeps s
-    microbatches. Node counts whose free optimum fits cost nothing extra; for the others the search counts stages
-    from the end and takes about as many times longer as there may be stages.
+    With `memory`, every stage fits its GPUs: the s-th stage from the end of a 1F1B pipeline keeps s microbatches. Node
+    counts whose unconstrained optimum fits cost nothing extra; for the others the search counts stages from the end,
+    which multiplies its time by about the largest possible number of stages.
 
     Raises PlanError for empty or uneven tables, times that are negative or not finite, and counts below 1.
     """
@@ -114,7 +113,7 @@ def plan_templates(
 def seconds_by_layer_type(
     layer_seconds: Mapping[int, Sequence[float]], layer_types: Sequence[Hashable]
 ) -> dict[int, tuple[float, ...]]:
-    """`layer_seconds` with every layer's time replaced by the mean over the layers of its type."""
+    """Return `layer_seconds` with every layer's time replaced by the mean over the layers of its type."""
     members: dict[Hashable, list[int]] = {}
     for k, kind in enumerate(layer_types):
         members.setdefault(kind, []).append(k)
@@ -135,7 +134,7 @@ def _search(
     nodes: list[int],
     num_microbatches: int,
 ) -> dict[int, tuple[int, list[tuple[int, int, int]]]]:
-    """{nodes: (cost in ticks, stages as (first, end, width index))}, without node counts that have no plan."""
+    """Return {nodes: (cost in ticks, stages as (first, end, width index))}, without node counts that have no plan."""
     if not nodes:
         return {}
     from dilatant.plan.templates._templates_kernel import search
@@ -145,7 +144,7 @@ def _search(
     slowest = np.unique(prefix[:, end] - prefix[:, first])
     slowest = slowest[
         slowest >= ticks.min(axis=0).max()
-    ]  # some stage holds the layer that is slow everywhere
+    ]  # some stage holds the layer with the largest minimum
     costs, stages, counts, _ = search(
         prefix,
         np.array(widths, np.int64),
@@ -163,7 +162,7 @@ def _search(
 
 
 def _latest_ends(memory: LayerMemory, widths: list[int], levels: int, num_microbatches: int) -> np.ndarray:
-    """[widths, levels, layers]: where a stage that begins at a layer must end, `level` stages from the end."""
+    """Return [widths, levels, layers]: the last end of a stage that begins at a layer, `level` stages from the end."""
     ends = []
     for width in widths:
         state = np.concatenate([[0.0], np.cumsum(memory.state_bytes[width])])
@@ -209,6 +208,6 @@ def _check(
 
 
 def _exponent(seconds: np.ndarray, num_microbatches: int) -> int:
-    """The largest k for which no cost in units of 2**-k seconds reaches 2**60."""
+    """Return the largest k for which no cost in units of 2**-k seconds reaches 2**60."""
     largest = float(seconds.sum(axis=1).max()) * (num_microbatches + 2 * seconds.shape[1] + 4)
     return 60 - math.frexp(largest)[1] if largest > 0.0 else 0
