@@ -1,1 +1,1 @@
-"""DistTrain's search: replicas, tensor and pipeline degree of every module."""
+"""DistTrain's search: replicas, tensor-parallel and pipeline degree of every module."""

@@ -1,8 +1,8 @@
-"""Compiled option tables and joins of disaggregated orchestration.
+"""Compiled option tables and joins of DistTrain's disaggregated orchestration.
 
-An option is a way to lay out one module: (GPUs, seconds of a stage, warm-up seconds, depth). Smaller is better in
-all four. The depth of a module before the language model is minus the number of stages that may follow it in memory;
-of a module after it, its own number of stages.
+An option is a layout of one module: (GPUs, seconds of a stage, warm-up seconds, depth). Smaller is better in all four.
+The depth of a module before the language model is minus the number of stages that may follow it in memory; the depth of
+a module after the language model is its own number of stages.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ANY_DEPTH = -(1 << 40)
 
 
 class Ways(NamedTuple):
-    """Ways to lay out a module, by rising GPUs. seconds: of the whole module for one sample; share: the largest stage's
-    part of the layers."""
+    """Layouts of a module, by rising GPUs. seconds: of the whole module for one sample; share: fraction of the layers
+    in the largest stage."""
 
     gpus: NDArray[np.int64]
     replicas: NDArray[np.int64]
@@ -29,7 +29,7 @@ class Ways(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes of a whole module: its state, what of it replicas share, and the activations of a sample."""
+    """Bytes of a whole module: its state, the part that replicas shard, and the activations of a sample."""
 
     state: float
     optimizer: float
@@ -38,10 +38,10 @@ class Held(NamedTuple):
 
 @njit(cache=True)
 def frontier(ways, held, capacity, divided, samples, after, most, keep_stages):
-    """(rows kept, their options): those not dominated among ways whose replicas divide `divided`, by rising GPUs.
+    """Return (kept rows, their options): Pareto-optimal layouts whose replicas divide `divided`, by rising GPUs.
 
-    `samples` are those of a language microbatch, `most` the microbatches of a step. With `keep_stages` an option with
-    fewer stages is not dominated: what feeds it keeps fewer microbatches.
+    `samples` are those of a language-model microbatch, `most` the microbatches of a step. With `keep_stages` an option
+    with fewer stages is not dominated, because modules before it keep fewer microbatches.
     """
     gpus, replicas, tp, pp, seconds, share = ways
     kept = np.empty(gpus.size, np.int64)
@@ -86,7 +86,7 @@ def frontier(ways, held, capacity, divided, samples, after, most, keep_stages):
 
 @njit(cache=True)
 def combine(one, other, budget):
-    """Non-dominated sums of two option tables on at most `budget` GPUs: (rows of one, rows of other, options)."""
+    """Return Pareto-optimal sums of two option tables on at most `budget` GPUs: (rows of each, options)."""
     size = one.shape[0] * other.shape[0]
     options = np.empty((size, 4))
     code = np.empty(size, np.int64)
@@ -123,8 +123,8 @@ def combine(one, other, budget):
 
 @njit(cache=True)
 def join(before, middle, middle_stages, after, budget, num_microbatches, incumbent):
-    """The best (seconds, row of before, of middle, of after) on at most `budget` GPUs; seconds is `incumbent` if
-    nothing beats it. Tables are sorted by GPUs; `middle_stages` is the language model's number of stages."""
+    """Return the best (seconds, row of before, of middle, of after) on at most `budget` GPUs. Seconds is `incumbent` if
+    no layout is faster. Tables are sorted by GPUs; `middle_stages`: the language model's stages."""
     best = incumbent
     found = (0, 0, 0)
     steady = num_microbatches - 1

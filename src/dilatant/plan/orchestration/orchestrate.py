@@ -1,4 +1,4 @@
-"""Disaggregated orchestration: replicas, tensor and pipeline degree of every module, each its own."""
+"""Disaggregated orchestration (DistTrain): replicas, tensor-parallel and pipeline degree for each module separately."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewD
 
 @dataclass(frozen=True, slots=True)
 class ModuleCost:
-    """One unit as DistTrain sees it: uniform layers.
+    """A unit in DistTrain's model: equal layers.
 
-    `seconds[tp]` is forward plus backward of the whole module for one sample (less what is frozen). Bytes are the
-    whole module's: `state_bytes` of parameters and gradients, `optimizer_bytes`, which the replicas share
-    (ZeRO-1), `activation_bytes` of one sample between forward and backward.
+    `seconds[tp]` is forward plus backward of the whole module for one sample (without frozen parts). Bytes are the
+    whole module's: `state_bytes` of parameters and gradients, `optimizer_bytes`, which the replicas shard (ZeRO-1),
+    `activation_bytes` of one sample between forward and backward.
     """
 
     name: str
@@ -48,9 +48,9 @@ class ModuleAllocation:
 
 @dataclass(frozen=True, slots=True)
 class Orchestration(Answer):
-    """The devices of every module, in the order encoders, language model, generators.
+    """The allocation of every module, in the order encoders, language model, generators.
 
-    A step takes `seconds`: `warm_up_seconds` for the first microbatch of `num_microbatches` (the language model's,
+    A step takes `seconds`: `warm_up_seconds` for the first of `num_microbatches` microbatches (the language model's,
     per replica), then the slowest stage once for each of the others.
     """
 
@@ -77,17 +77,17 @@ def orchestrate(
     microbatch_size: int = 1,
     capacity_bytes: float = math.inf,
 ) -> Orchestration:
-    """The allocation with the least warm-up + (microbatches - 1) * slowest stage on at most `num_gpus`; exact.
+    """Return the allocation with the least warm-up + (microbatches - 1) * slowest stage on at most `num_gpus`; exact.
 
-    Searched: every number of language replicas whose microbatches divide the global batch, for every other module
-    every number of replicas that divides it, every tensor degree in `seconds`, every pipeline degree up to the
-    layers. A stage holds ceil(layers / pp) of them. Microbatches of the language model have `microbatch_size`
-    samples; a module with fewer replicas takes several of them at once. In memory, the first stage of a module keeps
-    as many microbatches as there are stages from it to the end of the longest path through the modules.
+    The search covers every number of language-model replicas whose microbatches divide the global batch, for every
+    other module every number of replicas that divides it, every tensor degree in `seconds`, and every pipeline degree
+    up to the layers. A stage holds ceil(layers / pp) layers. Microbatches of the language model have `microbatch_size`
+    samples; a module with fewer replicas takes several microbatches at once. In memory, the first stage of a module
+    keeps as many microbatches as there are stages from it to the end of the longest path through the modules.
 
-    Source: DistTrain 5.1-5.2. Its convex relaxation has to be rounded, for a loss of 0.8 to 10 %; here dominated
-    options are dropped and the rest is joined with bounds (reference planning.md D6, D7, 2f). Raises BatchError when
-    the global batch is no multiple of the microbatch size, DoesNotFitError or TooFewDevicesError when nothing fits.
+    Source: DistTrain 5.1-5.2. Rounding its convex relaxation loses 0.8 to 10 %; here dominated options are dropped and
+    the rest is joined with bounds. Raises BatchError when the global batch is no multiple of the microbatch size,
+    DoesNotFitError or TooFewDevicesError when nothing fits.
     """
     started = time.perf_counter()
     from dilatant.plan.orchestration._orchestrate_kernel import ANY_DEPTH, join
@@ -136,7 +136,7 @@ Options = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Every (replicas, tp, pp) of one module on at most the allowed GPUs, by rising GPUs."""
+    """All (replicas, tp, pp) of one module on at most the allowed GPUs, by rising GPUs."""
 
     module: ModuleCost
     gpus: np.ndarray
@@ -148,7 +148,7 @@ class _Table:
 
     @classmethod
     def of(cls, module: ModuleCost, num_gpus: int) -> _Table:
-        # Of the pipeline degrees with equally large stages only the smallest can be best.
+        # Among pipeline degrees with equally large stages only the smallest can be best.
         degrees = sorted({-(-module.layers // -(-module.layers // pp)) for pp in range(1, module.layers + 1)})
         tp, pp, replicas = (
             grid.ravel()
@@ -174,7 +174,7 @@ class _Table:
         exact: bool = False,
         after: bool = False,
     ) -> Options:
-        """(row numbers, options) with a number of replicas that divides (or, if `exact`, is) `replicas`."""
+        """Return (row numbers, options) whose number of replicas divides (or, if `exact`, equals) `replicas`."""
         from dilatant.plan.orchestration._orchestrate_kernel import Held, Ways, frontier
 
         rows = np.flatnonzero(self.replicas == replicas if exact else replicas % self.replicas == 0)
@@ -191,7 +191,7 @@ class _Table:
 
 
 def _fold(tables: Iterable[Options], num_gpus: int, depth: int) -> tuple[list[list[int]], np.ndarray]:
-    """The joint options of several modules: (row numbers of each, options); of none, to use nothing at `depth`."""
+    """Return the joint options of several modules: (row numbers of each, options); without modules, no GPUs."""
     from dilatant.plan.orchestration._orchestrate_kernel import combine
 
     rows: list[list[int]] | None = None
@@ -228,7 +228,7 @@ def _check(modules: Sequence[ModuleCost], num_gpus: int, global_batch: int, micr
 def _nothing_fits(
     modules: Sequence[ModuleCost], num_gpus: int, replicated: int, microbatch_size: int, capacity: float
 ) -> PlanError:
-    """Which module is too large even alone on all GPUs, and by how much; or that all together are."""
+    """Build the error: the module that is too large even alone on all GPUs and its excess, or all modules together."""
     problems = []
     for module in modules:
         table = _Table.of(module, num_gpus)
