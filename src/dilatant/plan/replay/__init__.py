@@ -1,1 +1,1 @@
-"""Replay of a node trace: throughput while nodes come and go."""
+"""Replay of a node trace: simulated throughput while nodes come and go."""

@@ -1,7 +1,7 @@
-"""Node traces: when nodes of a cluster came and went.
+"""Node traces: the times at which nodes joined and left a cluster.
 
-Several public collections are read as they are published: Bamboo's and Oobleck's `milliseconds,add|remove,node`,
-Parcae's and Bamboo's counts over time, Parcae's JSON lines and SkyPilot's sampled counts.
+Several public collections are read as published: Bamboo's and Oobleck's `milliseconds,add|remove,node`, Parcae's and
+Bamboo's counts over time, Parcae's JSON lines and SkyPilot's sampled counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "h": 3600.0}
 # A count file has no unit. 10^7 s are four months, longer than any published trace; 10^7 ms are under three hours.
 _SURELY_MILLISECONDS = 1e7
 MOST_NODES = 100_000
-"""At one time. More are a mistake or a trap: each of them is kept."""
+"""Most nodes at one time; a larger number is a mistake or an attack, since each node takes memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class NodeTrace:
     seconds: float
 
     def counts(self) -> tuple[tuple[float, int], ...]:
-        """(seconds, nodes alive from then on)."""
+        """Return (seconds, nodes alive from then on) for each event."""
         alive, counts = 0, []
         for event in self.events:
             alive += len(event.joined) - len(event.lost)
@@ -58,7 +58,7 @@ class NodeTrace:
         return area / (self.seconds - counts[0][0]) if self.seconds > counts[0][0] else 0.0
 
     def within(self, start: float, end: float) -> NodeTrace:
-        """The part between `start` and `end` seconds, counted from `start`; nodes alive at `start` join at 0."""
+        """Return the part from `start` to `end` seconds, counted from `start`; nodes alive at `start` join at 0."""
         alive: set[int] = set()
         events: list[NodeEvent] = []
         for event in self.events:
@@ -73,11 +73,11 @@ class NodeTrace:
 
 
 def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) -> NodeTrace:
-    """Read a trace file of any of the known formats.
+    """Read a trace file in any of the known formats.
 
-    Files that only count nodes do not say which were lost: those are drawn with `seed`. `unit` ("ms", "s" or "h")
-    is that of a `time,count` file; without it they are seconds, or milliseconds where the last is above 10^7.
-    Raises UserError naming the line that does not fit.
+    Files that only count nodes do not say which were lost: lost nodes are drawn with `seed`. `unit` ("ms", "s" or "h")
+    is that of a `time,count` file; the default is seconds, or milliseconds if the last time is above 10^7. Raises
+    UserError naming the line that does not fit.
     """
     path = Path(path)
     try:
@@ -103,14 +103,14 @@ def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) ->
 
 
 class _Misfit(ValueError):
-    """A line that does not fit its format."""
+    """A line does not fit its format."""
 
 
 Change = tuple[float, bool, int]  # seconds, joined rather than lost, node
 
 
 def _changes(text: str, seed: int, unit: str | None) -> tuple[list[Change], float]:
-    """Every change in time order, and when the trace ends."""
+    """Return every change in time order, and the end of the trace."""
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise _Misfit("line 1: the file is empty")
@@ -127,7 +127,7 @@ def _changes(text: str, seed: int, unit: str | None) -> tuple[list[Change], floa
 
 
 def _named(entries: list[tuple[int, float, str, list[str]]]) -> tuple[list[Change], float]:
-    """Changes of named nodes; names become numbers in order of appearance."""
+    """Return the changes of named nodes; names become numbers in order of appearance."""
     numbers: dict[str, int] = {}
     alive: set[int] = set()
     changes: list[Change] = []
@@ -158,7 +158,7 @@ def _json_line(number: int, line: str) -> tuple[int, float, str, list[str]]:
 
 
 def _counted(counts: Iterable[tuple[float, int]], seed: int) -> tuple[list[Change], float]:
-    """Changes that lead from count to count; who leaves is drawn among those alive."""
+    """Return changes that lead from count to count; nodes that leave are drawn among those alive."""
     draw = random.Random(seed)
     alive: list[int] = []
     changes: list[Change] = []
@@ -217,7 +217,7 @@ def _number(line: int, text: str) -> float:
 
 
 def _merge(changes: list[Change]) -> tuple[NodeEvent, ...]:
-    """One event for each moment; a node that comes and goes in the same moment is left out."""
+    """Merge changes into one event per moment; a node that joins and leaves at the same moment is omitted."""
     moments: dict[float, tuple[set[int], set[int]]] = {}
     for seconds, is_join, node in changes:
         joined, lost = moments.setdefault(seconds, (set(), set()))

@@ -1,4 +1,4 @@
-"""How training goes on after a change of membership: the reactions that a replay compares."""
+"""Reactions: the ways to continue training after a change of membership, which a replay compares."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def from_templates(
     layer_bytes: Sequence[int] | None = None,
     slack: float = 0.0,
 ) -> Reaction:
-    """Pipelines are made again from what survived (Oobleck, thesis 2.5; arguments as in `reinstantiate`).
+    """Reinstantiate pipelines from the survivors (Oobleck, the thesis, 2.5; arguments as in `reinstantiate`).
 
-    With too few nodes for fault_tolerance + 1 replicas, training goes on with as many as there can be. Nodes that no
-    composition can use stay idle until the next change. State is read from a checkpoint only if no surviving node
-    holds some layer.
+    With too few nodes for fault_tolerance + 1 replicas, training continues with as many as possible. Nodes that no
+    composition can use stay idle until the next change. State is read from a checkpoint only if no surviving node holds
+    some layer.
     """
     spans = {size: node_layers(template, size) for size, template in templates.items()}
     usable = _usable(templates, fault_tolerance, num_microbatches * max(templates))
@@ -42,7 +42,7 @@ def from_templates(
         idle = len(alive) - number
         joined = sorted(alive - running)
         dropped = joined[len(joined) - min(idle, len(joined)) :] if idle else []
-        if idle > len(dropped):  # nodes that held layers must rest, too: the last ones of the last pipelines
+        if idle > len(dropped):  # idle some nodes that held layers, the last of the last pipelines
             order = [node for nodes in reversed(old) for node in reversed(nodes) if node in alive]
             dropped = [*dropped, *order[: idle - len(dropped)]]
         if not old:
@@ -70,14 +70,14 @@ def from_templates(
 
 
 def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches: int) -> Reaction:
-    """Every change restarts all processes from the last checkpoint, on a grid: equal pipelines, other nodes idle.
+    """Restart all processes from the last checkpoint at every change, on a grid: equal pipelines, other nodes idle.
 
-    The grid is the fastest of all sizes of pipeline. This is how checkpoint-based elastic training works (Varuna, the
-    thesis' baseline in 2.7).
+    The grid is the fastest over all pipeline sizes. Checkpoint-based elastic training works this way (Varuna, the
+    baseline in the thesis, 2.7).
     """
 
     def grid(nodes: int) -> tuple[float, int]:
-        """(seconds of a step, nodes of each pipeline) of the fastest grid."""
+        """Return (seconds of a step, nodes of each pipeline) of the fastest grid."""
         best = (math.inf, 0)
         for size in sorted(templates):
             replicas = min(nodes // size, num_microbatches)
@@ -112,10 +112,10 @@ def compare_recovery(
     layer_bytes: Sequence[int] | None = None,
     costs: RecoveryCosts | None = None,
 ) -> tuple[Replay, ...]:
-    """The same trace three times: pipelines from templates, restarts from a checkpoint, and templates at no cost.
+    """Replay one trace three times: pipelines from templates, restarts from a checkpoint, and templates at no cost.
 
-    Templates need checkpoints only for losses that no replica survives; they are saved in the background, so
-    `costs.checkpoint_seconds` counts for the restarts alone. The last replay is the most that the first could be.
+    Templates need checkpoints only for losses that no replica survives; these are saved in the background, so
+    `costs.checkpoint_seconds` counts for the restarts alone. The last replay is an upper bound of the first.
     """
     costs = costs or RecoveryCosts()
     samples = num_microbatches * samples_per_microbatch
@@ -133,7 +133,7 @@ def compare_recovery(
 
 
 def without_cost(reaction: Reaction) -> Reaction:
-    """The same pipelines for nothing: with zero recovery costs, the throughput no reaction of this kind can exceed."""
+    """Return the same pipelines without recovery costs: an upper bound of the throughput of such a reaction."""
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         after = reaction(before, alive)
@@ -143,7 +143,7 @@ def without_cost(reaction: Reaction) -> Reaction:
 
 
 def from_rates(step_seconds: Callable[[int], float]) -> Reaction:
-    """Only the number of nodes matters: `step_seconds(nodes)`, infinite where it cannot train; for measured tables."""
+    """React by node count alone: `step_seconds(nodes)`, infinite where training is impossible; for measured tables."""
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         return RunningPipelines((tuple(sorted(alive)),), step_seconds(len(alive)))
@@ -154,8 +154,8 @@ def from_rates(step_seconds: Callable[[int], float]) -> Reaction:
 def _usable(
     templates: Mapping[int, Template], fault_tolerance: int, most_nodes: int
 ) -> Callable[[int], tuple[int, int]]:
-    """For a number of nodes: how many of them can be used at once, and with which fault tolerance (never more than
-    asked for); (0, 0) when none. `most_nodes` have work: every pipeline needs a microbatch."""
+    """Return a function: nodes → (usable nodes, fault tolerance up to the requested one); (0, 0) when none is usable.
+    `most_nodes` is the largest number with work, since every pipeline needs a microbatch."""
     sizes = sorted(templates)
     known: dict[int, tuple[int, int]] = {}
 
@@ -175,7 +175,7 @@ def _usable(
 
 
 def _most_parts(number: int, sizes: Iterable[int]) -> int:
-    """The largest number of `sizes`, repeated at will, that add up to `number`; 0 when none do."""
+    """Return the largest count of `sizes`, with repetition, that add up to `number`; 0 when none do."""
     most = [0] + [-1] * number
     for total in range(1, number + 1):
         most[total] = max(
@@ -192,7 +192,7 @@ def _fresh(
     num_microbatches: int,
     before: RunningPipelines | None,
 ) -> RunningPipelines:
-    """A first composition, or one after a stop: its state then comes from a checkpoint."""
+    """Return the first composition, or the one after a stop, whose state comes from a checkpoint."""
     try:
         composition = compose_pipelines(templates, len(nodes), tolerance, num_microbatches)
     except PlanError:
@@ -212,7 +212,7 @@ def _fresh(
 def _one_microbatch(
     templates: Mapping[int, Template], pipelines: Sequence[Sequence[int]], num_microbatches: int
 ) -> float:
-    """The most seconds that any of these pipelines takes for a microbatch alone, forward and backward."""
+    """Return the longest time in seconds of one microbatch alone, forward and backward, over these pipelines."""
     seconds, bottleneck, planned = lines(templates, [len(nodes) for nodes in pipelines], num_microbatches)
     return float((seconds - (planned - 1) * bottleneck).max())
 
@@ -220,7 +220,7 @@ def _one_microbatch(
 def _state_kept(
     old: Sequence[Sequence[int]], alive: frozenset[int], spans: Mapping[int, tuple[tuple[int, int], ...]]
 ) -> bool:
-    """Whether every layer is still held by some node that was in a pipeline."""
+    """Return True if surviving nodes of the old pipelines hold every layer."""
     held: set[int] = set()
     for nodes in old:
         for node, (first, end) in zip(nodes, spans[len(nodes)]):
@@ -230,7 +230,7 @@ def _state_kept(
 
 
 def _busiest_link(change: Reinstantiation) -> int:
-    """The most bytes that one node sends or receives."""
+    """Return the most bytes that one node sends or receives."""
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     for copy in change.copies:

@@ -1,7 +1,7 @@
-"""A run replayed against a node trace: what throughput is left while nodes come and go, and what time is lost to.
+"""Replay of a run against a node trace: the remaining throughput, and the lost time by cause.
 
-Whole steps are simulated. A step commits or did not happen; a change of membership stops training for a while, and
-a *reaction* says how to go on: a function from the pipelines that run to those that shall (`reactions`).
+Whole steps are simulated. A step commits or did not happen; a change of membership stops training for a while, and a
+*reaction* decides how to continue: a function from the running pipelines to the next ones (`reactions`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace
 RECONFIGURING, COPYING, RESTARTING = "reconfiguring", "copying state", "restarting"
 UNFINISHED, ROLLED_BACK = "unfinished steps", "work since the last checkpoint"
 SAVING, TOO_FEW = "saving checkpoints", "too few nodes"
-_WHOLE = 1e-9  # a step counts as finished when this part of it is missing: sums of doubles
+_WHOLE = 1e-9  # tolerance, as a fraction of a step, for rounding in sums of doubles
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryCosts:
-    """What changes of membership cost.
+    """Costs of changes of membership.
 
-    `reconfigure_seconds`: to agree on the new membership and rebuild the pipelines, without copying. One node sends,
-    or receives, `copy_bytes_per_second`. `restart_seconds`: to start all processes anew and load a checkpoint. A
-    checkpoint is saved every `checkpoint_steps` steps and stops training for `checkpoint_seconds`. `salvaged` is the
-    part of an interrupted step's work that is kept; with `keeps_pipelines` that is what those pipelines had done that
-    lost no node, but for their microbatches in flight, since a sample that lacks a layer runs through all of them
-    again. Losses are announced `notice_seconds` ahead (spot instances): a checkpoint that takes no longer is then saved
-    in time.
+    `reconfigure_seconds`: to agree on the new membership and rebuild the pipelines, without copying.
+    `copy_bytes_per_second`: rate at which one node sends or receives. `restart_seconds`: to restart all processes and
+    load a checkpoint. A checkpoint is saved every `checkpoint_steps` steps and stops training for `checkpoint_seconds`.
+    `salvaged`: fraction of an interrupted step's work that is reused; with `keeps_pipelines`, the reused work is
+    instead that of the pipelines without a lost node, except their microbatches in flight, since a sample that lacks a
+    layer runs through all layers again. Losses are announced `notice_seconds` ahead (spot instances): a checkpoint that
+    takes no longer is then saved in time.
     """
 
     reconfigure_seconds: float = 5.0
@@ -56,11 +56,11 @@ class RecoveryCosts:
 
 @dataclass(frozen=True, slots=True)
 class RunningPipelines:
-    """How a cluster runs at some moment: node ids of each pipeline.
+    """The pipelines of a cluster at some moment, as node ids of each.
 
-    `step_seconds` is infinite while it cannot train. `moved_bytes` is the most that any node sent or received to get
-    here; `kept` says that the state of training survived on the nodes; `restarted` that all processes start anew.
-    When a step is interrupted, its last `in_flight_seconds` went into microbatches whose backward has not ended.
+    `step_seconds` is infinite while the cluster cannot train. `moved_bytes` is the most that any node sent or received
+    for this change; `kept`: the training state survived on the nodes; `restarted`: all processes restart. When a step
+    is interrupted, its last `in_flight_seconds` went into microbatches whose backward has not ended.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -72,12 +72,12 @@ class RunningPipelines:
 
 
 Reaction = Callable[[RunningPipelines | None, frozenset[int]], RunningPipelines]
-"""(the pipelines so far or None, the nodes alive now) to the pipelines to go on with."""
+"""(previous pipelines or None, nodes alive now) → next pipelines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """From `start` for `seconds` the cluster had `nodes` nodes in `replicas` pipelines and did `samples` samples."""
+    """`seconds` from `start` in which `nodes` nodes in `replicas` pipelines trained on `samples` samples."""
 
     start: float
     seconds: float
@@ -88,11 +88,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What became of a run: `samples` trained on and kept, and seconds `lost` by cause.
+    """Result of a replay: `samples` trained on and kept, and seconds `lost` by cause.
 
-    `changes` of membership were met, of which `rollbacks` cost work since the last checkpoint. For
-    `exposed_seconds` there were fewer replicas than wanted, or none. Samples in `segments` include those that were
-    rolled back later.
+    There were `changes` of membership, of which `rollbacks` cost work since the last checkpoint. For `exposed_seconds`
+    there were fewer replicas than wanted, or none. Samples in `segments` include those that were rolled back later.
     """
 
     name: str
@@ -118,10 +117,10 @@ def replay(
     costs: RecoveryCosts,
     replicas_wanted: int = 1,
 ) -> Replay:
-    """Run through `trace` from its first event to its end.
+    """Replay `trace` from its first event to its end.
 
-    Joining nodes wait until the running step ends, lost nodes interrupt it. A change that comes while the cluster is
-    still recovering begins the recovery again. Raises PlanError for a trace without events.
+    Joining nodes wait until the running step ends, lost nodes interrupt it. A change during recovery restarts the
+    recovery. Raises PlanError for a trace without events.
     """
     if not trace.events:
         raise PlanError(f"node trace {trace.name!r} has no events to replay")
@@ -153,7 +152,7 @@ def replay(
 
 
 class _Run:
-    """The clock, the work that was committed, and how much of it a checkpoint holds."""
+    """State of a replay: the clock, the committed work, and how much of it a checkpoint holds."""
 
     def __init__(self, start: float, samples_per_step: float, costs: RecoveryCosts) -> None:
         self.current: RunningPipelines | None = None
@@ -161,18 +160,16 @@ class _Run:
         self.lost: defaultdict[str, float] = defaultdict(float)
         self.changes = self.rollbacks = 0
         self.segments: list[Segment] = []
-        self._now = start  # everything before is accounted for
+        self._now = start  # time up to here is accounted for
         self._nodes = 0
-        self._recovery: list[
-            tuple[str, float]
-        ] = []  # what has to be done before training goes on: cause, seconds
+        self._recovery: list[tuple[str, float]] = []  # (cause, seconds) to spend before training
         self._samples_per_step = samples_per_step
         self._costs = costs
         self._unsaved = _Unsaved(0, 0.0)
-        self._credit = 0.0  # the part of the next step that was salvaged from an interrupted one
+        self._credit = 0.0  # fraction of the next step reused from an interrupted one
 
     def step_end(self, moment: float) -> float:
-        """When the step that runs at `moment` ends; `moment` itself while nothing trains."""
+        """Return the end of the step that runs at `moment`; `moment` itself while nothing trains."""
         available = moment - self._now - sum(seconds for _, seconds in self._recovery)
         if self.current is None or math.isinf(self.current.step_seconds) or available <= 0.0:
             return moment
@@ -180,14 +177,14 @@ class _Run:
         return moment + (self.current.step_seconds - rest if rest > 0.0 else 0.0)
 
     def kept_share(self, lost: Collection[int]) -> float:
-        """Of the work of a step in hand, when these nodes are lost."""
+        """Return the fraction of the interrupted step's work that is reused when these nodes are lost."""
         if not self._costs.keeps_pipelines or self.current is None or not self.current.pipelines:
             return self._costs.salvaged
         whole = sum(not set(pipeline) & set(lost) for pipeline in self.current.pipelines)
         return whole / len(self.current.pipelines)
 
     def train(self, end: float, salvaged: float) -> None:
-        """Recover, then train until `end`. Of a step that does not end by then a share is kept."""
+        """Recover, then train until `end`; the fraction `salvaged` of an unfinished step's work is reused."""
         begin, samples = self._now, 0.0
         for cause, seconds in self._recovery:
             spent = min(seconds, end - self._now)
@@ -200,7 +197,7 @@ class _Run:
             else:
                 samples = self._steps(end - self._now, self.current.step_seconds, salvaged)
         elif self._costs.keeps_pipelines and self.current is not None and self._credit:
-            # A loss while recovering also takes what others had handed to those who are lost now.
+            # A loss during recovery also loses reused work that had moved to the nodes lost now.
             self.lost[UNFINISHED] += self._credit * self.current.step_seconds * (1.0 - salvaged)
             self._credit *= salvaged
         if end > begin:
@@ -209,7 +206,7 @@ class _Run:
             self._now = end
 
     def change(self, after: RunningPipelines, event: NodeEvent, nodes: int) -> None:
-        """Go on with `after` once `event` is met; the first pipelines of a run, and none, need no recovery."""
+        """Continue with `after` from `event` on; the first pipelines of a run, and empty ones, need no recovery."""
         costs, self._nodes = self._costs, nodes
         self.changes += self.current is not None
         if self.current is not None and math.isfinite(after.step_seconds):
@@ -234,13 +231,13 @@ class _Run:
         self._unsaved = _Unsaved(0, 0.0)
 
     def _steps(self, available: float, step: float, salvaged: float) -> float:
-        """Train for `available` seconds; returns the samples of the steps that were committed."""
+        """Train for `available` seconds; return the samples of the committed steps."""
         done = self._progress(available)
         begun_before = self._credit * step if done.steps == 0 and not self._costs.keeps_pipelines else 0.0
         self.lost[SAVING] += done.saving
         begun = max(done.rest - begun_before, 0.0)
         assert self.current is not None
-        # What an earlier interruption left is no longer in flight.
+        # Work reused from an earlier interruption is not in flight.
         in_flight = (
             min(self.current.in_flight_seconds, begun, available) if self._costs.keeps_pipelines else 0.0
         )
@@ -255,7 +252,7 @@ class _Run:
         return done.steps * self._samples_per_step
 
     def _progress(self, available: float) -> _Progress:
-        """What `available` seconds of training hold: steps, and a checkpoint after every `checkpoint_steps`."""
+        """Return what fits into `available` seconds: steps, and a checkpoint after every `checkpoint_steps`."""
         assert self.current is not None
         step, every, saving = (
             self.current.step_seconds,
@@ -277,14 +274,14 @@ class _Run:
 
 
 def _unfinished(time: float, steps: int, step: float) -> float:
-    """What is left of `time`, which includes the rounding allowance, after whole steps."""
+    """Return the seconds of the unfinished step; `time` includes the rounding tolerance."""
     rest = time - (steps + _WHOLE) * step
     return rest if rest > _WHOLE * step else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsaved:
-    """Steps since the last checkpoint and the seconds they took."""
+    """Steps since the last checkpoint and their seconds."""
 
     steps: int
     seconds: float
@@ -292,8 +289,8 @@ class _Unsaved:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Committed `steps`, seconds of `saving`, the `rest` in an unfinished step, whether a checkpoint was completed,
-    and the steps that no checkpoint holds."""
+    """Result of training for some seconds: committed `steps`, seconds of `saving`, and the `rest` in an unfinished
+    step. saved: a checkpoint was completed; unsaved: steps that no checkpoint holds."""
 
     steps: int
     saving: float
