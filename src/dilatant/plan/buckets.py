@@ -42,10 +42,10 @@ class Format:
 def make_buckets(
     holdings: Holdings, formats: Mapping[str, Format], trainable: Iterable[str], bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Group trainable weights into buckets of one rank set and format and of at most `bucket_bytes` (or one cell), in
-    reduction order, which is that of their last weight in the backward pass.
+    """Group trainable weights into buckets of one rank set and format and of at most `bucket_bytes` (or one cell).
 
-    holdings: in layer order. All arguments are known to every rank, so all ranks cut the same buckets.
+    Buckets are in reduction order: that of their last weight in the backward pass. holdings: in layer order. All
+    arguments are known to every rank, so all ranks cut the same buckets.
     """
     chosen = set(trainable)
     filling: dict[tuple[tuple[int, ...], Format], tuple[list[Box], int]] = {}

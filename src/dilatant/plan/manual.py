@@ -92,8 +92,10 @@ def cut_by_seconds(
 
 
 def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelSpec] | None:
-    """Give specs without cuts the cuts of `before` if `plan`, the plan of the specs, has the same ranks and degrees in
-    the same places; else return None."""
+    """Give specs without cuts the cuts of `before`; `plan` is the plan of the specs.
+
+    Returns None unless both plans have the same ranks and degrees in the same places.
+    """
 
     def shape(one: Plan) -> list[object]:
         return [

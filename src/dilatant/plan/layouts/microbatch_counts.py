@@ -8,8 +8,11 @@ from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import Mode
 
 MANY = 128
-"""Above this many devices fewer plans are simulated than requested, but at least a handful, and microbatches are cut by
-tokens only where no number of samples divides the batch."""
+"""Number of devices above which the search does less.
+
+It simulates fewer plans than requested, but at least a handful, and cuts microbatches by tokens only where no number of
+samples divides the batch.
+"""
 
 
 def microbatch_counts(
@@ -29,6 +32,9 @@ def microbatch_counts(
 
 
 def _is_tried_by_tokens(space: Space, replicas: int, divides_none: bool) -> bool:
-    """Return True if token budgets are tried: on many devices, only for the most pipelines of each size, if needed."""
+    """Return True if token budgets are tried for this number of pipelines.
+
+    On many devices they are tried only if no size divides the batch, for the most pipelines of each size in devices.
+    """
     devices = space.cluster.num_devices
     return devices <= MANY or (divides_none and devices // replicas > devices // (replicas + 1))

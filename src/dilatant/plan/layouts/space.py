@@ -94,8 +94,10 @@ class Space:
         return count if count * pipelines <= self.global_batch else 0
 
     def heaviest(self, microbatches: int) -> float:
-        """Return the load of the language model's heaviest microbatch as a multiple of the mean, in the mean global
-        batch. `microbatches` counts those of all pipelines; samples are spread evenly over them."""
+        """Return the language model's heaviest microbatch load in the mean global batch, as a multiple of the mean.
+
+        `microbatches` counts those of all pipelines; samples are spread evenly over them.
+        """
         if microbatches not in self._heaviest:
             ratios = []
             for batch in self._loads(self.roles.language):
@@ -113,8 +115,10 @@ class Space:
         return float(np.mean(loads.max(axis=1) / np.maximum(loads.sum(axis=1), 1e-300)))
 
     def fullest_part(self, unit: str, samples: int, parts: int) -> float:
-        """Return the load of the fullest of `parts` replicas that share each microbatch of a unit, as a multiple of the
-        mean. The mean is over all microbatches, of `samples` samples each."""
+        """Return the load of the fullest of `parts` replicas of a unit, as a multiple of the mean replica's.
+
+        The replicas share each microbatch of `samples` samples; loads are summed over all microbatches.
+        """
         key = unit, samples, parts
         if key not in self._fullest:
             loads = self._loads(unit).ravel()

@@ -21,8 +21,10 @@ Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 GAPS = 1.08
 """Simulated interleaved steps take this multiple of the closed-form time."""
 FILLING, DELAY = 0.75, 0.4
-"""Fractions that remain in simulations, of the first microbatch's forwards (FILLING) and of the delay by the heaviest
-microbatch (DELAY), where weight gradients of all layers fill the bubbles."""
+"""Fractions that remain where weight gradients of all layers fill the bubbles, in simulations.
+
+FILLING is of the first microbatch's forwards, DELAY of the delay by the heaviest microbatch.
+"""
 
 
 def chain_times(space: Space, replicas: int, microbatches: int, option: Option) -> ChainTimes:

@@ -135,8 +135,7 @@ class Finals:
         return min((one.bound for one in unseen if one not in self.seconds), default=math.inf)
 
     def fill_idle(self, found: Sequence[Candidate], most: int) -> None:
-        """Add one more pipeline on the idle devices of the candidates that gain most, and simulate up to `most` such
-        plans."""
+        """Simulate up to `most` plans with one more pipeline on idle devices, most promising candidates first."""
         filled = (
             (candidate, filled)
             for candidate in promising(self._space, found, self.best)

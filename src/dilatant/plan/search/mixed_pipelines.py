@@ -16,8 +16,10 @@ from dilatant.plan.search.candidates import Candidate
 from dilatant.plan.search.estimate import exposed_seconds
 
 MOST_KINDS = 8
-"""Most kinds of pipelines per group, and of those that span groups, that are combined on many devices for each number
-of microbatches: the most promising on at most as many devices."""
+"""Most kinds of pipelines, per group and spanning groups, that are combined on many devices.
+
+The limit is for each number of microbatches; the most promising kinds on at most as many devices are kept.
+"""
 
 SPARED = 1 / 3
 """Fraction of the delay by the heaviest samples that remains in simulations: most of these samples go to faster
@@ -105,8 +107,10 @@ def _side_by_side(members: Sequence[Candidate], spaces: Sequence[Space], bound: 
 
 
 def _delay(one: Candidate, share: float, spaces: Sequence[Space]) -> float:
-    """Return the extra seconds by which the heaviest samples delay pipelines that get only this fraction of the
-    samples. The fewer the samples, the larger the heaviest sample's part of a microbatch."""
+    """Return the extra seconds by which the heaviest samples delay pipelines with a fraction of the samples.
+
+    The fewer the samples, the larger the heaviest sample's part of a microbatch.
+    """
     language = spaces[0].roles.language
     option, group = next(
         (option, group) for option, group in zip(one.options, one.groups) if language in option.cuts

@@ -45,8 +45,10 @@ LEFTOVERS = 40
 PROOFS = 64
 """Most candidates simulated because their bounds allow them to be the fastest; fewer on more than FEW devices."""
 CLOSE, FAR = 1.25, 2.0
-"""On many devices, candidates that span groups are not simulated if their estimate is above CLOSE times the best step
-on one group, and not enumerated above FAR times."""
+"""Limits for candidates that span groups on many devices, as multiples of the best step on one group.
+
+Above CLOSE they are not simulated, above FAR not enumerated.
+"""
 SLOW = 1.5
 """On many devices, candidates that surely take more than this multiple of the best estimate are not enumerated."""
 

@@ -30,8 +30,11 @@ def shapes(
     row_tokens: int | None = None,
     most_seconds: float = math.inf,
 ) -> Iterator[Candidate]:
-    """Yield the candidates of `replicas` equal pipelines with `microbatches` microbatches, or at least as many with
-    `row_tokens`, the maximum tokens of each. most_seconds: chains that surely take longer may be omitted."""
+    """Yield the candidates of `replicas` equal pipelines with `microbatches` microbatches each.
+
+    With `row_tokens`, the maximum tokens of a microbatch, `microbatches` is the minimum number. most_seconds: chains
+    that surely take longer may be omitted.
+    """
     budget = space.cluster.num_devices // replicas
     table = (space.table if row_tokens is None else space.by_tokens).shared_by(replicas, budget)
     samples = space.global_batch / (replicas * microbatches)

@@ -15,8 +15,10 @@ MOST_BASES = 4
 
 
 def promising(space: Space, found: Sequence[Candidate], best: float) -> list[Candidate]:
-    """Return candidates with idle devices that could beat `best` seconds if these took their share of the work, best
-    first. Candidates with unequal numbers of replicas per unit, or with chunks, are excluded."""
+    """Return, best first, the candidates that could beat `best` seconds if their idle devices shared the work.
+
+    Candidates with unequal numbers of replicas per unit, or with chunks, are excluded.
+    """
     devices = space.cluster.num_devices
     with_idle = [
         one

@@ -98,10 +98,11 @@ def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, le
 
 @njit(cache=True)
 def share(seconds, bottleneck, planned, total):
-    """Divide `total` microbatches among pipelines, at least one each, so that the slowest finishes as early as
-    possible.
+    """Divide `total` microbatches among pipelines, at least one each, so that the slowest finishes earliest.
+
     The limit is the least one at which max(1, microbatches that fit) adds up to `total`; the pipelines that end exactly
-    on it then give back the surplus (which is smaller than their number, or the limit would be lower)."""
+    on it then give back the surplus (which is smaller than their number, or the limit would be lower).
+    """
     low = np.inf
     high = -np.inf
     for i in range(seconds.size):
