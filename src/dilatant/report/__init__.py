@@ -1,1 +1,1 @@
-"""Showing it: the run folder, the live line, the trackers, the plan page and replays of failures."""
+"""Reports: run folder, live progress line, trackers, and pages and tables of plans, steps, data and replays."""

@@ -1,4 +1,4 @@
-"""The Gantt chart of one step, predicted or measured: lanes of ranks, and who computed what, when."""
+"""Gantt chart of one step, predicted or measured: lanes of ranks with the actions on them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 BETWEEN = "between actions"
-"""Measured time in which a rank neither computed nor waited for rows."""
+"""Cause of measured time in which a rank neither computed nor waited for rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Ranks that do the same things at the same time, drawn as one line.
 
-    `stages` are the numbers (`PlacedStage.index`) of what they hold: one, or several where units are colocated.
-    A predicted lane has all tp x cp ranks of its stages, a measured one usually a single rank.
+    `stages` are the numbers (`PlacedStage.index`) of the stages they hold: one, or several if units are colocated. A
+    predicted lane has all tp x cp ranks of its stages, a measured lane usually a single rank.
     """
 
     ranks: tuple[int, ...]
@@ -22,7 +22,7 @@ class Lane:
 
 
 class GanttRow(NamedTuple):
-    """One action: `kind` is F, B, I or W, or any other word for work that belongs to no stage (`stage` -1).
+    """One action: `kind` is F, B, I or W, or another word for work outside any stage (`stage` -1).
 
     `samples` are positions in the global batch; `start` is in seconds since the step began.
     """
@@ -38,7 +38,7 @@ class GanttRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GanttChart:
-    """`rows` sorted by lane and start; `idle[lane]` seconds by cause, empty where causes are unknown."""
+    """A chart: `rows` sorted by lane and start; `idle[lane]` has seconds by cause, empty if causes are unknown."""
 
     seconds: float
     lanes: tuple[Lane, ...]
@@ -46,14 +46,14 @@ class GanttChart:
     idle: tuple[dict[str, float], ...] = ()
 
     def busy_seconds(self) -> tuple[float, ...]:
-        """Seconds each lane spends computing."""
+        """Return the seconds that each lane computes."""
         busy = [0.0] * len(self.lanes)
         for row in self.rows:
             busy[row.lane] += row.seconds
         return tuple(busy)
 
     def idle_fractions(self) -> dict[str, float]:
-        """What part of all device time goes idle for each cause, largest first (a lane weighs its ranks)."""
+        """Return the fraction of all device time that is idle by cause, largest first (lanes count once per rank)."""
         total = self.seconds * sum(len(lane.ranks) for lane in self.lanes)
         if total <= 0.0:
             return {}
@@ -64,7 +64,7 @@ class GanttChart:
         return dict(sorted(causes.items(), key=lambda item: (-item[1], item[0])))
 
     def busy_fraction(self) -> float:
-        """The part of all device time spent computing."""
+        """Return the fraction of all device time spent computing."""
         total = self.seconds * sum(len(lane.ranks) for lane in self.lanes)
         busy = sum(len(lane.ranks) * seconds for lane, seconds in zip(self.lanes, self.busy_seconds()))
         return busy / total if total > 0.0 else 0.0

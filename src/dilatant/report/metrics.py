@@ -1,4 +1,4 @@
-"""The figures of one training step, as they are logged, tracked and shown."""
+"""Metrics of one training step, as logged, tracked and shown."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """`step` counts from 1. losses: what `loss` is the weighted sum of, by name, where that is more than one;
-    source_losses: of a token of each data set, where there are several. `tokens` by unit; `tokens_per_second`
-    counts the language model's tokens. skipped_updates: steps so far whose loss or gradient was not finite, which
-    changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of the step's actions and
-    gradient sync, which `step_seconds` holds with the wait for data and the update. is_rough: that is from costs which
-    nobody measured and no step has corrected. drift: unit → measured over
-    predicted seconds of its actions. teraflops: that the model asked for, a second and device (see
-    `training.model_flops`); mfu: as a share of the device's peak, where that is known. warning: of drift, once.
-    slowest_samples: name → seconds of decoding, of rank 0's samples that took longest, where it waited for data.
-    generation: of a run that goes on when ranks are lost, 0 of another; recovery: in the first step of one that follows
-    another, its ranks and its costs."""
+    """Metrics of one step; `step` counts from 1.
+    losses: the terms of the weighted sum `loss`, by name, if there are several; source_losses: loss per token of each
+    data set, if there are several. `tokens` is by unit; `tokens_per_second` counts the language model's tokens.
+    skipped_updates: steps so far whose loss or gradient was not finite and which changed nothing. `busy` and `waited`:
+    as in `StepShares`. predicted_seconds: of the step's actions and gradient sync; `step_seconds` also includes the
+    wait for data and the update. is_rough: the prediction uses costs that are neither measured nor corrected by a step.
+    drift: unit → measured over predicted seconds of its actions. teraflops: per second and device, as the model
+    requires (see `training.model_flops`); mfu: fraction of the device's peak, if known. warning: reported once, about
+    drift. slowest_samples: name → seconds of decoding, for rank 0's slowest samples if it waited for data. generation:
+    of a resilient run, else 0; recovery: in the first step of a later generation, its ranks and the recovery costs."""
 
     step: int
     total_steps: int
@@ -51,11 +50,11 @@ class StepMetrics:
     recovery: Mapping[str, float] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
-        """The line of `metrics.jsonl`."""
+        """Return the record for `metrics.jsonl`."""
         record = asdict(self)
         for name in ("total_steps", "warning", "is_rough"):
             record.pop(name)
-        for name in ("loss", "grad_norm"):  # JSON has no word for what is not finite
+        for name in ("loss", "grad_norm"):  # JSON cannot represent non-finite numbers
             record[name] = record[name] if math.isfinite(record[name]) else None
         record["losses"] = {
             name: loss if math.isfinite(loss) else None for name, loss in record["losses"].items()
@@ -66,7 +65,7 @@ class StepMetrics:
         return {name: value for name, value in record.items() if value != {} and name not in unknown}
 
     def to_scalars(self) -> dict[str, float]:
-        """The same figures under the flat names that trackers group by."""
+        """Return the same metrics under flat names, grouped as trackers expect."""
         flat: dict[str, float] = {}
         for name, value in self.to_record().items():
             if name in ("step", "slowest_samples") or value is None:

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to plain JSON data and back, by their annotations."""
+"""Conversion of frozen dataclasses to plain JSON data and back, by their annotations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 def to_plain(value: Any) -> Any:
-    """`value` as dicts, lists, strings, numbers, booleans and None; named tuples become lists."""
+    """Return `value` as dicts, lists, strings, numbers, booleans and None; named tuples become lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
@@ -22,7 +22,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[Value], data: Any, place: str = "$") -> Value:
-    """The `kind` that `to_plain` turned into `data`. Raises ValueError naming the place that does not fit."""
+    """Rebuild the `kind` that `to_plain` turned into `data`. Raises ValueError naming the place that does not fit."""
     return _decode(kind, data, place)
 
 

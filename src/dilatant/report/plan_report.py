@@ -1,4 +1,4 @@
-"""The plan report: every fact of the plan page as one plain value.
+"""Plan report: every fact of the plan page as one plain value.
 
 The page, the terminal table and `--json` show this value and nothing else.
 """
@@ -15,7 +15,7 @@ from dilatant.report.plain import from_plain, to_plain
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What a unit is. `role` is "encoder", "language model" or "generator"; `model` names it for a reader."""
+    """Description of a unit. `role` is "encoder", "language model" or "generator"; `model` is a readable name."""
 
     name: str
     role: str
@@ -29,7 +29,7 @@ class UnitFacts:
 class SizeDistribution:
     """Tokens per sample in one unit: `counts[i]` samples have `edges[i] <= tokens < edges[i + 1]`.
 
-    The last bin includes its upper edge. `samples` were looked at; those without work in the unit count as 0.
+    The last bin includes its upper edge. `samples` were counted; those without work in the unit count as 0.
     """
 
     unit: str
@@ -44,10 +44,10 @@ class SizeDistribution:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRatio:
-    """How a step's compute divides among units, and how sure that is.
+    """Division of a step's compute among units, with its uncertainty.
 
-    `shares[unit]` sum to 1; `low` and `high` bound each share with `confidence`. `stable_batch` is Entrain's
-    b_min: batches at least this large keep leading to the same allocation of devices.
+    `shares[unit]` sum to 1; `low` and `high` bound each share with `confidence`. `stable_batch` is Entrain's b_min:
+    batches at least this large keep leading to the same allocation of devices.
     """
 
     shares: dict[str, float]
@@ -61,7 +61,7 @@ class WorkloadRatio:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Peak bytes on each of `ranks` by what holds them, against what the device has."""
+    """Peak bytes by use on each of `ranks`, and the device's capacity."""
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
@@ -79,11 +79,11 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class ComparedPlan:
-    """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence. `sync_seconds`:
-    of a step behind the last backward, until gradients are summed and what was updated is shared. `recomputed`: which
-    layers compute their forward again, "" for none.
+    """A plan that was considered.
 
-    `peak_memory` is the largest part of a device's memory that any rank needs; above 1 the plan does not fit.
+    `idle`: fraction of device time lost by cause; `why`: one sentence. `sync_seconds`: time after the last backward
+    until gradients are summed and updated weights are shared. `recomputed`: layers that recompute their forward, "" for
+    none. `peak_memory`: the largest fraction of device memory that any rank needs; above 1 the plan does not fit.
     """
 
     name: str
@@ -100,9 +100,11 @@ class ComparedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SearchedPlans:
-    """Candidates of one shape (encoders, number of pipelines): how many there were, and what became of them. `cut`
-    cannot beat the chosen plan, by their bounds, of which `bound_seconds` is the least of all; `left` promised less
-    than those that were simulated. `step_seconds`: the fastest that was simulated and fits."""
+    """Counts of the candidates with one encoder position and number of pipelines.
+
+    `cut` candidates cannot beat the chosen plan by their bounds; `bound_seconds` is the least bound of all; `left` were
+    less promising than those simulated. `step_seconds`: the fastest simulated plan that fits.
+    """
 
     name: str
     candidates: int
@@ -116,7 +118,7 @@ class SearchedPlans:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """A group of equal devices in a cluster of unlike ones: nodes and ranks follow those of the group before."""
+    """A group of equal devices in a heterogeneous cluster; its nodes and ranks follow those of the previous group."""
 
     name: str
     device: str
@@ -127,7 +129,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True)
 class WhyNotFacts:
-    """A layout that somebody asked for, and why it was not chosen."""
+    """A layout that a user asked about, and why it was not chosen."""
 
     asked: str
     answer: tuple[str, ...]
@@ -135,13 +137,12 @@ class WhyNotFacts:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All that is known about a plan before (and, with `measured`, after) it runs.
+    """All facts about a plan before (and, with `measured`, after) it runs.
 
-    `cost_source` says where the times come from ("measured on ...", "analytic: ..."). `lower_bound_seconds` is a
-    step time that no plan of those searched can beat; `proven` that none of them is faster, and `searched` says which
-    they are, `groups` in numbers. `device_groups`: of unlike devices; none where all are equal. `zero`: who shares
-    optimizer state. `reasons` for this plan, `advice` and `warnings` are sentences of whoever planned, shown as they
-    are.
+    `cost_source`: origin of the times ("measured on ...", "analytic: ..."). `lower_bound_seconds`: a step time that no
+    searched plan can beat; `proven`: no searched plan is faster; `searched` describes the searched plans, `groups`
+    counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state. `reasons` for this plan,
+    `advice` and `warnings` are sentences from the planner, shown unchanged.
     """
 
     title: str
@@ -174,8 +175,7 @@ class PlanReport:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of one step: what the comparison of plans says of this one, the mean over simulated steps;
-        those of the timeline where none was compared."""
+        """Predicted seconds of a step: the compared plan's mean over simulated steps, else those of the timeline."""
         marked = next((one for one in self.candidates if one.chosen), None)
         return self.timeline.seconds if marked is None else marked.step_seconds
 
@@ -185,21 +185,21 @@ class PlanReport:
 
     @property
     def ranked(self) -> tuple[ComparedPlan, ...]:
-        """The candidates, the chosen one first, then the fastest."""
+        """The candidates, the chosen one first, then by speed."""
         return tuple(sorted(self.candidates, key=lambda one: (not one.chosen, one.step_seconds)))
 
     @property
     def chosen(self) -> ComparedPlan:
-        """The candidate that is reported; the fastest if none is marked. Raises IndexError without candidates."""
+        """The reported candidate; the fastest if none is marked. Raises IndexError without candidates."""
         return self.ranked[0]
 
     def to_json(self) -> str:
-        """A JSON document that `from_json` reads back to an equal value."""
+        """Return a JSON document that `from_json` reads back to an equal value."""
         return json.dumps(to_plain(self), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> PlanReport:
-        """Read what `to_json` wrote. Raises ValueError naming the place that does not fit."""
+        """Read the output of `to_json`. Raises ValueError naming the place that does not fit."""
         try:
             return from_plain(cls, json.loads(text))
         except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The live line of a run: step, loss, speed by unit, data wait, time to finish."""
+"""Live progress line of a run: step, loss, tokens per second by unit, data wait, remaining time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilatant.report.metrics import StepMetrics
 from dilatant.report.text.wording import seconds_text
 
 _SMOOTHING = 0.1
-"""What the newest step weighs; the first steps weigh alike."""
+"""Weight of the newest step; the first steps have equal weights."""
 _PLAIN_INTERVAL_SECONDS = 5.0
 
 
@@ -47,8 +47,7 @@ class ProgressLine:
         self._progress.stop()
 
     def update(self, metrics: StepMetrics) -> None:
-        """Show a finished step. The first one, in which memory is allocated and kernels are chosen, says nothing of
-        those to come."""
+        """Show a finished step. The first step's time is ignored: it allocates memory and chooses kernels."""
         if self._steps:
             before = metrics.step_seconds if self._seconds is None else self._seconds
             weight = max(_SMOOTHING, 1 / self._steps)
@@ -69,11 +68,11 @@ class ProgressLine:
 
 
 def describe(metrics: StepMetrics, smoothed_seconds: float | None) -> str:
-    """The figures of the line, for example `loss 0.4120  tok/s vision 4.1k  data 2%  left 1:02`; and the step's seconds
-    beside those that were planned, where the metrics hold these and they are not rough.
+    """Return the text of the line, for example `loss 0.4120  tok/s vision 4.1k  data 2%  left 1:02`.
 
-    smoothed_seconds: of a step by those that count; None as long as there is none, and then neither what is left nor
-    what was planned is said.
+    The line adds the step's seconds beside the planned ones if the metrics have a prediction that is not rough.
+    smoothed_seconds: smoothed seconds of a step, None before the second step; without them neither the remaining nor
+    the planned time is shown.
     """
     seconds = max(metrics.step_seconds, 1e-9)
     units = "  ".join(f"{name} {_short(count / seconds)}" for name, count in metrics.tokens.items())

@@ -1,9 +1,9 @@
-"""The run folder: what a run leaves behind, and where.
+"""Run folder: the files that a run writes.
 
 config.yaml, metrics.jsonl, eval.json, tensorboard/, checkpoints/, export/
 
-One command at a time trains in it: the launcher holds `.lock`. Of the ranks of a run, the first writes; nobody has to
-wait for that, since every text appears whole or not at all.
+One command at a time trains in the folder: the launcher holds `.lock`. The first rank of a run writes; nobody has to
+wait for it, since every text appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),
     *("timeline.html", "timeline.json", "generations.html", "checkpoints", "resilience"),
 )
-"""What a run replaces without asking, for it is its own; an export says itself what it may replace."""
+"""Files of a run that it replaces without asking; an export checks its own files."""
 _TAIL_BYTES = 1 << 16
-"""Of metrics.jsonl: more than a record."""
+"""Bytes read from the end of metrics.jsonl: more than one record."""
 
 
 class RunFolder:
-    """Opens (and creates) a run folder for writing; `close` when done."""
+    """Opens (and creates) a run folder for writing; call `close` when done."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):  # a name of its own: all ranks of a run try at once
+            with tempfile.TemporaryFile(dir=self.path):  # a unique name: all ranks of a run try at once
                 pass
         self._metrics: BinaryIO | None = None
         self._lock: BinaryIO | None = None
@@ -60,11 +60,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     def lock(self) -> None:
-        """Hold the folder until `close`, or until this process ends however that happens.
+        """Lock the folder until `close`, or until this process ends in any way.
 
-        By the process that starts the ranks, or by rank 0 under an outer launcher; before anything is read that a run
-        decides by. Raises UserError that names the process which holds it already, and for a folder that is no run's
-        and holds what a run would replace.
+        Call it in the process that starts the ranks, or in rank 0 under an outer launcher, before reading anything that
+        decides about the run. Raises UserError that names the process which already holds the lock, and for a folder of
+        no run that has files a run would replace.
         """
         require_plain(self.path, is_run=True)
         with self._writing():
@@ -84,7 +84,7 @@ class RunFolder:
             raise UserError(
                 f"{str(self.path)!r} is in use by {holder}; wait for it, or choose another output_dir"
             ) from None
-        except OSError:  # a file system without locks: as if nobody else were there
+        except OSError:  # a file system without locks: assume no other process
             lock.close()
             return
         self._lock = lock
@@ -96,7 +96,7 @@ class RunFolder:
                 leftover.unlink(missing_ok=True)
 
     def _is_of_a_run(self) -> bool:
-        """Whether a run has locked it before, or saved a checkpoint there: a copy may lack the lock."""
+        """Return True if a run has locked the folder or saved a checkpoint in it: a copy may lack the lock."""
         return (self.path / ".lock").is_file() or any(self.checkpoints.glob("step-*/manifest.json"))
 
     def _first_foreign(self) -> str | None:
@@ -108,18 +108,18 @@ class RunFolder:
         note_word(self.path, config.model_dump(mode="json"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
-        """Save `value` as `name` in the folder; a reader never sees half of it."""
+        """Save `value` as `name` in the folder; readers never see a partial file."""
         return self.write_text(name, json.dumps(value, indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Save `text` as `name` in the folder; a reader never sees half of it."""
+        """Save `text` as `name` in the folder; readers never see a partial file."""
         path = self.path / name
         with self._writing():
             write_durably(path, text)
         return path
 
     def evaluations_before(self, completed_steps: int) -> list[dict[str, Any]]:
-        """The history of eval.json up to step `completed_steps`; nothing where there is none that can be read."""
+        """Return the history of eval.json up to step `completed_steps`; empty if it is missing or unreadable."""
         try:
             history = json.loads((self.path / "eval.json").read_text(encoding="utf-8"))["history"]
             return [entry for entry in history if entry["step"] <= completed_steps]
@@ -127,13 +127,13 @@ class RunFolder:
             return []
 
     def begin_metrics(self, completed_steps: int, goes_on: bool = False) -> str | None:
-        """Open metrics.jsonl after step `completed_steps`; returns a warning if some of it was unreadable.
+        """Open metrics.jsonl after step `completed_steps`; return a warning if some of it was unreadable.
 
-        goes_on: the run is going on, with other ranks; then only the last record is looked at, where that will do.
+        goes_on: the run continues with other ranks; then only the last record is read if that suffices.
 
-        Records of later steps, left by a run that died after its last checkpoint, are dropped: those steps
-        will be run again and the file keeps one record a step. Lines that are no records go to metrics.damaged, but for
-        a last one that a crash cut off.
+        Records of later steps, left by a run that died after its last checkpoint, are dropped: those steps run again,
+        and the file keeps one record per step. Lines that are no records move to metrics.damaged, except a last line
+        that a crash cut off.
         """
         path = self.path / "metrics.jsonl"
         with self._writing():
@@ -160,7 +160,7 @@ class RunFolder:
 
     def close(self) -> None:
         if self._metrics is not None:
-            with suppress(OSError):  # a record that could not be written was reported when it was logged
+            with suppress(OSError):  # `log` has already reported write errors
                 self._metrics.close()
             self._metrics = None
         if self._lock is not None:
@@ -169,7 +169,7 @@ class RunFolder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A full or unwritable disk is the user's to mend. Raises UserError."""
+        """Turn OSError (a full or unwritable disk) into UserError, since the user can fix it."""
         try:
             yield
         except OSError as error:
@@ -177,7 +177,7 @@ class RunFolder:
 
 
 def last_step(path: Path) -> int:
-    """The last step in a metrics.jsonl that others may be writing to; 0 before the first. Reads the file's end only."""
+    """Return the last step in a metrics.jsonl that others may be writing to; 0 before the first. Reads only its end."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -206,7 +206,7 @@ def _ends_with_a_line(path: Path) -> bool:
 
 
 def _records(path: Path, completed_steps: int) -> tuple[list[str], list[bytes]]:
-    """The lines that are records of steps up to `completed_steps`, and those that are no records at all."""
+    """Return the lines that are records of steps up to `completed_steps`, and the lines that are no records."""
     *lines, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
     kept, damaged = [], []
     for line in [*lines, cut_off]:
@@ -221,5 +221,5 @@ def _records(path: Path, completed_steps: int) -> tuple[list[str], list[bytes]]:
         if step <= completed_steps:
             kept.append(text)
     if damaged[-1:] == [cut_off]:
-        damaged.pop()  # nothing after the last end of line, or what a crash cut off
+        damaged.pop()  # an empty last line, or one that a crash cut off
     return kept, [line for line in damaged if line.strip()]

@@ -1,4 +1,4 @@
-"""Lines for the user that hold text of the user's: paths, names, ids, messages. Brackets in it are just brackets."""
+"""Console output of user text (paths, names, ids, messages) without markup: brackets are printed as they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRESS_SECONDS = 5.0
 
 
 class Terminal(Console):
-    """The console of every command: what users and files wrote cannot move the cursor, colour or retitle anything."""
+    """Console of every command: control characters in text from users and files have no effect."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -28,23 +28,23 @@ class Terminal(Console):
 
 
 def print_anything() -> None:
-    """Let standard output and errors show a character that their encoding lacks by its number, not fail at it."""
+    """Make stdout and stderr escape characters that their encoding lacks instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def open_console(stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that reads no markup, in lines and cells of tables alike, and prints any character.
+    """Return a console that ignores markup, in lines and table cells, and prints any character.
 
-    A notebook gets the lines of a pipe: rich's own displays there ask for ipywidgets, and are empty without.
+    Notebooks get plain lines: rich's own displays there need ipywidgets, and are empty without them.
     """
     print_anything()
     return Terminal(stderr=stderr, quiet=quiet, markup=False, force_jupyter=False)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print `text` as it is, unwrapped."""
+    """Print `text` unchanged and unwrapped."""
     console.print(Text(text, style=style), soft_wrap=True)
 
 
@@ -55,9 +55,9 @@ def warn(console: Console, text: str) -> None:
 
 @contextmanager
 def show_progress(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Show `text`, what is being done, and what the function in its place is called with. On a terminal it is one line
-    that changes; elsewhere a line for each new task, which is the text up to a colon, and of one task a line every
-    PROGRESS_SECONDS."""
+    """Show `text` as the current task, and each text that the yielded function receives instead.
+    On a terminal this is one changing line; elsewhere one line per new task (the text up to a colon), and for the same
+    task one line every PROGRESS_SECONDS."""
     if console.is_terminal and not console.is_dumb_terminal:
         with console.status(text) as status:
             yield status.update
@@ -76,8 +76,8 @@ def show_progress(console: Console, text: str) -> Iterator[Callable[[str], None]
 
 @contextmanager
 def warnings_as_lines(console: Console) -> Iterator[None]:
-    """Inside, a warning for users (UserWarning, of a library too) is a line that is said once, without its place in the
-    code; others are not shown. Where Python was told what to do with warnings (-W, PYTHONWARNINGS), it does that."""
+    """Inside the context, print each UserWarning (also of libraries) once as a line, without its source location.
+    Other warnings are hidden. If Python has explicit warning options (-W, PYTHONWARNINGS), those apply instead."""
     if sys.warnoptions:
         yield
         return

@@ -1,4 +1,4 @@
-"""The plan report of a search: the winner drawn, the runners-up explained, memory and data taken apart."""
+"""Plan report of a search: the winner's timeline, runners-up, memory and data."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def search_report(
     rules: ParameterBytes = BF16,
     searched: str = "",
 ) -> PlanReport:
-    """The report of the winner of `result`, with `timeline` its typical step (without the exposed gradient sync).
+    """Build the report of the winner of `result`; `timeline` is its typical step, without exposed gradient sync.
 
-    `work` is [samples, units] seconds on one device, units as in `model`. `names[unit]` says what a unit is ("Llama
-    3.2 1B"). Without `stable` nothing is said about the size of the global batch. `searched` says among what the winner
-    is the best.
+    `work` is [samples, units] seconds on one device, units as in `model`. `names[unit]` describes a unit ("Llama 3.2
+    1B"). Without `stable` the report omits the size of the global batch. `searched` describes the plans among which the
+    winner is best.
     """
     roles = roles_of(model)
     candidates = _compared(result, cluster)
@@ -124,7 +124,7 @@ def search_report(
 
 
 def size_distribution(unit: str, tokens: ArrayLike) -> SizeDistribution:
-    """Tokens per sample in equal bins from 0; samples without work count as 0."""
+    """Return the distribution of tokens per sample in equal bins from 0; samples without work count as 0."""
     values = np.asarray(tokens, dtype=np.float64)
     top = max(float(values.max(initial=0.0)), 1.0)
     counts, edges = np.histogram(values, bins=_BINS, range=(0.0, top))
@@ -143,10 +143,10 @@ def size_distribution(unit: str, tokens: ArrayLike) -> SizeDistribution:
 def workload_ratio(
     units: Sequence[str], work: ArrayLike, global_batch: int, stable: StableBatch | None = None
 ) -> WorkloadRatio:
-    """Shares of mean work with their confidence interval.
+    """Return shares of mean work with their confidence interval.
 
-    A share is a ratio of means, s = mean(w) / mean(W); to first order its error is that of the mean of
-    (w - s W) / mean(W), which is normal for many samples.
+    A share is a ratio of means, s = mean(w) / mean(W); to first order its error is that of the mean of (w - s W) /
+    mean(W), which is normal for many samples.
     """
     samples = np.asarray(work, dtype=np.float64)
     total = samples.sum(axis=1)
@@ -169,8 +169,8 @@ def workload_ratio(
 def memory_use(
     ranked: RankedPlan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
 ) -> tuple[MemoryUse, ...]:
-    """Peak memory by use, the most of all simulated steps, by which plans are refused; ranks that hold the same stages
-    and peak alike are one entry. What is left free counts as used. Empty when no memory was simulated."""
+    """Return peak memory by use, the maximum over all simulated steps, which decides whether plans fit. Ranks with the
+    same stages and peak form one entry. The reserve counts as used. Empty when no memory was simulated."""
     plan, peaks = ranked.plan, ranked.score.peak_bytes
     if not peaks:
         return ()
@@ -217,8 +217,7 @@ def _parameter_bytes(
 
 
 def _compared(result: SearchResult, cluster: Cluster) -> tuple[ComparedPlan, ...]:
-    """The winner and the next plans, of each layout the fastest: it was simulated in several orders of ranks, and with
-    state shared in several ways."""
+    """Return the winner and the next plans, the fastest of each layout: rank orders and sharding of state vary."""
     fastest: dict[tuple[str, str], ComparedPlan] = {}
     for one in (result.winner, *result.runners_up):
         plan = compared_plan(one, cluster, chosen=one is result.winner)
@@ -230,7 +229,7 @@ def _compared(result: SearchResult, cluster: Cluster) -> tuple[ComparedPlan, ...
 
 
 def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> ComparedPlan:
-    """A searched plan as the report compares it."""
+    """Return a searched plan as the report compares it."""
     score, plan = ranked.score, ranked.plan
     total = score.seconds * len(plan.ranks)
     devices = [cluster.at(rank) for rank in plan.ranks]
@@ -253,7 +252,7 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
 
 
 def _shape_name(encoders_at: EncoderPosition, replicas: int, units: int) -> str:
-    """How many pipelines, and where encoders run."""
+    """Return the number of pipelines and the encoder position in words."""
     pipelines = counted(replicas, "pipeline")
     if units == 1:
         return pipelines

@@ -1,4 +1,4 @@
-"""The data report: every fact of the stats page as one plain value."""
+"""Data report: every fact of the stats page as one plain value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dilatant.schedule.assignment.batch_balance import BatchBalance
 
 @dataclass(frozen=True, slots=True)
 class StatsReport:
-    """What a data set is like, how evenly batches of `batch_size` samples of it divide, and a few samples of it."""
+    """Statistics of a data set, how evenly batches of `batch_size` samples divide, and a few of its samples."""
 
     title: str
     stats: DataStats

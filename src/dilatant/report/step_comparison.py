@@ -1,4 +1,4 @@
-"""Predicted beside measured: where the seconds of one step were expected, and where they went."""
+"""Comparison of a predicted and a measured step: expected and actual seconds by unit and by cause of idle time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OTHER_WORK = "other work"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """The actions of a measured step as costs predict them. origin: where the costs are from ("measured on ...")."""
+    """Predicted actions of a measured step. origin: source of the costs ("measured on ...")."""
 
     timeline: Timeline
     origin: str
@@ -24,7 +24,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Seconds of a step, mean over devices. is_work: computed for the unit `name`; else lost to the cause `name`."""
+    """Seconds of a step, mean over devices. is_work: compute of the unit `name`; else idle by the cause `name`."""
 
     name: str
     is_work: bool
@@ -33,13 +33,13 @@ class Difference:
 
     @property
     def seconds(self) -> float:
-        """Positive where it took longer than predicted."""
+        """Measured minus predicted seconds."""
         return self.measured_seconds - self.predicted_seconds
 
 
 def compare_steps(predicted: GanttChart, measured: GanttChart, plan: Plan) -> tuple[Difference, ...]:
-    """The work of every unit, then every cause of idle time, the largest difference first. Of both charts the seconds
-    add up to the step."""
+    """Return the work of every unit, then every cause of idle time, the largest difference first.
+    In both charts these seconds add up to the step."""
     work = _means(predicted, work_by_unit(predicted, plan)), _means(measured, work_by_unit(measured, plan))
     idle = tuple(
         {cause: part * chart.seconds for cause, part in chart.idle_fractions().items()}
@@ -53,7 +53,7 @@ def compare_steps(predicted: GanttChart, measured: GanttChart, plan: Plan) -> tu
 
 
 def work_by_unit(timeline: GanttChart, plan: Plan) -> dict[str, float]:
-    """Seconds of computing by unit, in the plan's order, over all ranks; of no unit: `OTHER_WORK`."""
+    """Return compute seconds by unit, in the plan's order, summed over ranks; work of no unit is `OTHER_WORK`."""
     unit_of = [placed.unit for placed in plan.stages()]
     work = dict.fromkeys((unit.name for unit in plan.units), 0.0)
     for row in timeline.rows:
@@ -65,7 +65,7 @@ def work_by_unit(timeline: GanttChart, plan: Plan) -> dict[str, float]:
 def comparison_rows(
     predicted: GanttChart, measured: GanttChart, plan: Plan, tones: dict[str, str]
 ) -> dict[str, Any]:
-    """What `comparison` in figures.html shows: two bars of one scale, and a line for each difference."""
+    """Return the data of `comparison` in figures.html: two bars of one scale, and a line for each difference."""
     differences = compare_steps(predicted, measured, plan)
     units = [unit.name for unit in plan.units]
     longest = max(predicted.seconds, measured.seconds) or 1.0

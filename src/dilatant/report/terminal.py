@@ -1,4 +1,4 @@
-"""Lines and tables on a terminal. What users wrote is shown as it is: nothing here reads markup."""
+"""Terminal lines and tables without markup: user text is shown as it is."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rich.text import Text
 
 
 def print_line(console: Console, *parts: str | tuple[str, str], wrap: bool = True) -> None:
-    """A line of texts and (text, style)s; without `wrap` the terminal breaks it, so that it can be copied whole."""
+    """Print a line of texts and (text, style)s; without `wrap` the terminal breaks it, so it can be copied whole."""
     console.print(Text.assemble(*parts), soft_wrap=not wrap)
 
 
 def print_indented(console: Console, *parts: str | tuple[str, str]) -> None:
-    """A paragraph two columns in."""
+    """Print a paragraph with an indent of two columns."""
     console.print(Padding(Text.assemble(*parts), (0, 0, 0, 2)))
 
 
 def plain_table(columns: Sequence[str], right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
-    """A table with a line under its header; columns in `right` are aligned so, those in `whole` never wrap,
-    and what is too long for the others goes on in the next line."""
+    """Return a table with a line under its header.
+    Columns in `right` are right-aligned, those in `whole` never wrap, all others wrap long text."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for name in columns:
         table.add_column(
@@ -33,5 +33,5 @@ def plain_table(columns: Sequence[str], right: Collection[str] = (), whole: Coll
 
 
 def print_table(console: Console, table: Table) -> None:
-    """The table, its cells as they are."""
+    """Print the table with its cells unchanged."""
     console.print(table, markup=False, highlight=False)

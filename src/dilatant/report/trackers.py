@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard by default; wandb and trackio when asked for and installed."""
+"""Experiment trackers: TensorBoard by default; wandb and trackio if requested and installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tracker(Protocol):
 def open_trackers(
     names: Iterable[str], folder: Path, config: Mapping[str, Any], first_step: int
 ) -> list[Tracker]:
-    """Open the trackers called `names` for the run in `folder`, going on after step `first_step`.
+    """Open the trackers called `names` for the run in `folder`, continuing after step `first_step`.
 
     Raises UserError when a tracker's package is not installed.
     """
@@ -46,7 +46,7 @@ class _TensorBoard:
 
 
 class _WandbLike:
-    """wandb, and trackio, which has the same calls."""
+    """Tracker for wandb, and for trackio, which has the same API."""
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
         try:
