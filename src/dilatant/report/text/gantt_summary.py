@@ -1,4 +1,4 @@
-"""What a chart says in plain sentences."""
+"""Sentences that summarize a Gantt chart."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dilatant.report.text.wording import layers_text, listed, lost_to, percent_t
 from dilatant.schedule.measured import DataWait
 
 NOTABLE = 0.01
-"""Losses below one percent of device time are not worth a reader's attention."""
+"""Losses below this fraction of device time are not mentioned."""
 
 
 def losses(timeline: GanttChart, plan: Plan) -> str:
-    """How much of the time devices compute, and what the rest is lost on."""
+    """Return the fraction of time that devices compute, and the causes of the rest."""
     busy = timeline.busy_fraction()
     sentence = f"Devices {' or '.join(work_of(plan))} {percent_text(busy)} of the time."
     lost = [
@@ -28,8 +28,8 @@ def losses(timeline: GanttChart, plan: Plan) -> str:
 
 
 def work_of(plan: Plan) -> tuple[str, ...]:
-    """Return what devices do while they are busy, as verbs: computing, and where stages lie on groups of ranks, the
-    exchanges inside these, which the costs of layers include."""
+    """Return the verbs for what busy devices do: compute, and exchange inside groups of ranks if stages have such
+    groups. The costs of layers include these exchanges."""
     degrees = {
         name for placed in plan.stages() for name in ("tp", "cp", "ep") if getattr(placed.stage, name) > 1
     }
@@ -38,7 +38,7 @@ def work_of(plan: Plan) -> tuple[str, ...]:
 
 
 def pace(timeline: GanttChart, plan: Plan) -> list[str]:
-    """Which stage sets the pace; nothing where no time passed."""
+    """Return which stage sets the pace; empty if no time passed."""
     busy = timeline.busy_seconds()
     if not busy or timeline.seconds <= 0.0:
         return []
@@ -55,7 +55,7 @@ def pace(timeline: GanttChart, plan: Plan) -> list[str]:
 
 
 def measurement(predicted: GanttChart, measured: GanttChart, plan: Plan) -> list[str]:
-    """How far a prediction was from the step that was measured: the step, and the actions of each unit."""
+    """Return the error of a prediction against the measured step, for the step and the actions of each unit."""
     if measured.seconds <= 0.0:
         return []
     error = predicted.seconds / measured.seconds - 1.0
@@ -74,7 +74,7 @@ def measurement(predicted: GanttChart, measured: GanttChart, plan: Plan) -> list
 
 
 def data_waits(waits: Sequence[DataWait], step_seconds: float) -> list[str]:
-    """How long the rank that waited longest for samples did, and which took longest; nothing where that was short."""
+    """Return the longest wait of a rank for samples, and the slowest samples; empty if the wait was short."""
     longest = max(waits, key=lambda one: one.seconds, default=None)
     if longest is None or longest.seconds < NOTABLE * step_seconds:
         return []
@@ -85,7 +85,7 @@ def data_waits(waits: Sequence[DataWait], step_seconds: float) -> list[str]:
 
 
 def by_lane(timeline: GanttChart, plan: Plan) -> str:
-    """The step's seconds, and for every lane how much of them its ranks compute and what the rest is lost on."""
+    """Return the step's seconds, and for every lane the fraction computed and the fractions lost by cause."""
     stages = plan.stages()
     lines = [f"step {seconds_text(timeline.seconds)}"]
     for lane, busy, idle in zip(timeline.lanes, timeline.busy_seconds(), timeline.idle, strict=True):

@@ -1,4 +1,4 @@
-"""What stands below a timeline: its legend, and each stage's time by action and by cause of idleness."""
+"""Tables below a timeline: its legend, and each stage's time by action and by cause of idle time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TONES = {
 }
 
 HUES = 6
-"""As many as page.css has for units, and for causes of idle time."""
+"""Number of hues in page.css for units, and for causes of idle time."""
 
 
 def action_legend(plan: Plan, timelines: Iterable[GanttChart]) -> list[dict[str, str]]:
-    """An entry for every pair of unit and kind of action that is drawn."""
+    """Return a legend entry for every drawn pair of unit and kind of action."""
     stages = plan.stages()
     units = [unit.name for unit in plan.units]
     seen = {
@@ -42,19 +42,19 @@ def action_legend(plan: Plan, timelines: Iterable[GanttChart]) -> list[dict[str,
 
 
 def cause_tones(plan: Plan, causes: Iterable[str]) -> dict[str, str]:
-    """The colour of each cause of idle time: one cause, one colour on every page. Waiting for a unit takes its hue."""
+    """Return the colour of each cause of idle time, equal on every page. Waiting for a unit has the unit's hue."""
     waits = {waiting_for(unit.name): f"wait u{order % HUES}" for order, unit in enumerate(plan.units)}
     return {cause: waits.get(cause) or _TONES.get(cause, "c5") for cause in causes}
 
 
 def idle_legend(tones: dict[str, str]) -> list[dict[str, str]]:
-    """An entry for every cause, or one for all waiting where causes are unknown."""
+    """Return an entry for every cause, or one for all waiting if causes are unknown."""
     entries = [{"name": lost_to(cause), "tone": tone} for cause, tone in tones.items()]
     return entries or [{"name": "waiting", "tone": "idle"}]
 
 
 def idle_rows(timeline: GanttChart, plan: Plan, tones: dict[str, str]) -> list[dict[str, Any]]:
-    """A line for the stages of one unit and position, the mean over replicas: work by action, loss by cause."""
+    """Return a line for each unit and stage position, mean over replicas: work by action, idle time by cause."""
     stages = plan.stages()
     units = [unit.name for unit in plan.units]
     time = timeline.seconds or 1.0
@@ -92,7 +92,7 @@ def idle_rows(timeline: GanttChart, plan: Plan, tones: dict[str, str]) -> list[d
 
 
 def bar_part(name: str, fraction: float, tone: str, text: str = "") -> dict[str, Any]:
-    """A part of a bar in figures.html; `fraction` of its whole length."""
+    """Return a part of a bar in figures.html; `fraction` is of the bar's whole length."""
     return {
         "name": name,
         "percent": round(100 * fraction, 3),
@@ -102,12 +102,12 @@ def bar_part(name: str, fraction: float, tone: str, text: str = "") -> dict[str,
 
 
 def stage_name(placed: list[PlacedStage]) -> str:
-    """What devices hold: "vision 0 + language 1"."""
+    """Return the names of the stages on a device: "vision 0 + language 1"."""
     return " + ".join(dict.fromkeys(f"{stage.unit} {stage.position}" for stage in placed)) or "other"
 
 
 def _lanes_alike(timeline: GanttChart, plan: Plan) -> dict[str, list[int]]:
-    """Lanes by unit and position, over all replicas: what the tables show as one line."""
+    """Return lanes by unit and position, over all replicas, which tables show as one line."""
     stages = plan.stages()
     groups: dict[str, list[int]] = {}
     for number, lane in enumerate(timeline.lanes):

@@ -1,4 +1,4 @@
-"""What a plan does with groups of unlike devices, and why, in sentences."""
+"""Sentences on a plan's use of groups of different devices, with reasons."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def group_reasons(
     language: str,
     work: Mapping[str, Mapping[str, float]],
 ) -> tuple[str, ...]:
-    """Which units, and which part of the samples, each group has, and how long it is busy; what units take there; and
-    what the best plans on one group alone would take. timeline: a step of the winner; `work[group][unit]`: device
-    seconds of the mean sample. Nothing for equal devices."""
+    """Return sentences on each group's units, fraction of samples and busy time, and on the alternatives.
+    The alternatives are units on other groups and the best plans on one group alone. timeline: a step of the winner;
+    `work[group][unit]`: device seconds of the mean sample. Empty for equal devices."""
     if not cluster.parts:
         return ()
     return (
@@ -32,7 +32,7 @@ def group_reasons(
 
 
 def _has(number: int, timeline: Timeline, cluster: Cluster, language: str) -> str:
-    """What a group holds."""
+    """Return a sentence on the contents of a group."""
     group, plan = cluster.parts[number], timeline.plan
     name = f"{group.name} ({group.num_devices:,} × {group.device})"
     units = [
@@ -57,7 +57,7 @@ def _has(number: int, timeline: Timeline, cluster: Cluster, language: str) -> st
 
 
 def _compared(cluster: Cluster, work: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """How many times as long units take on groups as on the first."""
+    """Return each unit's time on other groups as a multiple of that on the first group."""
     first, *others = [group.name for group in cluster.parts]
     lines = []
     for other in others:
@@ -72,7 +72,7 @@ def _compared(cluster: Cluster, work: Mapping[str, Mapping[str, float]]) -> list
 
 
 def _alone(result: SearchResult, cluster: Cluster) -> list[str]:
-    """The best plan on each single group."""
+    """Return the best plan on each single group."""
     best: dict[str, float] = {}
     for one in (result.winner, *result.runners_up):
         names = {cluster.at(rank).name for rank in one.plan.ranks}

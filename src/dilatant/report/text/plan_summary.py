@@ -1,4 +1,4 @@
-"""What a plan report says in plain sentences."""
+"""Sentences that summarize a plan report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REMEDY = {
 
 
 def summarize(report: PlanReport) -> tuple[str, ...]:
-    """The report in sentences a newcomer understands: speed, losses, pace-maker, memory, data, rivals."""
+    """Return the report in sentences for newcomers: speed, losses, slowest stage, memory, data, alternatives."""
     sentences = [_speed(report)]
     if report.measured is not None:
         sentences += measurement(report.timeline, report.measured, report.plan)
@@ -40,7 +40,7 @@ def summarize(report: PlanReport) -> tuple[str, ...]:
 
 
 def suggest(report: PlanReport) -> tuple[str, ...]:
-    """What would help: the planner's own advice, then a remedy for each large loss with the most it can save."""
+    """Return the planner's advice, then a remedy for each large loss with the most it can save."""
     advice = list(report.advice)
     for cause, fraction in report.timeline.idle_fractions().items():
         if fraction < 3 * NOTABLE or len(advice) >= len(report.advice) + 2:
@@ -57,7 +57,7 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
 
 
 def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
-    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss."""
+    """Return why `candidate` was not chosen: the planner's reason, else its memory or its largest extra loss."""
     if candidate.why:
         return candidate.why
     if candidate.chosen:

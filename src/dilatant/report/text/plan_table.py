@@ -1,4 +1,4 @@
-"""The plan report on a terminal."""
+"""Plan report on a terminal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dilatant.report.text.wording import (
 )
 
 _STAGES_SHOWN = 24
-_WIDE = 120  # columns from which on tables show all they have
+_WIDE = 120  # console width from which tables show all columns
 
 
 def print_plan(report: PlanReport, console: Console) -> None:
-    """Print the summary, the layout with what each stage does, and the plans that were compared."""
+    """Print the summary, the layout with each stage's work, and the compared plans."""
     zero = f", zero {report.zero}" if report.zero else ""
     print_line(
         console,
@@ -47,7 +47,7 @@ def print_plan(report: PlanReport, console: Console) -> None:
 
 
 def _stages(report: PlanReport, wide: bool) -> Table:
-    """One line a stage; stages that are cut alike in several replicas share one."""
+    """Return one line per stage; equally cut stages of several replicas share one."""
     extra = ("tp×cp", "") if wide else ()
     table = _table(
         "stage", "layers", "ranks", *extra, "computes" if wide else "busy", "largest loss", "memory"
@@ -146,7 +146,7 @@ def _relative(fraction: float) -> str:
 
 
 def sparkline(values: tuple[float, ...] | list[float]) -> str:
-    """Values as eight heights of block characters; the largest is full, zero a blank."""
+    """Return values as eight heights of block characters; the largest is full, zero a blank."""
     tallest = max(values, default=0) or 1
     return "".join(" ▁▂▃▄▅▆▇█"[min(int(8 * value / tallest + 0.999), 8)] for value in values)
 

@@ -1,4 +1,4 @@
-"""Why a search chose its winner, in sentences a user can check."""
+"""Sentences on why a search chose its winner, which a user can check."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _KEEPING: Mapping[Recompute, str] = {"block": "", "block_keep_attention": " but 
 
 
 def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tuple[str, ...]:
-    """Sentences on the winner's shape, its devices against its work, its slowest stage, and how sure the search is.
-    Idle time, memory and runners-up are not among them: the plan report draws these."""
+    """Return sentences on the winner's shape, its devices against its work, its slowest stage, and the certainty.
+    Idle time, memory and runners-up are left to the plan report, which draws them."""
     winner = result.winner
     lines = [
         _shape(winner, cluster),
@@ -65,8 +65,8 @@ def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tupl
 
 
 def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
-    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`; of
-    unlike devices with the group that they are on."""
+    """Return every unit's replicas, stages and, if not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`.
+    In a heterogeneous cluster the device groups are added."""
 
     def group(replica: Replica) -> str:
         if cluster is None or not cluster.parts:
@@ -108,7 +108,7 @@ def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
 
 
 def _is_unlike(plan: Plan) -> bool:
-    """Whether a unit's replicas are cut or shared unlike."""
+    """Return True if a unit's replicas differ in cuts or degrees."""
     return any(
         len(
             {
@@ -122,7 +122,7 @@ def _is_unlike(plan: Plan) -> bool:
 
 
 def _shares(one: RankedPlan) -> list[str]:
-    """Every chain's share of the devices beside its share of a mean microbatch's device time, over all replicas."""
+    """Return each chain's fraction of the devices and of a mean microbatch's device time, over all replicas."""
     devices, work = {}, {}
     for unit in one.plan.units:
         if unit.name in one.stage_seconds:
@@ -142,7 +142,7 @@ def _shares(one: RankedPlan) -> list[str]:
 
 
 def _tensor(result: SearchResult) -> list[str]:
-    """The best step with each tensor-parallel degree of the widest unit, where several were simulated."""
+    """Return the best step for each tensor-parallel degree of the widest unit, if several were simulated."""
     plans = (result.winner, *result.runners_up)
 
     def widest(one: RankedPlan) -> int:
@@ -161,7 +161,7 @@ def _tensor(result: SearchResult) -> list[str]:
 
 
 def _sharing(result: SearchResult) -> list[str]:
-    """Who shares optimizer state, and what the best step takes that was simulated where others do."""
+    """Return the sharding of optimizer state, and the best simulated step under other kinds of sharding."""
     own, others = result.winner.zero, [zero for zero in result.by_zero if zero != result.winner.zero]
     if not others:
         return []
@@ -176,7 +176,7 @@ def _sharing(result: SearchResult) -> list[str]:
 
 
 def recomputation_text(plan: Plan) -> str:
-    """Return which units compute forwards again in the backward, and how many of their layers; "" for none."""
+    """Return which units recompute forwards in the backward, and how many of their layers; "" for none."""
     found = []
     for unit in plan.units:
         counts = Counter(how for how in unit.recompute if how != "none")
@@ -207,7 +207,7 @@ def _bottleneck(one: RankedPlan) -> str:
 
 
 def _certainty(result: SearchResult) -> str:
-    # A candidate may be simulated in several orders of ranks, or filled up.
+    # A candidate may be simulated in several rank orders, or with one more pipeline on idle devices.
     plans = 1 + len(result.runners_up) + len(result.rejected)
     tried = f"{result.simulated:,} of {counted(result.candidates, 'candidate')} were simulated"
     if plans > result.simulated:

@@ -1,4 +1,4 @@
-"""The data report in sentences, and on a terminal."""
+"""Data report in sentences, and as terminal tables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dilatant.report.text.wording import counted, listed, percent_text
 
 _REFUSALS_SHOWN = 5
 _GROUPS = 4
-"""The division that the sentence on balance is about, or the nearest smaller one."""
+"""Number of groups in the sentence on balance, or the nearest smaller number."""
 
 
 def summarize_stats(report: StatsReport) -> tuple[str, ...]:
-    """What the data are, what of them training would refuse, and what their spread costs, in sentences."""
+    """Return sentences on the data, on samples that training would refuse, and on the cost of uneven lengths."""
     stats = report.stats
     mixes = listed([f"{count:,} of {mix}" for mix, count in stats.mixes.items()])
     sentences = [f"{counted(stats.samples, 'sample')}: {mixes}." if mixes else f"{stats.samples:,} samples."]
@@ -35,12 +35,12 @@ def summarize_stats(report: StatsReport) -> tuple[str, ...]:
 
 
 def constant_text(unit: UnitStats) -> str:
-    """Of a unit whose samples all have the same tokens."""
+    """Return the text for a unit whose samples all have the same number of tokens."""
     return f"each of its {counted(unit.samples, 'sample')} has {counted(unit.minimum, 'token')}"
 
 
 def print_stats(report: StatsReport, console: Console) -> None:
-    """Print the sentences, a table of units and of sources, ratios, balance, and what would be refused."""
+    """Print the sentences, tables of units and of sources, ratios, balance, and refusals."""
     stats = report.stats
     for sentence in summarize_stats(report):
         print_line(console, sentence)
@@ -88,7 +88,7 @@ def _print_sources(stats: DataStats, console: Console) -> None:
 
 
 def _spread(stats: DataStats) -> list[str]:
-    """How much longer than its middle a unit's tail is: what has to be balanced."""
+    """Return how much longer than the median a unit's tail is, which makes balancing necessary."""
     wide = [
         f"{unit.unit} {unit.percentiles[99] / unit.percentiles[50]:.1f} times"
         for unit in stats.units

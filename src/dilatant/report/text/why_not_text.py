@@ -1,4 +1,4 @@
-"""Why a search did not choose a layout, in sentences."""
+"""Sentences on why a search did not choose a layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dilatant.report.text.wording import bytes_text, counted, listed, percent_te
 
 
 def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tuple[str, ...]:
-    """Whether such a plan was tried, cut off by its bound, does not fit, or is slower, and where."""
+    """Return whether such a plan was tried, was cut by its bound, does not fit, or is slower and why."""
     if answer.is_chosen:
         return ("The plan that was chosen is like that.",)
     if not answer.plans:
@@ -31,7 +31,7 @@ def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tupl
 
 
 def no_plan_text(answer: WhyNot, cluster: Cluster) -> tuple[str, ...]:
-    """Why an answer has no plan."""
+    """Return why an answer has no plan."""
     if answer.impossible:
         return tuple(f"No plan is like that: {why}." for why in answer.impossible)
     return (
@@ -41,7 +41,7 @@ def no_plan_text(answer: WhyNot, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _capacities(cluster: Cluster) -> str:
-    """What plans may use of a device."""
+    """Return the memory of a device that plans may use."""
     if not cluster.parts:
         return bytes_text(cluster.bytes_per_device)
     return listed([f"{bytes_text(own.bytes_per_device)} ({own.name})" for own in cluster.parts])

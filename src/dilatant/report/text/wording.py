@@ -1,4 +1,4 @@
-"""How numbers and names are written for a reader."""
+"""Formatting of numbers and names for readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOST = {
 
 
 def seconds_text(seconds: float) -> str:
-    """Three significant digits with the unit that fits: `1.84 s`, `12.4 ms`, `820 µs`, `2 min 05 s`, `3 h 20 min`."""
+    """Return three significant digits and a unit: `1.84 s`, `12.4 ms`, `820 µs`, `2 min 05 s`, `3 h 20 min`."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     if seconds >= 120:
@@ -33,7 +33,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A large count in short: `7.24 B`, `630 M`, `48.1 k`, `512`."""
+    """Return a shortened count: `7.24 B`, `630 M`, `48.1 k`, `512`."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if count >= factor:
             return f"{three_digits(count / (1e3 if unit == 'k' else factor))} {unit}"
@@ -41,7 +41,7 @@ def count_text(count: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 stage`, `2 stages`, `3 microbatches`."""
+    """Return number and noun: `1 stage`, `2 stages`, `3 microbatches`."""
     return (
         f"{number:,} {noun}"
         if number == 1
@@ -50,7 +50,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def microbatches_text(count: int, samples: int, row_tokens: int | None) -> str:
-    """`4 microbatches of 2 samples`, or where tokens cut them `4 microbatches or more of up to 512 tokens`."""
+    """Return `4 microbatches of 2 samples`, or with a token budget `4 microbatches or more of up to 512 tokens`."""
     text = counted(count, "microbatch")
     if row_tokens is None:
         return f"{text} of {counted(samples, 'sample')}"
@@ -58,18 +58,18 @@ def microbatches_text(count: int, samples: int, row_tokens: int | None) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """`81 %`; below ten one decimal, so that small shares stay distinguishable."""
+    """Return `81 %`; below ten with one decimal, so that small shares stay distinguishable."""
     percent = 100.0 * fraction
     return f"{percent:.1f} %" if 0.05 <= abs(percent) < 9.95 else f"{percent:.0f} %"
 
 
 def origin_text(origin: str) -> str:
-    """Where costs are from (`CostModel.origin`), for a reader."""
+    """Return the origin of costs (`CostModel.origin`) for a reader."""
     return origin if origin.startswith("measured") else f"{origin} (not measured)"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ascending ranks with runs joined: `0–7, 12`."""
+    """Return ascending ranks with runs joined: `0–7, 12`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -80,26 +80,26 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def layers_text(first: int, end: int) -> str:
-    """Layers `first <= layer < end`: `0–7`, or `7` alone."""
+    """Return layers `first <= layer < end`: `0–7`, or `7` alone."""
     return str(first) if end - first == 1 else f"{first}–{end - 1}"
 
 
 def listed(items: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Return `a`, `a and b`, `a, b and c`."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else ""
 
 
 def lost_to(cause: str) -> str:
-    """A cause of idle time in words."""
+    """Return a cause of idle time in words."""
     return _LOST.get(cause, cause)
 
 
 def unbroken(sentence: str) -> str:
-    """The sentence with figures tied to their units, so that no line ends between them."""
+    """Return the sentence with no-break spaces between figures and units."""
     return re.sub(r"(?<=\d) (?=%|[KMGT]iB|[mµ]?s\b|min\b|h\b)", "\u00a0", sentence)
 
 
 def degrees_text(tp: int, cp: int, ep: int = 1) -> str:
-    """`tp 2 cp 4`, without what is 1."""
+    """Return `tp 2 cp 4`, without degrees of 1."""
     degrees = {"tp": tp, "cp": cp, "ep": ep}
     return " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1)
