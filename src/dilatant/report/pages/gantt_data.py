@@ -1,4 +1,4 @@
-"""A timeline packed for the page: columns of little-endian numbers in base64, sample lists stored once."""
+"""Timeline data for the page: columns of little-endian numbers in base64, sample lists stored once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dilatant.report.text.wording import ranks_text
 
 
 def pack_chart(timeline: GanttChart, plan: Plan, title: str, span: float | None = None) -> dict[str, Any]:
-    """What `timeline.js` draws. `rows` holds one base64 column for each field of `GanttRow`. span: seconds that the
-    whole width stands for, where several charts share a scale; by default those of the step.
+    """Return the data that `timeline.js` draws; `rows` has one base64 column for each field of `GanttRow`.
 
-    131,072 actions (1,024 ranks) take 3.7 MB of page; as objects they would take 15 MB.
+    span: seconds of the whole width, for charts that share a scale; default: the step's seconds. 131,072 actions (1,024
+    ranks) take 3.7 MB of page; as objects they would take 15 MB.
     """
     units = [unit.name for unit in plan.units]
     sample_sets: dict[tuple[int, ...], int] = {}

@@ -1,4 +1,4 @@
-"""From the steps of ranks, predicted or measured, to the chart that is drawn."""
+"""Conversion of a predicted or measured step into a Gantt chart."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_
 
 
 def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart:
-    """One lane for all ranks that did the same at the same time (the tp x cp ranks of a predicted stage).
+    """Return a chart with one lane for all ranks that act identically (the tp x cp ranks of a predicted stage).
 
-    An action's samples are its part where it names one, and its whole microbatch otherwise. After the last action
-    every rank waits `sync_seconds` for gradients, which counts as communication.
+    An action's samples are its part if it names one, else its whole microbatch. After the last action every rank waits
+    `sync_seconds` for gradients, which counts as communication.
     """
     placed = timeline.plan.stages()
     held: dict[int, list[int]] = {rank: [] for rank in timeline.ranks}
@@ -61,12 +61,11 @@ def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart
 def measured_chart(
     actions: Sequence[MeasuredAction], plan: Plan, waits: Sequence[DataWait] = ()
 ) -> GanttChart:
-    """One lane for every rank of `plan`, from the first action's start to the last one's end; from where the first of
-    `waits` began, if they are given.
+    """Return a chart with one lane per rank of `plan`, from the first action (or wait in `waits`) to the last end.
 
-    Idle time is named as in a prediction: before a rank's first action it warms up (unless it holds whole pipelines,
-    which are not filled), after its last it drains, and it waits for the unit whose rows it awaited (its own unit:
-    imbalance). Raises ValueError without actions.
+    Idle time has the same names as in a prediction: warm-up before a rank's first action (unless the rank holds whole
+    pipelines, which are not filled), drain after its last, and waiting for the unit whose rows it awaited (its own
+    unit: imbalance). Raises ValueError without actions.
     """
     if not actions:
         raise ValueError("nothing was measured")

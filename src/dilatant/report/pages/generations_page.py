@@ -1,4 +1,4 @@
-"""The page of a run that goes on when nodes are lost: who left and came, and what each change cost."""
+"""Generations page of a resilient run: nodes that left and joined, and the cost of each change."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dilatant.report.text.wording import counted, listed, seconds_text
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One membership. time: when its change was noticed, in seconds since 1970. step: that it began after. left,
-    joined: nodes, beside the membership before. lost: cause (those of `plan.replay`) → seconds until the next step was
-    committed, so far as they are known; empty of the first. phases: the same time otherwise, phase → seconds, in order.
-    kept, missing: pairs of a layer and a sample of the step in hand whose gradients were kept, and which ran again;
-    None where that is not known."""
+    """One membership of the cluster.
+    time: when its change was noticed, in seconds since 1970. step: the last step before it. left, joined: nodes,
+    compared with the previous membership. lost: cause (as in `plan.replay`) → seconds until the next committed step, as
+    far as known; empty for the first generation. phases: the same time by phase, in order. kept, missing: (layer,
+    sample) pairs of the interrupted step whose gradients were reused or computed again; None if unknown."""
 
     number: int
     time: float
@@ -41,12 +41,12 @@ class Generation:
 def write_generations_page(
     path: Path, generations: Sequence[Generation], title: str, stopped: str = ""
 ) -> Path:
-    """Write the page to `path` and return it. Raises UserError where it cannot be written."""
+    """Write the page to `path` and return the path. Raises UserError if it cannot be written."""
     return write_page(path, render_generations_page(generations, title, stopped))
 
 
 def render_generations_page(generations: Sequence[Generation], title: str, stopped: str = "") -> str:
-    """The page as text; everything given is escaped."""
+    """Return the page as text; all values are escaped."""
     longest = max((one.seconds for one in generations), default=0.0) or 1.0
     causes = list(dict.fromkeys(cause for one in generations for cause in one.lost))
     return render(
@@ -59,7 +59,7 @@ def render_generations_page(generations: Sequence[Generation], title: str, stopp
 
 
 def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str, ...]:
-    """The history in sentences."""
+    """Return the history in sentences."""
     changes = generations[1:]
     left, joined = (
         sum(len(names) for names in nodes) for nodes in zip(*((g.left, g.joined) for g in changes))

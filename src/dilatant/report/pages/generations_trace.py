@@ -1,4 +1,4 @@
-"""The generations of a run for Perfetto: who took part, each loss, and the phases of going on after it."""
+"""Perfetto trace of a run's generations: memberships, losses, and the phases of each recovery."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilatant.report.pages.generations_page import Generation
 from dilatant.report.text.wording import counted
 
 MEMBERSHIP, RECOVERY = 0, 1
-"""Tracks."""
+"""Track numbers."""
 
 
 def write_generations_trace(path: Path, generations: Sequence[Generation]) -> None:
@@ -21,8 +21,8 @@ def write_generations_trace(path: Path, generations: Sequence[Generation]) -> No
 
 
 def trace_events(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Microseconds since the first generation; a slice for each, its phases on a track of their own, a mark at each
-    change of membership."""
+    """Return a slice per generation, recovery phases on a second track, and a mark at each change of membership.
+    Times are microseconds since the first generation."""
     origin = generations[0].time if generations else 0.0
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "generations"}},

@@ -1,6 +1,6 @@
-"""The picture of a plan: units in order of data flow, their stages as boxes, arrows where rows travel.
+"""Model graph of a plan: units in order of data flow, stages as boxes, arrows for rows between units.
 
-Only geometry is computed here; the page's template draws it.
+Only geometry is computed here; the page's template draws the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHAPES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class StageBox:
-    """A stage: `busy` is the part of a step it computes, drawn as the filled part of the box."""
+    """A stage: `busy` is the fraction of a step that it computes, drawn as the filled part of the box."""
 
     x: float
     y: float
@@ -39,7 +39,7 @@ class StageBox:
 
 @dataclass(frozen=True, slots=True)
 class UnitCard:
-    """A unit: what it is, how it is laid out, the boxes of each different kind of replica and how many are alike."""
+    """A unit: its facts and layout, the boxes of each distinct kind of replica, and the number of equal replicas."""
 
     index: int
     x: float
@@ -57,7 +57,7 @@ class UnitCard:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """Rows travel from one unit to the next; `gradients` says whether any come back."""
+    """Rows that travel from one unit to the next; `gradients` is True if gradients return."""
 
     path: str
     gradients: bool
@@ -73,7 +73,7 @@ class ModelGraph:
 
 
 def model_graph(report: PlanReport) -> ModelGraph:
-    """Lay the plan out from left to right; units of equal depth stand above each other."""
+    """Lay the plan out from left to right; units of equal depth are stacked."""
     plan = report.plan
     facts = {unit.name: unit for unit in report.units}
     depth = _depths(plan)
@@ -94,7 +94,7 @@ def model_graph(report: PlanReport) -> ModelGraph:
 
 
 def _depths(plan: Plan) -> dict[str, int]:
-    """The longest way from a source to each unit; units come in topological order."""
+    """Return the length of the longest path from a source to each unit; units come in topological order."""
     depth = {unit.name: 0 for unit in plan.units}
     for unit in plan.units:
         for consumer in unit.feeds:
@@ -103,7 +103,7 @@ def _depths(plan: Plan) -> dict[str, int]:
 
 
 def _busy_by_stage(report: PlanReport) -> dict[int, float]:
-    """Seconds of a step that each stage computes, as a part of the step."""
+    """Return the fraction of a step that each stage computes."""
     load: dict[int, float] = {}
     for row in report.timeline.rows:
         load[row.stage] = load.get(row.stage, 0.0) + row.seconds
@@ -228,7 +228,7 @@ def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, UnitCard])
 
 
 def _trainable_upstream(plan: Plan, facts: dict[str, UnitFacts]) -> dict[str, bool]:
-    """Whether anything trains in a unit or before it; unknown units count as trained."""
+    """Return by unit True if anything in the unit or before it trains; unknown units count as trained."""
     learns = {
         unit.name: unit.name not in facts or facts[unit.name].trainable_parameters > 0 for unit in plan.units
     }

@@ -1,4 +1,4 @@
-"""What all pages share: one design, their assets, and templates that escape everything they are given."""
+"""Page rendering: common design and assets, and templates that escape all values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
 
 
 def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -> str:
-    """A page of report/assets as text: one file that needs no network and opens from a disk.
+    """Render a template of report/assets as one HTML file that needs no network and opens from a disk.
 
-    timelines: as of `pack_chart`, one for each `timeline` of the template. values: what it shows, all of which is
-    escaped; one that the template wants and does not get is an error rather than a blank. No script but the page's own
-    may run in it.
+    timelines: from `pack_chart`, one for each `timeline` of the template. values: template variables, all of which are
+    escaped; a missing variable is an error rather than a blank. Only the page's own script may run in it.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -47,8 +46,8 @@ def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -
 
 
 def write_page(path: str | Path, text: str) -> Path:
-    """Write a page, whole or not at all, and return its path. What is no plain file (a link, /dev/stdout) is written
-    through. Raises UserError where it cannot be written."""
+    """Write a page, whole or not at all, and return its path. Raises UserError if it cannot be written.
+    Paths that are not plain files (a link, /dev/stdout) are written through."""
     path = Path(path)
     try:
         write_named(path, text)
@@ -63,6 +62,6 @@ def _asset(name: str) -> str:
 
 
 def _script_safe(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, and that is valid in any JavaScript."""
+    """Return JSON that cannot end its script element and is valid in any JavaScript."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and U+2029 are escaped
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

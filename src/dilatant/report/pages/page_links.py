@@ -1,4 +1,4 @@
-"""The pages of a run folder link to each other, whichever of them are there, and wherever the folder is moved."""
+"""Links between the pages of a run folder, relative and only to pages that exist."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ PAGES = {
     "generations.html": "Losses and recoveries",
     "metrics.jsonl": "Figures of every step",
 }
-"""What a run folder may hold for a browser, by its place in the folder, and how a link to it reads."""
+"""Files of a run folder for a browser → text of the link; paths are relative to the folder."""
 
 _BEGIN, _END = "<!--links-->", "<!--/links-->"
 EMPTY = f"{_BEGIN}{_END}"
-"""The links of a page that stands alone. What users wrote is escaped, so a page holds these marks once."""
+"""Links of a page that stands alone. User text is escaped, so a page holds these marks once."""
 
 
 def is_page(text: str) -> bool:
-    """Whether `text` is a page that Dilatant wrote."""
+    """Return True if `text` is a page that Dilatant wrote."""
     return text.startswith("<!doctype html>") and _BEGIN in text and _END in text
 
 
 def link_pages(folder: Path) -> None:
-    """Write into every page of a run folder the links to all others that are there now.
+    """Write links to all existing pages into every page of a run folder.
 
-    A file that is no page of ours, or that cannot be read or written, stays as it is.
+    Files that are not Dilatant's pages, or cannot be read or written, stay unchanged.
     """
     there = [place for place in PAGES if (folder / place).is_file()]
     for place in there:

@@ -1,4 +1,4 @@
-"""A measured step for Perfetto."""
+"""Perfetto trace of a measured step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilatant.schedule.schedule import Action
 from dilatant.schedule.timeline import WAITING_FOR_DATA
 
 Arrow = tuple[Action, Action]
-"""The action that makes rows, and the one that uses them."""
+"""(action that produces rows, action that consumes them)."""
 
 
 def write_timeline(
@@ -28,8 +28,8 @@ def write_timeline(
 ) -> None:
     """Write `timeline.json` in the trace event format, which ui.perfetto.dev and chrome://tracing open.
 
-    One track a rank. Slices carry the name "<unit> <action>", from which Perfetto takes the colour; numbers are in
-    their arguments. Arrows lead along edges from the action that makes rows to the one that uses them.
+    Each rank has one track. Slices are named "<unit> <action>", from which Perfetto derives the colour; numbers are in
+    their arguments. Arrows follow edges from the action that produces rows to the one that consumes them.
     """
     write_durably(path, json.dumps(trace_events(actions, plan, arrows, waits)) + "\n")
 
@@ -40,7 +40,7 @@ def trace_events(
     arrows: Iterable[Arrow] = (),
     waits: Sequence[DataWait] = (),
 ) -> dict[str, Any]:
-    """The document that `write_timeline` writes; times are microseconds since the first action's or wait's start."""
+    """Return the document that `write_timeline` writes; times are microseconds since the first action or wait."""
     origin = min([*(one.start for one in actions), *(one.start for one in waits)], default=0.0)
     placed = plan.stages()
     held: dict[int, list[str]] = defaultdict(list)
@@ -102,7 +102,7 @@ def trace_events(
             continue
         made, used = found[producer], found[consumer]
         arrow = {"pid": 0, "name": "rows", "cat": "edge", "id": number}
-        # An arrow binds to the slice around its time: just before the end of one, just after the start of the other.
+        # An arrow binds to the slice at its time: just before the producer's end, just after the consumer's start.
         left = (made.end - origin) * 1e6
         right = (used.start + used.waited_seconds - origin) * 1e6
         events.append(arrow | {"ph": "s", "tid": made.rank, "ts": left - min(0.01, made.seconds * 5e5)})

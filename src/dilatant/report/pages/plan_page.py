@@ -1,4 +1,4 @@
-"""The plan page: a plan report as one HTML file that needs no network and opens from a disk."""
+"""Plan page: a plan report as one HTML file that needs no network and opens from a disk."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _CHART = 480.0  # width of a histogram in figures.html
 
 
 def write_plan_page(report: PlanReport, path: str | Path) -> Path:
-    """Write the page to `path` and return it."""
+    """Write the page to `path` and return the path."""
     return write_page(path, render_plan_page(report))
 
 
 def render_plan_page(report: PlanReport) -> str:
-    """The page as text. Everything from the report is escaped; no script but the page's own may run in it."""
+    """Return the page as text. Values from the report are escaped; only the page's own script may run in it."""
     timelines = {"The timeline of a typical step": report.timeline}
     if report.measured is not None:
         timelines = {"The step as predicted": report.timeline, "The step as measured": report.measured}
@@ -105,7 +105,7 @@ def _tiles(report: PlanReport) -> list[dict[str, str]]:
         tiles.append(("proven", "the fastest of what was searched", "good"))
     elif report.lower_bound_seconds:
         gap = max(report.step_seconds / report.lower_bound_seconds - 1.0, 0.0)
-        if gap <= 1.0:  # a looser bound tells nothing
+        if gap <= 1.0:  # looser bounds are useless
             tiles.append((f"≤ {percent_text(gap)}", "above the best that was searched", ""))
     return [{"value": value, "label": label, "tone": tone} for value, label, tone in tiles]
 
@@ -283,7 +283,7 @@ def _group_rows(report: PlanReport) -> list[dict[str, str]]:
 
 
 def _device_rows(report: PlanReport) -> list[dict[str, str]]:
-    """Node by node, what its ranks hold, by the port through which they leave the node."""
+    """Return, node by node, the stages of its ranks, grouped by the network port that they use."""
     if not report.gpus_per_node:
         return []
     stages = report.plan.stages()
@@ -307,7 +307,7 @@ def _device_rows(report: PlanReport) -> list[dict[str, str]]:
 
 
 def _nodes(report: PlanReport, last: int) -> Iterator[tuple[str, int, int, int]]:
-    """(name, first rank, devices, ports) of each node up to that of rank `last`."""
+    """Yield (name, first rank, devices, ports) of each node up to that of rank `last`."""
     equal = DeviceGroup("", "", last + 1, report.gpus_per_node or 1, report.ports_per_node)
     first = node = 0
     for group in report.device_groups or (equal,):

@@ -1,4 +1,4 @@
-"""Replays of a node trace on a terminal and as a page: throughput over time, and what time was lost to."""
+"""Replays of a node trace, as terminal tables and as a page: throughput over time and lost time by cause."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ TONES: Mapping[str, str] = {cause: f"lost{order}" for order, cause in enumerate(
 
 @dataclass(frozen=True, slots=True)
 class ReplaySetting:
-    """What was replayed, and what changes of membership were taken to cost.
+    """Description of what was replayed, and the assumed costs of changes of membership.
 
-    models: what each unit is. nodes: the most that the trace has at once; nodes_asked: those of the config. templates:
-    numbers of nodes that a pipeline may have; a step has `microbatches` of `microbatch_size` samples. costs: where
-    layers' times are from.
+    models: unit → description. nodes: the most nodes in the trace at one time; nodes_asked: those of the config.
+    templates: possible numbers of nodes of a pipeline; a step has `microbatches` of `microbatch_size` samples. costs:
+    origin of the layers' times.
     """
 
     run: str
@@ -66,7 +66,7 @@ class ReplaySetting:
 
     @property
     def title(self) -> str:
-        """Run, model and cluster in a line."""
+        """Run, model and cluster in one line."""
         units = " + ".join(self.models.values())
         return f"{self.run}: {units} on up to {counted(self.nodes, 'node')} of {self.gpus_per_node} × {self.device}"
 
@@ -96,7 +96,7 @@ class ReplaySetting:
 
 
 def replays_to_plain(replays: Sequence[Replay], setting: ReplaySetting) -> dict[str, Any]:
-    """What `--json` prints: every replay with its rate, and segments as they are."""
+    """Return the output of `--json`: every replay with its rate, and its segments unchanged."""
     return {
         "setting": list(setting.sentences()),
         "replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays],
@@ -104,7 +104,7 @@ def replays_to_plain(replays: Sequence[Replay], setting: ReplaySetting) -> dict[
 
 
 def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
-    """The first replay in sentences, and what the others would have reached."""
+    """Return sentences on the first replay, and a comparison with the others."""
     ours = replays[0]
     lost = sum(ours.lost.values())
     useful = 1.0 - lost / ours.seconds if ours.seconds else 0.0
@@ -143,12 +143,12 @@ def print_replays(replays: Sequence[Replay], console: Console, setting: ReplaySe
     for sentence in setting.sentences():
         print_line(console, (sentence, "dim"))
     names = [one.name for one in replays]
-    # Beside the longest name, the rate and the gaps between the columns.
+    # Leave space for the longest name, the rate and the gaps between columns.
     bins = max(min(_SPARKS, console.width - max(map(len, names)) - 20), 10)
     most = max((rate for one in replays for rate in _rates(one, bins)), default=0.0) or 1.0
     table = plain_table(("over time", "", "samples/s"), right={"samples/s"}, whole={"over time", "samples/s"})
     for one in replays:
-        # A last bin of full height gives all lines one scale; it is cut off again.
+        # A last bin of full height gives all lines the same scale; it is then removed.
         table.add_row(
             sparkline([*_rates(one, bins), most])[:-1], one.name, count_text(one.samples_per_second)
         )
@@ -163,12 +163,12 @@ def print_replays(replays: Sequence[Replay], console: Console, setting: ReplaySe
 
 
 def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: ReplaySetting) -> Path:
-    """Write the page to `path` and return it."""
+    """Write the page to `path` and return the path."""
     return write_page(path, render_replay_page(replays, setting))
 
 
 def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str:
-    """The page as text: the first replay against the others over time, and lost time by cause."""
+    """Return the page as text: the first replay against the others over time, and lost time by cause."""
     causes = _causes(replays)
     tones = {cause: TONES[cause] for cause in causes}
     rows = []
@@ -206,7 +206,7 @@ def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str
 
 
 def _causes(replays: Sequence[Replay]) -> list[str]:
-    """Causes of lost time over all replays, the largest first."""
+    """Return causes of lost time over all replays, the largest first."""
     totals: dict[str, float] = {}
     for one in replays:
         for cause, seconds in one.lost.items():
@@ -215,7 +215,7 @@ def _causes(replays: Sequence[Replay]) -> list[str]:
 
 
 def _binned(one: Replay, area: list[float], bins: int) -> list[float]:
-    """Averages over `bins` equal spans of time; `area[i]` is what segment i adds up to."""
+    """Return averages over `bins` equal spans of time; `area[i]` is the total of segment i."""
     start, span = one.segments[0].start, one.seconds / bins
     totals = [0.0] * bins
     for segment, amount in zip(one.segments, area):
@@ -237,7 +237,7 @@ def _nodes(one: Replay, bins: int) -> list[float]:
 
 
 def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
-    """Step lines of throughput, and below them the nodes alive."""
+    """Return step lines of throughput, and below them the nodes alive."""
     start, seconds = replays[0].segments[0].start, replays[0].seconds or 1.0
     rates = [part.samples / part.seconds for one in replays for part in one.segments]
     top = max(rates, default=0.0) or 1.0

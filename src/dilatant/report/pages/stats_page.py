@@ -1,4 +1,4 @@
-"""The stats page: a data report as one HTML file that needs no network and opens from a disk."""
+"""Stats page: a data report as one HTML file that needs no network and opens from a disk."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from dilatant.report.text.wording import count_text, counted, percent_text, unbr
 _WIDTH, _HEIGHT, _LEFT, _TOP = 480.0, 150.0, 44.0, 14.0
 _FOOT = 22.0
 _WIDEST = 28.0
-"""Of a bar: two lengths are two bars, not two blocks."""
+"""Maximum width of a bar: two distinct lengths appear as two bars, not as blocks."""
 _LOWEST = 1.5
-"""Of a bar: a single sample beside a thousand is still seen."""
+"""Minimum height of a bar: a single sample beside a thousand stays visible."""
 _LONGEST_TEXT = 1_600
-"""Characters of one run of text that are shown."""
+"""Maximum characters shown of one run of text."""
 _MEDIA_SHOWN = 6
 
 
 def write_stats_page(path: str | Path, report: StatsReport) -> Path:
-    """Write the page to `path` and return it."""
+    """Write the page to `path` and return the path."""
     return write_page(path, render_stats_page(report))
 
 
 def render_stats_page(report: StatsReport) -> str:
-    """The page as text; everything from the report is escaped."""
+    """Return the page as text; all values from the report are escaped."""
     stats = report.stats
-    # As in a plan, where encoders come before the language model they feed: a unit has one colour on every page.
+    # Encoders come before the language model, as in a plan, so that a unit has one colour on every page.
     feeding, fed = stats.units[1:], stats.units[:1]
     order = [unit.unit for unit in (*feeding, *fed)]
     hues = {unit.unit: order.index(unit.unit) % HUES for unit in stats.units}
@@ -93,7 +93,7 @@ def _unit(unit: UnitStats, hue: int) -> dict[str, Any]:
 
 
 def _histogram(unit: UnitStats) -> dict[str, Any]:
-    """Bars with both axes: marks at round numbers of samples and of tokens."""
+    """Return bars with both axes: marks at round numbers of samples and of tokens."""
     edges, counts = unit.histogram.edges, unit.histogram.counts
     top = _round_up(max(counts))
     x, y = _scale(edges[0], edges[-1], _LEFT, _WIDTH), _scale(0.0, top, _TOP + _HEIGHT, _TOP)
@@ -111,7 +111,7 @@ def _histogram(unit: UnitStats) -> dict[str, Any]:
                 }
             )
     medians = [(50, "median"), (95, "95 %")]
-    # A bin of one length stands for that number, whose place is the middle of its bar.
+    # A bin of width 1 stands for one number, which is marked at the middle of its bar.
     middle = 0.5 if edges[1] - edges[0] == 1.0 else 0.0
     last = edges[-1] - 2 * middle
     marks = [{"x": x(unit.percentiles[percent] + middle), "name": name} for percent, name in medians]
@@ -140,7 +140,7 @@ def _ratio(ratio: UnitRatio, hues: dict[str, int], joint: JointHistogram | None)
 
 
 def _joint_chart(joint: JointHistogram) -> dict[str, Any]:
-    """Samples by tokens of both units: the darker, the more."""
+    """Return samples by tokens of both units; darker cells have more samples."""
     x = _scale(joint.to_edges[0], joint.to_edges[-1], _LEFT, _WIDTH)
     y = _scale(joint.edges[0], joint.edges[-1], _TOP + _HEIGHT, _TOP)
     most = max(max(row) for row in joint.counts) or 1
@@ -177,7 +177,7 @@ def _joint_chart(joint: JointHistogram) -> dict[str, Any]:
 
 
 def _sources(report: StatsReport, hues: dict[str, int]) -> list[dict[str, Any]]:
-    """A line for each source of a blend; nothing for a single one."""
+    """Return a line for each source of a blend; empty for a single source."""
     stats = report.stats
     if len(stats.sources) < 2:
         return []
@@ -205,7 +205,7 @@ def _sources(report: StatsReport, hues: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _balance(report: StatsReport, hues: dict[str, int]) -> list[dict[str, Any]]:
-    """Lines for every number of groups: all devices together, then each unit alone."""
+    """Return lines for every number of groups: all devices together, then each unit alone."""
     rows = []
     found = {(one.groups, one.policy): one for one in report.balance}
     for groups in dict.fromkeys(one.groups for one in report.balance):
@@ -287,14 +287,14 @@ def _scale(low: float, high: float, start: float, end: float) -> Any:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Four to eight round numbers from `low` to `high`."""
+    """Return four to eight round numbers from `low` to `high`."""
     step = _round_up((high - low) / 5.0 or 1.0)
     first = -(-low // step)
     return [(first + number) * step for number in range(int((high - first * step) // step) + 1)]
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ...; at least 1, for samples and tokens are whole."""
+    """Return the next of 1, 2, 5, 10, 20, ...; at least 1, because samples and tokens are whole numbers."""
     power = 1.0
     while 10.0 * power <= value:
         power *= 10.0
@@ -302,5 +302,5 @@ def _round_up(value: float) -> float:
 
 
 def _span_text(low: float, high: float) -> str:
-    """Whole numbers `low <= n < high`."""
+    """Return the whole numbers `low <= n < high` as text."""
     return f"{low:,.0f}" if high - low <= 1.0 else f"{low:,.0f} to {high - 1:,.0f}"

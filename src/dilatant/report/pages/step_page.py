@@ -1,4 +1,4 @@
-"""The step page: one measured step as one HTML file, beside its prediction where there is one."""
+"""Step page: one measured step as one HTML file, beside its prediction if there is one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_step_page(
     prediction: Prediction | None = None,
     waits: Sequence[DataWait] = (),
 ) -> Path:
-    """Write the page of one step to `path` and return it. Raises ValueError without actions."""
+    """Write the page of one step to `path` and return the path. Raises ValueError without actions."""
     return write_page(path, render_step_page(actions, plan, title, prediction, waits))
 
 
@@ -35,9 +35,9 @@ def render_step_page(
     prediction: Prediction | None = None,
     waits: Sequence[DataWait] = (),
 ) -> str:
-    """The page as text; everything given is escaped. Raises ValueError without actions."""
+    """Return the page as text; all values are escaped. Raises ValueError without actions."""
     measured = measured_chart(actions, plan, waits)
-    computed = measured_chart(actions, plan)  # what a prediction is of
+    computed = measured_chart(actions, plan)  # predictions exclude waits for data
     predicted = None if prediction is None else predicted_chart(prediction.timeline)
     charts = {"Who computed what, when": measured}
     if predicted is not None:
