@@ -1,1 +1,1 @@
-"""Batches for the trainer: planned by sizes, decoded ahead, and handed over step by step."""
+"""Feeding the trainer: batches planned by sizes, decoded ahead, and delivered step by step."""

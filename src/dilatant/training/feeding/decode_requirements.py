@@ -1,4 +1,4 @@
-"""What a rank decodes: exactly the parts of samples that its own stages use."""
+"""Decode requirements: exactly the parts of samples that a rank's own stages use."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.schedule.schedule import ActionKind
 
 Chain = tuple[str, int]
-"""A unit's replica."""
+"""Unit and number of its replica."""
 
 
 class Needs:
-    """The parts of samples that the stages of one rank under a plan read (see `Unit.reads`), and the tokens of rows
-    whose owners it must know."""
+    """Decode requirements of one rank under a plan: the parts of samples that its stages read (see `Unit.reads`), and
+    the tokens of rows whose owners it must know."""
 
     def __init__(self, model: MultimodalModel, plan: Plan, rank: int) -> None:
         parts: dict[Chain, frozenset[str]] = {}
         rows: set[Chain] = set()
         self._divided: dict[Chain, tuple[PlacedStage, int]] = {}
-        """Where ranks share items: the stage that reads them, and this one's place."""
+        """Replica → the stage that reads its items, and this rank's index, if context-parallel ranks divide items."""
         self._units = model.units
         for placed in plan.stages():
             if rank in placed.stage.ranks:
@@ -35,12 +35,12 @@ class Needs:
         self._parts = {chain: read for chain, read in parts.items() if read}
         self._own = tuple(parts)
         self._rows = tuple(rows)
-        """Of the language model, those whose tokens ranks share, and that this rank gives to or takes from."""
+        """Replicas of the language model with divided tokens that this rank sends rows to or receives rows from."""
         self.media = frozenset().union(*self._parts.values()) - {TOKENS}
-        """The units whose media this rank reads."""
+        """Units whose media this rank reads."""
 
     def of(self, step: PreparedStep) -> dict[int, frozenset[str]]:
-        """Sample number → parts, in the order in which this rank comes to need them: by microbatch."""
+        """Return sample number → parts, in the order in which this rank needs them: by microbatch."""
         assignment = step.assignment
         rows = [
             (position, samples, read)
@@ -67,8 +67,9 @@ class Needs:
         return needed
 
     def _read(self, chain: Chain, step: PreparedStep) -> list[tuple[int, Sequence[int]]]:
-        """Microbatches, by their position, of which this rank reads something: where ranks share items, the samples of
-        which it has any. A schedule may run a microbatch in parts, whose items are shared each by itself."""
+        """Return the position and samples of each microbatch that this rank reads: all, or those with items of this
+        rank if context-parallel ranks divide items. A schedule may run a microbatch in parts, each of which is divided
+        by itself."""
         if chain not in self._divided:
             unit, replica = chain
             return list(enumerate(step.assignment.microbatches[unit][replica]))
@@ -88,8 +89,7 @@ class Needs:
 
 
 def _exchanged_with(model: MultimodalModel, plan: Plan, own: PlacedStage) -> set[Chain]:
-    """The replicas of the language model that a stage of another unit gives rows to, or takes rows from, where ranks
-    share the tokens."""
+    """Return the replicas of the language model with divided tokens that another unit's stage exchanges rows with."""
     gives = own.is_last and model.graph.anchor in model.graph.feeds[own.unit]
     takes = own.is_first and own.unit in model.graph.feeds[model.graph.anchor]
     return {

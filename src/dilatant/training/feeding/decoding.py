@@ -1,4 +1,4 @@
-"""Where a rank's decoded samples come from: a pool of processes on every machine, a Ray cluster, or the rank itself."""
+"""Sources of a rank's decoded samples: a worker pool on every machine, a Ray cluster, or the rank itself."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dilatant.data.workers.ray_source import RaySource
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How samples are decoded. workers: processes on every machine (None: as many as its cores leave room for; 0: the
-    rank itself). seconds: longest that a sample may take. memory: bytes of decoded samples a rank holds ahead. cluster:
-    the Ray cluster that does it, see `ray_cluster.Connection`; workers are then those of all ranks together."""
+    """Decoding settings. workers: processes on every machine (None: as many as its cores leave room for; 0: the rank
+    itself). seconds: limit for one sample. memory: bytes of decoded samples that a rank holds ahead. cluster: Ray
+    cluster that decodes, see `ray_cluster.Connection`; workers are then those of all ranks together."""
 
     workers: int | None = None
     seconds: float = 60.0
@@ -33,20 +33,20 @@ class Decoding:
 
 
 def decoding_of(config: DataConfig) -> Decoding:
-    """What a config says of it."""
+    """Return the decoding settings of a config."""
     cluster = cluster_address(config.ray_address) if config.preprocess == "ray" else None
     return Decoding(config.workers, config.decode_seconds, config.memory << 20, cluster)
 
 
 class ClusterSource:
-    """A `Source` of producers on a Ray cluster, made by all ranks together; the first one starts a local cluster."""
+    """`Source` of producers on a Ray cluster, made by all ranks together; rank 0 starts a local cluster."""
 
     def __init__(
         self, comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
     ) -> None:
         assert how.cluster is not None
         rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
-        # Ranks of other machines find no cluster on this one's loopback; the first one's error is everybody's.
+        # All ranks raise rank 0's error; ranks of other machines find no cluster on this one's loopback.
         opened: list[str] = ["", "", ""]
         if rank == 0:
             try:
@@ -67,14 +67,14 @@ class ClusterSource:
         self.ask, self.take, self.forget = self._source.ask, self._source.take, self._source.forget
 
     def close(self) -> None:
-        """Leave the cluster; one that was started for the run ends with the first rank."""
+        """Leave the cluster; one that was started for the run ends with rank 0."""
         self._source.close()
         self._connection.close()
 
 
 class KeptPool:
-    """The pool of this machine, where this process owns it: for one generation of ranks after another, of the same
-    data. `close` ends it."""
+    """This machine's worker pool, if this process owns it, kept over generations of ranks with the same data; `close`
+    ends it."""
 
     def __init__(self) -> None:
         self._owner: PoolOwner | None = None
@@ -82,8 +82,7 @@ class KeptPool:
     def owner(
         self, datasets: Mapping[str, Blend], encoding: Encoding, workers: int, how: Decoding
     ) -> PoolOwner:
-        """The one that is there, with as many workers as it began with; a new one where there is none, or it was given
-        up."""
+        """Return the existing pool, with the number of workers that it began with; a new one if there is none left."""
         if self._owner is None or not self._owner.is_open:
             self._owner = PoolOwner(datasets, encoding, workers, how.seconds)
         return self._owner
@@ -100,17 +99,17 @@ def open_source(
     how: Decoding,
     pool: KeptPool | None = None,
 ) -> Source:
-    """Where this rank gets its samples from; called by all ranks together. comm: None for a process alone. pool: stays
-    when the source is closed. Raises UserError for a cluster that cannot be used."""
+    """Open the source of this rank's samples; called by all ranks together. comm: None in a process alone. pool:
+    outlives the source. Raises UserError for a cluster that cannot be used."""
     if how.cluster is not None and datasets:
         return ClusterSource(comm, datasets, encoding, how)
     return MachineSource(comm, datasets, encoding, how, pool)
 
 
 class MachineSource:
-    """A `Source` of the pool of this rank's machine, which the lowest rank there owns; made by all ranks together.
+    """`Source` from the worker pool of this rank's machine, owned by the lowest rank there; made by all ranks together.
 
-    comm: None for a process alone. pool: None to end it with this source.
+    comm: None in a process alone. pool: None to end the pool with this source.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class MachineSource:
             keeper = pool or self._pool
             assert keeper is not None
             address = keeper.owner(datasets, encoding, workers, how).address
-        if comm is not None and how.workers != 0:  # cores that are free may be counted unlike on the others
+        if comm is not None and how.workers != 0:  # ranks may count free cores differently
             address = comm.tell_machine(address)
         self._source: Source = (
             InlineSource(datasets, encoding)
@@ -139,19 +138,18 @@ class MachineSource:
         self.ask, self.take, self.forget = self._source.ask, self._source.take, self._source.forget
 
     def close(self) -> None:
-        """Leave the pool, and end one of one's own."""
+        """Leave the pool, and end it if this source made it."""
         self._source.close()
         if self._pool is not None:
             self._pool.close()
 
 
 def stand_by(comm: Comm, how: Decoding) -> None:
-    """Where this rank would own the pool of its machine if the first one there were lost, start the server that workers
-    come from, which takes seconds."""
+    """Start the server that forks workers, which takes seconds, if this rank is next to own its machine's pool."""
     if how.cluster is None and how.workers != 0 and comm.ranks_here[1:2] == (comm.rank,):
         warm_up()
 
 
 def _report(rank: int, waiting: Waiting) -> None:
-    """To the terminal of any rank: what it waits for may be the disk of its machine alone."""
+    """Report a wait to the terminal of this rank: the cause may be the disk of its machine alone."""
     print(f"rank {rank} waits {waiting}", file=sys.stderr, flush=True)

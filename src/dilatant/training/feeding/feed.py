@@ -1,7 +1,7 @@
-"""Steps by size first: what a step holds and who does what is decided before a byte is decoded; then every rank decodes
-only what its own stages use. Both happen ahead of the training path, in a thread.
+"""Prefetcher of steps: a step is planned from sample sizes before a byte is decoded; then every rank decodes only what
+its own stages use. Both happen in a thread, ahead of training.
 
-    order of samples → sizes → without what is known to be bad → Assignment and Schedule → needs → decoded parts
+    order of samples → sizes → without known bad samples → Assignment and Schedule → requirements → decoded parts
 
 Everything but the decoded parts is computed alike by all ranks, from the order and the index alone.
 """
@@ -34,27 +34,28 @@ from dilatant.data.workers.pool import Request, Source
 from dilatant.data.workers.prefetch import Ahead
 
 LOOK_AHEAD = 8
-"""Steps whose samples are asked for, as memory permits, before the one that is being put together is complete: short
-steps outlast a sample that takes long, or a worker that lost its processor. Below `cost_correction.INTERVAL`."""
+"""Steps whose samples are requested, as memory permits, before the step being assembled is complete: short steps
+outlast a sample that takes long, or a worker that lost its processor. Below `cost_correction.INTERVAL`."""
 FIRST_STEPS = 2
-"""Beside them only the next one is decided, then one more ahead with each step: what all ranks of a machine decide at
-once takes its cores from the first step, which after a loss everybody waits for."""
+"""Number of first steps during which only one step is planned ahead; after these the look-ahead grows by one per step.
+All ranks of a machine plan at once, which takes cores from the first step, and after a loss everybody waits for
+that."""
 
 NAMED = 3
-"""Samples of a step that are named as the slowest to decode."""
+"""Number of samples of a step that are named as the slowest to decode."""
 MEDIA_BYTES = 768
-"""Of one encoder token: a patch of 16 x 16 pixels in three bytes. Where it is more, the source learns that."""
+"""Estimated bytes of one encoder token: a patch of 16 x 16 pixels in three bytes. The source learns of larger ones."""
 
 Step = TypeVar("Step")
 Parts = Mapping[int, frozenset[str]]
-"""Sample number in the step → parts of it."""
+"""Sample number in the step → its parts."""
 _NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class IndexedData:
-    """A data set whose sizes are known. name: what the source of decoded samples calls it. refused: sample → why it
-    can never be trained on."""
+    """Data set with known sizes. name: its key in the source of decoded samples. refused: sample → why it is
+    unusable."""
 
     name: str
     samples: Blend
@@ -62,7 +63,7 @@ class IndexedData:
     refused: Mapping[int, str]
 
     def head(self, index: int, draw: int) -> EncodedSample:
-        """What is known of a sample without reading it."""
+        """Return what is known of a sample without reading it: name, sizes, targets and content digest."""
         row = self.index.tokens[index].tolist()
         return EncodedSample(
             self.samples.name(index),
@@ -79,8 +80,8 @@ class IndexedData:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The samples of step number `step` in their order: their indices, the number of the first one in the order of
-    training, and the position after them."""
+    """Samples of step number `step` in order. first: number of the first in the order of training. position: after
+    them."""
 
     step: int
     indices: NDArray[np.int64]
@@ -90,7 +91,7 @@ class Draw:
 
 
 def draws(sampler: Sampler, position: SamplerState, begin: int, end: int | None) -> Iterator[Draw]:
-    """Steps number `begin` to `end` of an order, or without end."""
+    """Yield the draws of steps `begin` to `end` (exclusive) of an order; endless if `end` is None."""
     for step in count(begin) if end is None else range(begin, end):
         first = position.samples
         indices, position = sampler.take(position, sampler.global_batch_size)
@@ -99,7 +100,7 @@ def draws(sampler: Sampler, position: SamplerState, begin: int, end: int | None)
 
 @dataclass(frozen=True, slots=True)
 class StepInput(Generic[Step]):
-    """A step, decided and decoded. batch: all its samples, of which only the parts that this rank needs are loaded."""
+    """A planned and decoded step. batch: all its samples, of which only the parts that this rank needs are loaded."""
 
     batch: GlobalBatch
     step: Step
@@ -107,7 +108,7 @@ class StepInput(Generic[Step]):
 
 @dataclass(frozen=True, slots=True)
 class _Draft(Generic[Step]):
-    """A step, decided. indices: of `heads`."""
+    """A planned step. heads: its samples' metadata; indices: of these samples in the data set."""
 
     draw: Draw
     indices: tuple[int, ...]
@@ -119,7 +120,7 @@ class _Draft(Generic[Step]):
 
 @dataclass(slots=True)
 class _Collected(Generic[Step]):
-    """A draft with what was decoded for it, and what proved bad: index → why."""
+    """A planned step with what was decoded for it, and the samples that proved bad: index → why."""
 
     draft: _Draft[Step]
     loaded: dict[int, EncodedSample] = field(default_factory=dict)
@@ -127,12 +128,12 @@ class _Collected(Generic[Step]):
 
 
 class Feed(Generic[Step]):
-    """The steps of `draws`, decided by `plan` and decoded from `source` as `needs` says.
+    """Iterator over the steps of `draws`, planned by `plan` and decoded from `source` as `needs` says.
 
-    plan: from the samples of a step, of which only sizes are known, and its number to what the runtime executes; the
-    same on every rank. needs: from that to the parts that this rank uses. skips: samples that cannot be decoded are
-    left out by all ranks together (see `found`), instead of raising UserError when their step is due. left_out: index →
-    why, those that were before.
+    plan: maps a step's samples, of which only sizes are known, and its number to what the runtime executes; the same on
+    every rank. needs: maps that to the parts that this rank uses. skips: samples that cannot be decoded are left out by
+    all ranks together (see `found`), instead of raising UserError when their step is due. left_out: index → why, of
+    samples left out before.
     """
 
     def __init__(
@@ -155,11 +156,11 @@ class Feed(Generic[Step]):
         self._skips = skips
         self._look_ahead = look_ahead
         self.left_out: Mapping[int, str] = dict(left_out or {})
-        """Samples that proved bad so far, index → why; belongs into a checkpoint."""
+        """Samples that proved bad so far, index → why; to be stored in checkpoints."""
         self._lock = Lock()
         self._coming: _Collected[Step] | None = None
         self.waited_seconds = 0.0
-        """How long whoever takes steps has waited for samples so far."""
+        """Seconds that the consumer has waited for samples so far."""
         self._counted_seconds = 0.0
         self._ahead = Ahead(self._collect_all(), "dilatant-feed")
 
@@ -193,22 +194,22 @@ class Feed(Generic[Step]):
         return StepInput(batch, draft.step)
 
     def found(self) -> list[tuple[int, str]]:
-        """Samples of the coming step that proved bad when this rank decoded them: (index, why).
+        """Return the samples of the coming step that proved bad when this rank decoded them: (index, why).
 
-        All ranks call it before a step and give the union of what they found to `leave_out`. Waits for that step where
-        such samples are skipped; elsewhere there are none.
+        All ranks call this before a step and pass the union of their results to `leave_out`. Waits for that step if
+        such samples are skipped; otherwise there are none.
         """
         coming = self._fetch() if self._skips else None
         return [] if coming is None else [*coming.bad.items()]
 
     def leave_out(self, found: Iterable[tuple[int, str]]) -> None:
-        """Leave samples out of the coming step and all after it: what all ranks found, in one order."""
+        """Leave samples out of the coming step and all after it. found: by any rank, in the same order on all."""
         fresh = {index: why for index, why in found if index not in self.left_out}
         if fresh:
             self.left_out = {**self.left_out, **fresh}
 
     def close(self) -> None:
-        """Stop working ahead. The source stays open."""
+        """Stop prefetching. The source stays open."""
         self._ahead.close()
         self._source.forget(self._data.name)
 
@@ -248,7 +249,7 @@ class Feed(Generic[Step]):
         return collected
 
     def _draft(self, draw: Draw) -> _Draft[Step]:
-        """Decide a step. Raises UserError where no sample is left."""
+        """Plan a step. Raises UserError if no sample is left."""
         bad = {**self._data.refused, **self.left_out} if self.left_out else self._data.refused
         indices = draw.indices.tolist()
         problems = tuple(bad[index] for index in indices if index in bad)
@@ -274,7 +275,7 @@ class Feed(Generic[Step]):
         )
 
     def _take(self, collected: _Collected[Step], parts: Parts) -> None:
-        """Wait for parts that were asked for. Raises UserError for a bad sample, unless these are skipped."""
+        """Wait for the parts that were requested. Raises UserError for a bad sample, unless bad samples are skipped."""
         draft = collected.draft
         for number, wanted in parts.items():
             head = draft.heads[number]
@@ -302,7 +303,7 @@ class Feed(Generic[Step]):
             )
 
     def _again(self, collected: _Collected[Step]) -> _Collected[Step]:
-        """The same step without what has proved bad since it was decided: what is there already is kept."""
+        """Plan the step again without samples that proved bad since; what is decoded already is kept."""
         draft = self._draft(collected.draft.draw)
         have = {
             collected.draft.heads[number].draw: (number, sample)
@@ -323,7 +324,7 @@ class Feed(Generic[Step]):
 
 
 def _bytes_of(head: EncodedSample, parts: frozenset[str]) -> int:
-    """About what parts of a sample take: ids and labels, and media by the tokens that an encoder makes of them."""
+    """Estimate the bytes of a sample's parts: ids and labels, and media by the encoder tokens that they become."""
     tokens = 16 * head.sizes[LANGUAGE] if parts & {TOKENS, QUESTION} else 0
     return tokens + MEDIA_BYTES * sum(head.sizes.get(unit, 0) for unit in parts)
 
@@ -333,12 +334,12 @@ def _content(sample: EncodedSample) -> int:
 
 
 def agree_on_bad(comm: Comm, found: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """What any rank found, for `Feed.leave_out`; called by all."""
+    """Gather the bad samples that any rank found, for `Feed.leave_out`; called by all ranks."""
     return merge_found(all_gather_object(comm, list(found)))
 
 
 def merge_found(found: Iterable[Iterable[Sequence[Any]]]) -> list[tuple[int, str]]:
-    """What ranks found, in one order and each sample once."""
+    """Merge the bad samples that ranks found, in one order and each once."""
     merged: dict[int, str] = {}
     for of_rank in found:
         for index, why in of_rank:

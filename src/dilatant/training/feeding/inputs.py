@@ -1,5 +1,5 @@
-"""A rank's way to its batches, for training and for being judged: by size first where the data are indexed, else as a
-stream that one rank of a machine reads."""
+"""Inputs of a rank: batches for training and evaluation, planned by size if the data are indexed, else from a stream
+that one rank of a machine reads."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dilatant.training.feeding.feed import Draw, Feed, IndexedData, StepInput, a
 from dilatant.training.feeding.shared_batches import SharedBatches
 
 TRAIN, HELD_OUT = "train", "eval"
-"""What a source of decoded samples calls the data sets."""
+"""Keys of the data sets in the source of decoded samples."""
 
 
 class Steps(Protocol):
-    """The steps of a run, one after another. Ranks tell each other before each what they `found` to be bad in it, and
+    """Iterator over the steps of a run. Before each step ranks exchange the bad samples that they `found` in it, and
     leave out what any of them found (see `Feed`). waited_seconds: for samples, so far."""
 
     left_out: Mapping[int, str]
@@ -45,7 +45,7 @@ class Steps(Protocol):
 
 
 class Inputs:
-    """Made by all ranks together; what it started runs until `close()`, but for a `pool` that it was given."""
+    """Batches of one rank; made by all ranks together. What it starts runs until `close()`, except a given `pool`."""
 
     def __init__(
         self, comm: Comm, runtime: Runtime, config: Config, samples: Samples, pool: KeptPool | None = None
@@ -71,7 +71,7 @@ class Inputs:
 
     @property
     def is_stream(self) -> bool:
-        """Whether samples are known only once they are read."""
+        """True if samples are known only once they are read."""
         return self._shared is not None
 
     @contextmanager
@@ -83,7 +83,7 @@ class Inputs:
         end: int,
         left_out: Mapping[int, str],
     ) -> Iterator[Steps]:
-        """Steps number `begin` to `end` of an order. left_out: what proved bad before."""
+        """Open steps number `begin` to `end` of an order. left_out: samples that proved bad before."""
         if self._shared is not None:
             with self._shared.open(lambda: self._open_loader(sampler, position, end - begin)) as batches:
                 yield _Streamed(batches, self._runtime, begin)
@@ -101,8 +101,8 @@ class Inputs:
             yield feed
 
     def held_out(self, limit: int | None, batch_size: int) -> Iterator[StepInput[PreparedStep]]:
-        """Batches of held-out samples as questions (see `encode_sample`), those that are refused left out. limit: of
-        each data set."""
+        """Yield batches of held-out samples as questions (see `encode_sample`), without refused ones. limit: per data
+        set."""
         data = self._data[HELD_OUT]
         indices = np.array([index for index in self._first(limit) if index not in data.refused], np.int64)
         batches = (
@@ -119,12 +119,12 @@ class Inputs:
                 yield step
 
     def refused(self, limit: int | None) -> tuple[str, ...]:
-        """Why held-out samples are left out, those that sizes tell of."""
+        """Return why held-out samples are left out, as far as sizes tell."""
         refused = self._data[HELD_OUT].refused
         return tuple(refused[index] for index in self._first(limit) if index in refused)
 
     def _first(self, limit: int | None) -> list[int]:
-        """The first held-out samples of each data set."""
+        """Return the first held-out samples of each data set."""
         begin = 0
         found: list[int] = []
         for length in self._data[HELD_OUT].samples.lengths:
@@ -146,7 +146,7 @@ class Inputs:
         return self._needs.of(step)
 
     def _asked(self, step: PreparedStep) -> dict[int, frozenset[str]]:
-        """As questions: the tokens' labels are those of the last answer."""
+        """Return decode requirements for questions, whose labels are those of the last answer."""
         return {
             number: (parts - {TOKENS}) | {QUESTION} if TOKENS in parts else parts
             for number, parts in self._needed(step).items()
@@ -168,7 +168,7 @@ class Inputs:
 
 
 class _Streamed:
-    """Steps of a stream, whose sizes are known only once it is read. Who reads leaves bad samples out itself."""
+    """Steps of a stream, whose sizes are known only once it is read. The rank that reads leaves out bad samples."""
 
     def __init__(self, batches: Iterator[GlobalBatch], runtime: Runtime, begin: int) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Before the first step: the latents of all pictures that a run learns to draw, where the user wants them kept."""
+"""Latent cache: before the first step, encode all pictures that a run learns to draw, if the user wants that."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dilatant.planning.assemble import Samples
 from dilatant.runtime.precision import pick_precision
 
 TOGETHER = 8
-"""Pictures that the autoencoder is shown at once."""
+"""Number of pictures that the autoencoder encodes at once."""
 
 
 def with_latents(comm: Comm, config: Config, samples: Samples, device: torch.device) -> Samples:
-    """The samples with the latents of their targets; what is missing is made now, by all ranks of each machine.
+    """Return the samples with the latents of their targets; missing ones are made now, by all ranks of each machine.
 
     Called by all ranks together. Raises UserError for data that are not read by index, an autoencoder without weights
     of its own, and a folder that cannot be written.
@@ -103,8 +103,8 @@ def _open(config: Config, name: str, device: torch.device) -> tuple[Latents, Any
 def _own_items(
     samples: Samples, target: ImageTarget, place: int, ranks: int, latents: Latents
 ) -> Iterator[list[tuple[str, Media]]]:
-    """This rank's share of the pictures that are not kept yet, some at a time. What cannot be read is left to training,
-    which names it."""
+    """Yield this rank's share of the pictures that are not cached yet, in batches. Pictures that cannot be read are
+    left to training, which names them."""
     waiting: dict[str, Media] = {}
     for media in _all_items(samples, target, place, ranks):
         try:

@@ -1,4 +1,4 @@
-"""Data for a loop of your own: global batches that a model made in Python can execute."""
+"""Data loaders for a training loop of your own: global batches that a model made in Python can execute."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def make_loader(
     cache_dir: str | Path | None = None,
     parallel: Runtime | None = None,
 ) -> Batches | Loader:
-    """Global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without `steps`.
+    """Return global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without
+    `steps`.
 
-    sources: as `data.train` in a YAML file, or just paths. tokenizer: the model's own if not given. processors: encoder
-    → an id, a folder or settings; the encoder's shape decides otherwise. workers: processes on every machine that
-    decode (None: as many as it has room for). cache_dir: where the index of the data is kept (None: the user's cache).
-    parallel: where given, all of its ranks call, and each batch holds on
-    every rank the parts of samples that its stages use (of the rest only sizes); without it, everything. The order
-    hangs on `seed` alone, so all ranks that make this loader alike get the same batches. Close it, or use it in a
-    `with`. Raises UserError.
+    sources: as `data.train` in a YAML file, or just paths. tokenizer: the model's own by default. processors: encoder →
+    an id, a folder or settings; the encoder's shape decides otherwise. workers: processes on every machine that decode
+    (None: as many as it has room for). cache_dir: where the index of the data is kept (None: the user's cache).
+    parallel: if given, all of its ranks call this, and each batch holds on every rank the parts of samples that its
+    stages use (of the rest only sizes); without it, everything. The order depends on `seed` alone, so all ranks that
+    make this loader alike get the same batches. Close it, or use it in a `with`. Raises UserError.
     """
     tokenizer = tokenizer or model.tokenizer
     if tokenizer is None:
@@ -85,7 +85,7 @@ def make_loader(
 
 
 class Batches:
-    """Global batches of indexed data, as `make_loader` gives them. An iterator; close it."""
+    """Iterator over global batches of indexed data, as `make_loader` returns it; close it."""
 
     def __init__(
         self,

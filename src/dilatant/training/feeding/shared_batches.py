@@ -1,7 +1,8 @@
-"""One rank of a machine reads and broadcasts: batches without media, over the CPU group of two ranks.
+"""Shared batches of a stream: one rank of a machine reads and sends batches without media, over CPU groups of two
+ranks.
 
-A rank that feeds media reads for itself. The others need only ids, labels and sizes, and a machine's cores are few:
-they take them from the first rank of their machine that reads. Batches travel ahead of the steps, in threads.
+A rank that feeds media reads for itself. The others need only ids, labels and sizes, and cores are scarce: they take
+them from the first rank of their machine that reads. Batches travel ahead of the steps, in threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dilatant.data.workers.prefetch import Ahead
 
 
 class SharedBatches:
-    """This rank's way to its batches; made by all ranks together.
+    """Access of this rank to its batches; made by all ranks together.
 
     feeds_media: this rank runs the first stage of an encoder.
     """
@@ -46,9 +47,9 @@ class SharedBatches:
 
     @contextmanager
     def open(self, open_loader: Callable[[], Loader]) -> Iterator[Iterator[GlobalBatch]]:
-        """The batches of `open_loader`'s loader, which is opened only where this rank reads itself.
+        """Open the batches of `open_loader`'s loader, which is opened only if this rank reads itself.
 
-        Whoever leaves without an error leaves together with all others.
+        A rank that leaves this context without an error leaves it together with all others.
         """
         if self._from is not None:
             with _ahead(_received(self._from, self.source)) as batches:
@@ -66,7 +67,7 @@ class SharedBatches:
 
 
 def source_of(places: list[tuple[str, bool]], rank: int) -> int:
-    """The rank that reads for `rank`. places: by rank, its machine and whether it feeds media."""
+    """Return the rank that reads for `rank`. places: by rank, its machine and whether it feeds media."""
     machine, feeds_media = places[rank]
     if feeds_media:
         return rank
@@ -78,7 +79,7 @@ def source_of(places: list[tuple[str, bool]], rank: int) -> int:
 def _ahead(source: Generator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:
     batches = Ahead(source, "dilatant-batches")
     yield _timed(batches)
-    # Not after an error: the thread may then wait for a rank that is gone.
+    # Not after an error: the thread may then wait for a lost rank.
     batches.close()
 
 
@@ -92,7 +93,7 @@ def _timed(batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
 
 
 def _broadcast(loader: Iterator[GlobalBatch], receivers: dict[int, Group]) -> Generator[GlobalBatch]:
-    """The loader's batches, each sent to `receivers` as well, and then how they end."""
+    """Yield the loader's batches, and send each of them, and then how they end, to `receivers`."""
     sending: list[Pending] = []
 
     def send(batch: GlobalBatch | None, error: str | None = None) -> None:
@@ -111,7 +112,7 @@ def _broadcast(loader: Iterator[GlobalBatch], receivers: dict[int, Group]) -> Ge
     else:
         send(None)
     finally:
-        for pending in sending:  # nobody would wait for it later
+        for pending in sending:  # nothing would wait for these later
             pending.wait()
 
 
@@ -121,7 +122,7 @@ def _send(group: Group, receiver: int, message: bytes) -> Iterator[Pending]:
 
 
 def _received(group: Group, source: int) -> Generator[GlobalBatch]:
-    """What `_broadcast` on rank `source` sends; who closes this waits until that rank is through, too."""
+    """Yield what `_broadcast` on rank `source` sends; closing this waits until that rank has finished, too."""
     try:
         while (batch := _receive(group, source)) is not None:
             yield batch
@@ -141,7 +142,7 @@ def _receive(group: Group, source: int) -> GlobalBatch | None:
 
 
 def batch_to_bytes(batch: GlobalBatch | None, error: str | None = None) -> bytes:
-    """All of a batch but media and packed rows; or the end of data (None), or what is wrong with it."""
+    """Serialise all of a batch but media and packed rows; or the end of data (None), or an error text."""
     header: dict[str, Any] = {"error": error}
     arrays: list[np.ndarray] = []
     if batch is not None:
@@ -158,7 +159,7 @@ def batch_to_bytes(batch: GlobalBatch | None, error: str | None = None) -> bytes
 
 
 def batch_from_bytes(message: bytes) -> GlobalBatch | None:
-    """What `batch_to_bytes` was given. Raises UserError where it was an error."""
+    """Read what `batch_to_bytes` returned. Raises UserError if that is an error."""
     (length,) = struct.unpack_from("<q", message)
     header = json.loads(message[8 : 8 + length])
     if header["error"] is not None:

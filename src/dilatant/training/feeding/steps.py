@@ -1,4 +1,4 @@
-"""How many steps a run has, and what each begins with."""
+"""Steps of a run: their number, and the random seed of each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dilatant.planning.assemble import Samples
 
 
 def count_steps(config: Config, samples: Samples, done: int = 0, drawn: int = 0) -> int:
-    """Optimizer steps of the run: `train.steps`, or enough for `train.epochs` passes (default 1).
+    """Return the optimizer steps of the run: `train.steps`, or enough for `train.epochs` passes (default 1).
 
-    done, drawn: steps that are behind it, and the samples that these took, in batches of whatever size. Raises
-    UserError when the length of the data is unknown.
+    done, drawn: steps already done, and the samples they took, in batches of any size. Raises UserError for data of
+    unknown length.
     """
     if config.train.steps is not None:
         return config.train.steps
@@ -27,9 +27,9 @@ def count_steps(config: Config, samples: Samples, done: int = 0, drawn: int = 0)
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Seed the global generators by the step's own key, so that a resumed run draws what the undisturbed one would.
+    """Seed the global generators with a key of this step, so that a resumed run draws what the undisturbed one would.
 
-    Models that train draw by sample (`models.dropout`); this is for what is not heard there, as Python's `random`.
+    Training models draw by sample (`models.dropout`); this is for what is not intercepted, as Python's `random`.
     """
     key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
     random.seed(key)
