@@ -1,7 +1,7 @@
-"""Boxes in checkpoints: what is written of a tensor, and how a wanted box is put together from stored ones.
+"""Boxes in checkpoints: the pieces of tensors that are written, and how a wanted box is assembled from stored ones.
 
-A tensor's full name is `<kind>.<weight>`, and for a moment of the optimizer `<kind>.<weight>.<moment>`. A part of it is
-stored as `<name>@<intervals>`, and the part's manifest tells the shape of the whole.
+A tensor's full name is `<kind>.<weight>`, and for a moment of the optimizer `<kind>.<weight>.<moment>`. A piece of it
+is stored as `<name>@<intervals>`, and the part's manifest tells the full shape.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 from dilatant.plan.boxes import Box, Intervals, parse_key
 
 Tensors = dict[str, Any]
-"""Tensors under nested names: {"model": {key: tensor}, "optimizer": {key: {"exp_avg": tensor}}}, keys as of `Box`."""
+"""Tensors under nested names: {"model": {key: tensor}, "optimizer": {key: {"exp_avg": tensor}}}, keyed by `Box.key`."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Weight → its whole shape, of those of which a part is held."""
+"""Weight → full shape, for weights of which only a part is held."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A tensor to store or to fill; the box's name is the full one."""
+    """Tensor to store or to fill; its box has the full name."""
 
     box: Box
     tensor: Tensor
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """Where a piece lies, and its form. dtype: text where torch has no such type."""
+    """Location and form of a stored piece. dtype: text if torch has no such type."""
 
     box: Box
     file: Path
@@ -42,7 +42,7 @@ class StoredPiece:
 
 
 def pieces_of(tensors: Tensors, shapes: Shapes, prefix: str = "") -> Iterator[Piece]:
-    """Every tensor with the box that it is. A number beside the boxes of a weight, as of steps, is one of the whole."""
+    """Yield every tensor with its box. A scalar beside a weight's boxes (its step count) is of the whole weight."""
     for key, value in tensors.items():
         if isinstance(value, Tensor):
             yield _piece(key, value, shapes, prefix)
@@ -57,7 +57,7 @@ def pieces_of(tensors: Tensors, shapes: Shapes, prefix: str = "") -> Iterator[Pi
 
 
 def stored_box(name: str, shape: Sequence[int], shapes: Shapes) -> Box:
-    """The box that is stored as `name`. shapes: by full name. Raises ValueError for what is no part of a tensor."""
+    """Return the box stored as `name`. shapes: by full name. Raises ValueError if the piece does not fit its tensor."""
     whole, intervals = parse_key(name)
     if intervals is None or whole not in shapes:
         return Box.of(name, shape)
@@ -68,7 +68,7 @@ def stored_box(name: str, shape: Sequence[int], shapes: Shapes) -> Box:
 
 
 def overlap(stored: Sequence[StoredPiece]) -> bool:
-    """Whether any two pieces of one tensor hold the same number of it."""
+    """Return True if any two pieces of one tensor hold the same element."""
     if len(stored) == 1:
         return False
     ordered = sorted((p.box for p in stored), key=lambda box: box.intervals[:1])
@@ -84,7 +84,7 @@ def overlap(stored: Sequence[StoredPiece]) -> bool:
 
 
 def sources(wanted: Box, stored: Sequence[StoredPiece]) -> list[tuple[StoredPiece, Box]]:
-    """The cells of `wanted` and which piece holds each; fewer numbers than wanted where some are stored nowhere."""
+    """Return the cells of `wanted`, each with the piece that holds it; cells that are stored nowhere are absent."""
     found = []
     for piece in stored:
         both = wanted.meet(piece.box)

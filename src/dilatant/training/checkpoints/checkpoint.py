@@ -1,6 +1,6 @@
-"""Checkpoints found again: newest first, refused when damaged, loaded by name under any layout.
+"""Reading checkpoints: find the newest, refuse damaged ones, and load tensors by name under any layout.
 
-`checkpoint_files` tells what lies on disk, `checkpoint_writer` how it comes there.
+`files` describes what is on disk, `writer` how it gets there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dilatant.training.checkpoints.files import (
 )
 
 CONTINUED = "continues.txt"
-"""Names the checkpoint elsewhere that a run goes on from, until it has one of its own."""
+"""File naming the checkpoint elsewhere that a run continues from, until the run has a checkpoint of its own."""
 
 _READERS = 4
 _DTYPES = {
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of the run's branch in `folder`, newest first, not yet checked for damage.
+    """List the checkpoints of the run's branch in `folder`, newest first, not yet checked for damage.
 
     Those of an abandoned branch have other names. Raises UserError if the folder cannot be read.
     """
@@ -77,9 +77,9 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def damage(checkpoint: Path, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint folder, or None when every file is as it was written.
+    """Describe what is wrong with a checkpoint folder; None if every file is as it was written.
 
-    contents: read every byte; otherwise only the manifests, which vouch for each other, and the sizes of files.
+    contents: read every byte; otherwise only manifests, which hold each other's checksums, and file sizes.
     """
     if not checkpoint.is_dir():
         return "there is no such folder"
@@ -100,10 +100,10 @@ def damage(checkpoint: Path, contents: bool = True) -> str | None:
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint of the run's branch, and a warning for every damaged one passed over.
+    """Return the newest undamaged checkpoint of the run's branch, and a warning for every damaged one passed over.
 
-    Every byte of the candidates is read: one rank calls this, and tells the others (see `identity`). Before a run that
-    goes on from a checkpoint elsewhere has one of its own, it is that one.
+    Every byte of the candidates is read: one rank calls this and tells the others (see `identity`). A run that
+    continues from a checkpoint elsewhere gets that one until it has one of its own.
     """
     candidates = list_checkpoints(folder)
     warned: list[str] = []
@@ -122,8 +122,8 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def best_of(newest: Checkpoint) -> Checkpoint:
-    """The checkpoint that the run of `newest` found best (`evaluation.keep_best`); itself where there is none that is
-    whole."""
+    """Return the best checkpoint (`evaluation.keep_best`) of the run of `newest`; `newest` if that is missing or
+    damaged."""
     best = read_manifest(newest.path).values.get("best")
     step = best.get("step") if isinstance(best, dict) else None
     path = newest.path.with_name(f"step-{step:08d}") if isinstance(step, int) else newest.path
@@ -131,9 +131,10 @@ def best_of(newest: Checkpoint) -> Checkpoint:
 
 
 def identity(checkpoint: Path) -> str:
-    """Step, session and size of what this process sees at `checkpoint`: equal on ranks that see the same.
+    """Return step, session and part checksums of `checkpoint` as this process sees it: equal on ranks that see the
+    same.
 
-    Reads manifests and sizes only. Raises UserError if anything is missing or damaged here.
+    Reads manifests and file sizes only. Raises UserError if anything is missing or damaged here.
     """
     problem = damage(checkpoint, contents=False)
     if problem is not None:
@@ -148,12 +149,12 @@ def identity(checkpoint: Path) -> str:
 def load(
     checkpoint: Path, tensors: Tensors, known: Collection[str] | None = None, shapes: Shapes | None = None
 ) -> dict[str, Any]:
-    """Fill `tensors` in place from `checkpoint`, on whatever device they are; returns the plain values saved with them.
+    """Fill `tensors` in place from `checkpoint`, on any device; return the plain values saved with them.
 
-    Boxes are put together from whatever boxes are stored. known: all weights of the model, where `tensors` is only a
-    part of it. shapes: of the weights of which `tensors` has boxes. Raises UserError when the checkpoint is damaged;
-    when a tensor is absent there or has another shape or dtype; or when the checkpoint holds weights that the model has
-    not: it is of another model. Nothing is filled then.
+    Each box is assembled from whatever boxes are stored. known: all weights of the model, if `tensors` is only a part
+    of it. shapes: full shapes of the weights of which `tensors` has boxes. Raises UserError, with nothing filled, if
+    the checkpoint is damaged; if a tensor is absent there or has another shape or dtype (fp32 and bf16 are converted);
+    or if the checkpoint holds weights that the model lacks, so that it is of another model.
     """
     wanted = list(pieces_of(tensors, shapes or {}))
     names = {*(piece.box.name for piece in wanted), *(f"model.{name}" for name in known or ())}
@@ -197,7 +198,7 @@ def load(
 
 
 def stored_shapes(checkpoint: Path, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Whole shape of every tensor under `prefix.` in `checkpoint`, by its name without the prefix. Raises UserError."""
+    """Return the full shape of every tensor under `prefix.`, by name without the prefix. Raises UserError."""
     return {
         name.removeprefix(prefix + "."): pieces[0].box.whole
         for name, pieces in _stored(checkpoint).items()
@@ -206,7 +207,7 @@ def stored_shapes(checkpoint: Path, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def _stored(checkpoint: Path) -> dict[str, list[StoredPiece]]:
-    """Full name → its pieces, over all parts. Raises UserError if a part is damaged or two hold the same numbers."""
+    """Map each full name to its pieces in all parts. Raises UserError if a part is damaged or pieces overlap."""
     found: dict[str, list[StoredPiece]] = {}
     try:
         parts = read_parts(checkpoint, read_manifest(checkpoint))
@@ -244,7 +245,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _may_round(stored: torch.dtype | str, wanted: torch.dtype) -> bool:
-    """Whether a run in one precision may read what one in another wrote."""
+    """Return True if a run in one precision may read what a run in another wrote."""
     formats = (torch.float32, torch.bfloat16)
     return stored in formats and wanted in formats
 

@@ -1,17 +1,17 @@
-"""A checkpoint on disk: which files there are, what they say of each other, and how damage is found.
+"""Files of a checkpoint: their layout on disk, manifests and checksums, and how damage is detected.
 
     checkpoints/
       step-00000100/
         manifest.json               step, session, branch, plain values; size and checksum of every part.json; its own
         part-00000/                 what rank 0 wrote
           part.json                 the same step and session; size and checksum of every file, also of frozen ones;
-                                    whole shapes of the weights of which it has boxes
-          model.safetensors         one tensor a logical name, or `name@0:4,0:8` for a box of it
+                                    full shapes of the weights that are stored as boxes
+          model.safetensors         one tensor per logical name, or `name@0:4,0:8` for a box of it
           optimizer.safetensors     the same for a logical name and moment
       frozen/<checksum>.safetensors weights that do not change, stored once for all checkpoints that name them
 
-A session is one start of the command: a part that a process of an earlier start left cannot be taken for one of this. A
-branch names the sessions that led here, each with the last step that it gave.
+A session is one start of the command; its name tells this start's parts from those that an earlier start left. A branch
+lists the sessions that led to a checkpoint, each with the last step taken from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, cast
 
 FORMAT = 2
 READABLE = (1, 2)
-"""Format 1 knew whole weights only."""
+"""Formats that can be read; format 1 had whole weights only."""
 
 MANIFEST = "manifest.json"
 PART_MANIFEST = "part.json"
@@ -44,12 +44,12 @@ _LONGEST_JSON_BYTES = 1 << 26
 
 
 class DamagedError(ValueError):
-    """A file of a checkpoint is not what was written; the text names it."""
+    """Raised if a file of a checkpoint is not what was written; the text names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a file was when it was written. checksum: SHA-256 in hexadecimal."""
+    """Size and checksum of a file as written. checksum: SHA-256 in hexadecimal."""
 
     bytes: int
     checksum: str
@@ -57,8 +57,8 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank wrote. frozen: names of files in `frozen/` beside the checkpoint. shapes: full name → whole shape
-    of every tensor of which there are boxes."""
+    """Files written by one rank. frozen: names of files in `frozen/` beside the checkpoint. shapes: full name → full
+    shape of every tensor that is stored as boxes."""
 
     step: int
     session: str
@@ -67,7 +67,7 @@ class Part:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def paths(self, folder: Path) -> dict[Path, Stamp]:
-        """Every tensor file with its stamp. folder: the part's own."""
+        """Return every tensor file with its stamp. folder: the part's own."""
         own = {folder / name: stamp for name, stamp in self.files.items()}
         shared = {folder.parent.parent / FROZEN / name: stamp for name, stamp in self.frozen.items()}
         return own | shared
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What binds the parts together. values: plain JSON, the same for all ranks. parts: folder → its part.json."""
+    """Manifest that binds the parts. values: plain JSON, the same on all ranks. parts: folder → its part.json."""
 
     step: int
     session: str
@@ -85,7 +85,7 @@ class Manifest:
 
     @property
     def whole_branch(self) -> Branch:
-        """The branch up to and with this checkpoint."""
+        """The branch up to and including this checkpoint."""
         return (*self.branch, (self.session, self.step))
 
 
@@ -94,24 +94,24 @@ def part_name(rank: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder's name tells; None for other names."""
+    """Return the step in a folder's name; None for other names."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def write_part(part: Part) -> str:
-    """The text of part.json."""
+    """Return the text of part.json."""
     return _text({"format": FORMAT, **_plain(part)})
 
 
 def write_manifest(manifest: Manifest) -> str:
-    """The text of manifest.json, which ends with a checksum of itself."""
+    """Return the text of manifest.json, which ends with its own checksum."""
     content = {"format": FORMAT, **_plain(manifest)}
     return _text({**content, "checksum": _checksum_of(content)})
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises DamagedError also when the folder's name tells another step."""
+    """Read manifest.json. Raises DamagedError, also if the folder's name gives another step."""
     content = _read_json(checkpoint / MANIFEST, MANIFEST)
     checksum = content.pop("checksum", None)
     _expect(checksum == _checksum_of(content), MANIFEST, "differs from what was written")
@@ -130,7 +130,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_parts(checkpoint: Path, manifest: Manifest) -> dict[Path, Part]:
-    """Folder → what it holds, of all parts that `manifest` names. Raises DamagedError."""
+    """Map the folder of each part that `manifest` names to its content. Raises DamagedError."""
     parts = {}
     for name, stamp in manifest.parts.items():
         place = f"{name}/{PART_MANIFEST}"
@@ -144,7 +144,7 @@ def read_parts(checkpoint: Path, manifest: Manifest) -> dict[Path, Part]:
 
 
 def read_part(path: Path, place: str) -> Part:
-    """What a part.json says. place: named in errors. Raises DamagedError."""
+    """Read a part.json. place: its name in errors. Raises DamagedError."""
     content = _read_json(path, place)
     return Part(
         *_step_and_session(content, place),
@@ -155,7 +155,7 @@ def read_part(path: Path, place: str) -> Part:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Raises OSError."""
+    """Compute the stamp of a file. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -165,7 +165,7 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def check_file(path: Path, stamp: Stamp, place: str, contents: bool) -> None:
-    """Raises DamagedError if the file is absent or of another size or, where `contents` are looked at, differs."""
+    """Raise DamagedError if the file is absent, has another size or, if `contents` are read, another checksum."""
     try:
         _expect(path.is_file(), place, "is missing")
         size = path.stat().st_size

@@ -1,6 +1,6 @@
-"""Which checkpoints stay: those of the run's own branch, the newest first, and what they refer to.
+"""Checkpoint retention: keep the newest checkpoints of the run's own branch, and the files that they refer to.
 
-Nothing here deletes before what replaces it is on disk.
+Nothing here is deleted before its replacement is on disk.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ ABANDONED = "abandoned-"
 
 
 def retire_other_branches(folder: Path, branch: Branch) -> None:
-    """Rename the checkpoints in `folder` that do not lie on `branch`, and give back their names to those that do.
+    """Rename the checkpoints in `folder` that are not on `branch`, and restore the names of those that are.
 
-    branch: of the run that goes on, up to where it begins. A checkpoint whose manifest cannot be read is set aside as
-    well. Raises OSError.
+    branch: of the run that continues, up to its start. Unreadable checkpoints are renamed, too. Raises OSError.
     """
     for checkpoint in list_checkpoints(folder):
         if not _lies_on(checkpoint.path, branch):
@@ -44,7 +43,7 @@ def retire_other_branches(folder: Path, branch: Branch) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint so that nothing goes on from it by itself; returns its new path. Raises OSError."""
+    """Rename a checkpoint so that no run resumes from it by itself; return its new path. Raises OSError."""
     aside, number = path.with_name(ABANDONED + path.name), 2
     while aside.exists() or aside.is_symlink():
         aside, number = path.with_name(f"{ABANDONED}{path.name}.{number}"), number + 1
@@ -52,11 +51,11 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(folder: Path, keep: int, drop_abandoned: bool, best: int | None = None) -> None:
-    """Delete all but the newest `keep` checkpoints that are whole and the one of step `best`, and frozen weights that
-    only the deleted named.
+    """Delete all checkpoints but the newest `keep` undamaged ones and the one of step `best`, and frozen weights that
+    only the deleted ones named.
 
-    A damaged checkpoint is not counted, and goes with those that are older than all kept. drop_abandoned: other
-    branches as well. Never raises: what cannot be deleted stays.
+    A damaged checkpoint does not count, and is deleted when it is older than all that are kept. drop_abandoned: delete
+    other branches as well. Never raises: what cannot be deleted stays.
     """
     with suppress(OSError, UserError):
         whole = [c for c in list_checkpoints(folder) if damage(c.path, contents=False) is None]
@@ -76,9 +75,9 @@ def prune(folder: Path, keep: int, drop_abandoned: bool, best: int | None = None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what an earlier start had begun to write or to delete. Never raises: what cannot be deleted stays.
+    """Delete what an earlier start left half written or half deleted. Never raises: what cannot be deleted stays.
 
-    At the start of a run, before any of its ranks writes.
+    Call this at the start of a run, before any of its ranks writes.
     """
     with suppress(OSError):
         for pattern in (".writing-*", ".deleting-*", f"{FROZEN}/.writing-*"):
@@ -91,7 +90,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _drop_frozen(folder: Path, names: set[str]) -> None:
-    """Delete those of `names` in `frozen/` that no checkpoint names. None, if a checkpoint cannot be read: it may."""
+    """Delete those of `names` in `frozen/` that no checkpoint names; none while any checkpoint is unreadable."""
     rest = [_frozen_of(path) for path in folder.iterdir() if step_of(path) is not None]
     if names and all(held is not None for held in rest):
         for name in names.difference(*(held for held in rest if held is not None)):
@@ -107,7 +106,7 @@ def _lies_on(checkpoint: Path, branch: Branch) -> bool:
 
 
 def _frozen_of(checkpoint: Path) -> set[str] | None:
-    """The frozen files that `checkpoint` names; None if it cannot be read."""
+    """Return the frozen files that `checkpoint` names; None if it cannot be read."""
     try:
         parts = read_parts(checkpoint, read_manifest(checkpoint))
     except DamagedError:
@@ -116,7 +115,7 @@ def _frozen_of(checkpoint: Path) -> set[str] | None:
 
 
 def _delete(path: Path) -> None:
-    """Under another name first: a crash in between leaves no checkpoint that is half there."""
+    """Delete a checkpoint under another name: a crash meanwhile leaves no partial checkpoint under its own."""
     try:
         gone = path.rename(path.with_name(f".deleting-{path.name}"))
     except OSError:

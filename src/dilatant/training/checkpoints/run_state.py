@@ -1,4 +1,4 @@
-"""What a rank holds of a run's state: all of it to be filled, and what of it this rank writes."""
+"""A rank's share of the run's state: the tensors that it holds, and the part of them that it writes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dilatant.training.optimizers.optimizer import optimizer_tensors
 def held_state(
     runtime: Runtime, masters: Mapping[str, Tensor], optimizer: WithMasters, averages: Averages | None = None
 ) -> Tensors:
-    """By key: `masters` with their moments and averages, frozen weights and buffers; not copies.
+    """Return `masters` with their moments and averages, frozen weights and buffers, by key; not copies.
 
-    masters: what this rank updates of every weight that it owns, with the keys of `runtime.owned.parameters`. What
-    others own comes from them, with `OwnedWeights.gather`.
+    masters: the parts of weights that this rank owns and updates, with the keys of `runtime.owned.parameters`. Parts
+    that other ranks own come from them, with `OwnedWeights.gather`.
     """
     owned = runtime.owned
     fixed = {
@@ -33,7 +33,7 @@ def held_state(
 
 
 def state_tensors(optimizer: WithMasters, averages: Averages | None) -> dict[str, dict[str, Tensor]]:
-    """Key → kind → what is kept beside a master: moments, where it was updated, and its average, where there is one."""
+    """Return key → kind → what is kept beside a master: moments, once it was updated, and its average, if any."""
     state = optimizer_tensors(optimizer)
     if averages is not None:
         for key, average in averages.tensors.items():
@@ -48,9 +48,9 @@ def written_state(
     written: Mapping[str, tuple[Box, ...]],
     averages: Averages | None = None,
 ) -> Tensors:
-    """The part of it that this rank writes; over all ranks every number is written once.
+    """Return the part of the state that this rank writes; over all ranks every number is written once.
 
-    written: what this rank writes of frozen weights and buffers, by logical name.
+    written: logical name → the boxes of frozen weights and buffers that this rank writes.
     """
     owned = runtime.owned
     model = {
@@ -69,6 +69,6 @@ def written_state(
             moments.setdefault(box.key, {})[kind] = part
     for key, cells in owned.spoken.items():
         for cell in cells:
-            if "step" in state.get(key, {}) and cell.has_origin:  # one number for all of a weight
+            if "step" in state.get(key, {}) and cell.has_origin:  # one number per weight
                 moments[cell.key]["step"] = state[key]["step"]
     return {"model": model, "optimizer": moments}

@@ -1,4 +1,4 @@
-"""When ranks write their parts of a checkpoint, and when the parts are published as one."""
+"""Checkpoint saving: every rank writes its part in the background, and rank 0 publishes the parts as one checkpoint."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dilatant.training.optimizers.averages import Averages
 from dilatant.training.optimizers.master_weights import WithMasters
 
 LAST_PATIENCE_SECONDS = 20.0
-"""How long rank 0 waits for the others' parts of a checkpoint after a rank has failed."""
+"""Seconds that rank 0 waits for other ranks' parts of a checkpoint after a rank has failed."""
 
 
 class Saving:
-    """The checkpoints of one rank: its part is written in the background, and rank 0 publishes what all have written.
+    """Checkpoints of one rank: its part is written in the background, and rank 0 publishes what all have written.
 
-    What it writes is `written_state` of the runtime, the optimizer's masters and the averages.
+    A part is the `written_state` of the runtime, the optimizer's masters and the averages.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Saving:
         self._shapes = {name: box.whole for name, box in runtime.boxes.items()}
         self._unpublished = False
         self.step = 0
-        """Of the last save."""
+        """Step of the last save."""
 
     @cached_property
     def _written(self) -> dict[str, tuple[Box, ...]]:
@@ -54,20 +54,19 @@ class Saving:
 
     @property
     def published(self) -> Path | None:
-        """The last checkpoint that this run wrote; known on rank 0."""
+        """The last checkpoint that this run published; known on rank 0."""
         return None if self._writer.published is None else self._writer.published.path
 
     def continue_from(self, step: int, checkpoint: Path | None) -> None:
-        """Go on with the checkpoints that are there, the newest of which is of `step`. checkpoint: its folder, on
-        rank 0."""
+        """Continue with the existing checkpoints, the newest of which is `checkpoint` (known on rank 0), of `step`."""
         self.step = step
         if checkpoint is not None:
             self._writer.continue_from(checkpoint)
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
         """Write this rank's part in the background; it is published when all parts are there. Called by all ranks
-        together. values: the same on all. Raises UserError for weights that are not finite: nobody could go on from
-        them."""
+        together. values: the same on all ranks. Raises UserError for non-finite weights, from which no run can
+        continue."""
         self.complete()
         self._write(step, values)
 
@@ -77,7 +76,7 @@ class Saving:
             self._publish()
 
     def complete(self) -> None:
-        """Publish the last save, on whose parts all ranks wait."""
+        """Publish the last save after waiting for the parts of all ranks."""
         self._writer.wait()
         if self._unpublished:
             any_rank(self._comm, False, "written parts")
@@ -85,8 +84,7 @@ class Saving:
             self._writer.wait()
 
     def save_alone(self, step: int, values: Mapping[str, Any] | None) -> None:
-        """Save the last finished step where ranks cannot hear of each other any more. values: None where this rank's
-        state is of no step."""
+        """Save the last finished step after ranks have lost contact. values: None if an update was interrupted here."""
         self._writer.wait()
         if self._unpublished:
             self._publish(LAST_PATIENCE_SECONDS)

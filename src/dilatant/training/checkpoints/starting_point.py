@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or at a checkpoint; never at the cost of a run that is there."""
+"""Starting point of a run: nothing or a checkpoint, chosen without losing an existing run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dilatant.training.checkpoints.files import DamagedError, read_manifest
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run begins with: a checkpoint, or nothing; `discards` the checkpoints of the run that was there."""
+    """Starting point of a run. checkpoint: None to start anew. discards: delete the checkpoints of an existing run."""
 
     checkpoint: Path | None
     discards: bool = False
 
 
 def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> Start:
-    """Where to begin. Raises UserError rather than lose a run."""
+    """Choose the starting point of a run. Raises UserError rather than lose an existing run."""
     resume = config.train.resume
     if resume == "auto":
         checkpoint, warnings = newest_valid(folder.checkpoints)
@@ -57,8 +57,7 @@ def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Cons
 
 
 def with_template_date(config: Config) -> Config:
-    """The config with the day that chat templates write: its own, that of the checkpoint from which it goes on, or
-    today."""
+    """Return the config with the date for chat templates: its own, that of the checkpoint to resume from, or today."""
     day = config.data.template_date
     if day is None:
         day = _day_of_start(config) or datetime.now().date().isoformat()
@@ -74,7 +73,7 @@ def _day_of_start(config: Config) -> str | None:
     for checkpoint in found:
         try:
             day = read_manifest(checkpoint).values.get("template_date")
-        except (UserError, DamagedError):  # `find_start` says what is wrong with it
+        except (UserError, DamagedError):  # `find_start` reports what is wrong with it
             continue
         if isinstance(day, str):
             return day
@@ -82,7 +81,7 @@ def _day_of_start(config: Config) -> str | None:
 
 
 def agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:
-    """The checkpoint that rank 0 found, on all ranks. Raises UserError where a rank does not see it."""
+    """Return rank 0's checkpoint on all ranks. Raises UserError if a rank does not see the same one."""
     chosen = all_gather_object(comm, None if own is None else str(own))[0]
     if chosen is None:
         return None

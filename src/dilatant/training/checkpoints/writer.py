@@ -1,8 +1,8 @@
-"""Checkpoints written in the background, each rank its part, and given their name by the first rank.
+"""Checkpoint writer: every rank writes its part in the background, and rank 0 publishes the checkpoint.
 
-A save has two phases. Every rank writes its part under a temporary name (`save`), and can tell without waiting when it
-is on disk (`ready`). When all ranks are, rank 0 binds the parts together and renames the folder (`publish`). So a
-folder with its final name is whole, and who never hears from a rank says so instead of leaving it to nobody.
+A save has two phases. Every rank writes its part under a temporary name (`save`), and can tell without waiting when the
+part is on disk (`ready`). When all ranks are ready, rank 0 binds the parts together and renames the folder (`publish`).
+So a folder with its final name is complete, and rank 0 reports a part that never appears.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from dilatant.training.checkpoints.files import (
 from dilatant.training.checkpoints.retention import prune, remove_leftovers, retire_other_branches, set_aside
 
 PATIENCE_SECONDS = 60.0
-"""How long a part that was reported to be on disk may take to be seen by rank 0 (NFS caches names)."""
+"""Seconds that a part reported to be on disk may take to become visible to rank 0 (NFS caches names)."""
 
 
 class CheckpointWriter:
-    """Writes one rank's parts of a run's checkpoints, one at a time, off the training path.
+    """Write one rank's parts of a run's checkpoints, one at a time, off the training path.
 
-    session: the same on all ranks of this start and on no other start. keep: how many checkpoints of this branch stay.
-    `close` ends the background thread; what was not published by then is gone.
+    session: the same on all ranks of this start, and used by no other start. keep: how many checkpoints of this branch
+    stay. `close` ends the background thread; what was not published by then is lost.
     """
 
     def __init__(self, folder: Path, keep: int, session: str, rank: int = 0, num_parts: int = 1) -> None:
@@ -72,14 +72,14 @@ class CheckpointWriter:
 
     @property
     def published(self) -> Checkpoint | None:
-        """The newest checkpoint that this writer has published; only rank 0's knows."""
+        """The newest checkpoint that this writer has published; known on rank 0."""
         return self._published[-1] if self._published else None
 
     def continue_from(self, checkpoint: Path) -> None:
-        """Begin a branch after `checkpoint`: those of other branches are renamed to `abandoned-...`, not deleted.
+        """Begin a branch after `checkpoint`: checkpoints of other branches are renamed to `abandoned-...`, not deleted.
 
-        On rank 0, after all ranks have read `checkpoint` (its own name may change) and nothing can be wrong with the
-        config any more. Raises UserError.
+        Call this on rank 0, after all ranks have read `checkpoint` (which may be renamed) and the config is known to be
+        right. Raises UserError.
         """
         if self._rank != 0:
             raise ValueError("rank 0 begins the branch")
@@ -104,10 +104,10 @@ class CheckpointWriter:
     ) -> None:
         """Copy `tensors` to host memory, and write them in the background as this rank's part of step `step`.
 
-        values: JSON, the same on all ranks. frozen: those of `tensors["model"]` that do not train; they are copied and
-        stored once, and again only if somebody wrote to them (torch counts that). shapes: of the weights of which
-        `tensors` has boxes. A save that was never published is given up. Waits for the one before, whose failure is
-        raised here as UserError.
+        values: JSON, the same on all ranks. frozen: names in `tensors["model"]` that do not train; these are copied and
+        stored once, and again only if they were written to (torch counts writes). shapes: full shapes of the weights of
+        which `tensors` has boxes. A save that was never published is dropped. Waits for the previous save, whose
+        failure is raised here as UserError.
         """
         self.wait()
         self._drop_unpublished()
@@ -128,18 +128,18 @@ class CheckpointWriter:
         self._pending.append(self._part)
 
     def ready(self) -> bool:
-        """Whether this rank's part of the last save is on disk (also true if nothing was saved). Never waits; raises
-        UserError if it failed."""
+        """Return True if this rank's part of the last save, if any, is on disk. Never waits; raises UserError if
+        writing failed."""
         if all(future.done() for future in self._pending):
             self.wait()
             return True
         return False
 
     def publish(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Give the last save its name, in the background; then delete what `keep` no longer covers.
+        """Give the last save its final name, in the background; then delete what `keep` no longer covers.
 
-        On rank 0, when all ranks are `ready`. Where ranks can no longer hear of each other, it may be called at once:
-        the others' parts are awaited for `patience_seconds`. If they do not come, nothing is published, and the next
+        Call this on rank 0 when all ranks are `ready`. After ranks have lost contact, it may be called at once: it
+        waits for the other parts for `patience_seconds`. If they do not appear, nothing is published, and the next
         `wait` raises UserError. Does nothing if nothing was saved.
         """
         if self._rank != 0:
@@ -150,7 +150,7 @@ class CheckpointWriter:
         self._pending.append(self._pool.submit(self._publish, step, values, patience_seconds))
 
     def wait(self) -> None:
-        """Return when this rank writes nothing any more. Raises UserError if something could not be written."""
+        """Return when this rank has nothing left to write. Raises UserError if something could not be written."""
         while self._pending:
             try:
                 self._pending.pop(0).result()
@@ -159,7 +159,7 @@ class CheckpointWriter:
                 raise UserError(_explain_failure(self._folder, error)) from error
 
     def close(self) -> None:
-        """Finish what is being written and end the background thread."""
+        """Finish the current write and end the background thread."""
         try:
             self.wait()
         finally:
@@ -170,7 +170,7 @@ class CheckpointWriter:
         return self._folder / f".writing-{step:08d}-{self._session}"
 
     def _drop_unpublished(self) -> None:
-        """Of another rank than 0, parts may still be wanted by rank 0, which ends on its own."""
+        """Drop the last save. Only rank 0 deletes files: it may still need other ranks' parts, and ends by itself."""
         if self._unpublished is not None and self._rank == 0:
             shutil.rmtree(self._writing(self._unpublished[0]), ignore_errors=True)
         self._unpublished = None
@@ -226,7 +226,7 @@ class CheckpointWriter:
         prune(self._folder, self._keep, len(self._published) >= self._keep, step_of_best)
 
     def _await_parts(self, writing: Path, step: int, patience_seconds: float) -> dict[str, Stamp]:
-        """Folder → its part.json, of all parts. Raises DamagedError that names those which do not appear."""
+        """Wait for all parts; return folder → stamp of its part.json. Raises DamagedError that names missing parts."""
         deadline = time.monotonic() + patience_seconds
         missing = list(range(self._num_parts))
         while True:
@@ -252,7 +252,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """Frozen weights to store. copies: None if they are those that an earlier save stored."""
+    """Frozen weights to store. writes: how often each was written to. copies: None if an earlier save stored them."""
 
     weights: dict[str, torch.Tensor]
     writes: list[Any]
@@ -260,10 +260,10 @@ class _Fixed:
 
 
 class _Frozen:
-    """Stores weights that do not change once, under the checksum of their file.
+    """Store each set of frozen weights a single time, under the checksum of its file.
 
-    They are the same if they lie where the stored ones lie and nobody wrote to them. The stored ones are held on to,
-    so that nothing else can come to lie there.
+    Weights count as unchanged if they have the address of the stored ones and were not written to since. References to
+    the stored tensors are kept, so that no other tensor can get their address.
     """
 
     def __init__(self, folder: Path, writing: str) -> None:
@@ -273,7 +273,7 @@ class _Frozen:
         self._stored: dict[str, Stamp] = {}
 
     def prepare(self, weights: dict[str, torch.Tensor]) -> _Fixed:
-        """Called where the weights are used; copies them if they are not those that were stored."""
+        """Copy the weights if they are not those that were stored. Called on the thread that uses the weights."""
         writes = [_writes(tensor) for tensor in weights.values()]
         last = self._last
         same = last is not None and last.writes == writes and last.weights.keys() == weights.keys()
@@ -282,7 +282,7 @@ class _Frozen:
         return _Fixed(weights, writes, _to_host(pieces_of(weights, {})))
 
     def store(self, fixed: _Fixed) -> dict[str, Stamp]:
-        """Name in the folder → stamp. Called in the background. Raises OSError."""
+        """Store the weights and return file name → stamp. Called in the background. Raises OSError."""
         if fixed.copies is None and all((self._folder / name).is_file() for name in self._stored):
             return self._stored
         self._last, self._stored = None, {}
@@ -311,7 +311,7 @@ def _is_same(stored: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _writes(tensor: torch.Tensor) -> Any:
-    """How often somebody wrote to `tensor`; unlike anything before where torch does not count (inference tensors)."""
+    """Return how often `tensor` was written to; a unique value if torch does not count (inference tensors)."""
     return object() if tensor.is_inference() else tensor._version
 
 
