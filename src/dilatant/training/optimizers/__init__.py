@@ -1,1 +1,1 @@
-"""AdamW over logical parameter names, master weights, averages, and offload to the host."""
+"""Optimizers: AdamW over logical parameter names, master weights, averages, and offload to the host."""

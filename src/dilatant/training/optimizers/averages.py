@@ -1,4 +1,4 @@
-"""Exponential moving averages of trained weights: part of the optimizer's state, shared and stored as that is."""
+"""Exponential moving averages (EMA) of trained weights, sharded and stored like the rest of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 AVERAGE = "ema"
-"""What the average of a weight is called beside its moments."""
+"""Key of a weight's average, beside those of its moments."""
 
 
 class Averages:
-    """Of `masters`, by their keys, beginning with what they are. decay: the share that an update keeps; in the first
-    ones less, `(1 + n) / (10 + n)` after `n` updates, so that the weights of the start are soon forgotten."""
+    """EMA of `masters` by key, starting from their values. decay: the share that an update keeps, at most `(1 + n) /
+    (10 + n)` after `n` updates, so that the initial weights are soon forgotten."""
 
     def __init__(self, masters: Mapping[str, Tensor], decay: float) -> None:
         self.tensors = {key: master.detach().clone() for key, master in masters.items()}
@@ -22,7 +22,7 @@ class Averages:
 
     @torch.no_grad()
     def update(self, masters: Mapping[str, Tensor], updates: int) -> None:
-        """After update number `updates`, from 1 on."""
+        """Update the averages after optimizer update number `updates`, counted from 1."""
         if self.tensors:
             share = 1.0 - min(self._decay, (1 + updates) / (10 + updates))
             torch._foreach_lerp_(
@@ -31,13 +31,13 @@ class Averages:
 
     @torch.no_grad()
     def begin(self, masters: Mapping[str, Tensor], keys: set[str]) -> None:
-        """Begin anew with some of the weights."""
+        """Reset the averages of `keys` to the masters."""
         for key in keys:
             self.tensors[key].copy_(masters[key])
 
     @contextmanager
     def in_place_of(self, masters: Mapping[str, Tensor]) -> Iterator[None]:
-        """The masters are the averages meanwhile."""
+        """Replace the masters by the averages inside this context."""
         with torch.no_grad():
             trained = {key: masters[key].detach().clone() for key in self.tensors}
             for key, average in self.tensors.items():

@@ -1,8 +1,8 @@
-"""8-bit AdamW: moments in blocks of 256 bytes with a scale each, by bitsandbytes (Dettmers et al. 2022).
+"""8-bit AdamW: moments in blocks of 256 bytes with one scale each, by bitsandbytes (Dettmers et al. 2022).
 
-Masters stay fp32. A checkpoint has the moments as fp32 numbers by logical name, like any other: blocks follow neither
-the parts of weights that another layout cuts nor another optimizer. What is read is quantised again, which gives the
-same bytes where nothing was cut anew.
+Masters stay fp32. A checkpoint stores the moments in fp32 by logical name, like any other: quantisation blocks fit
+neither the shards of another layout nor another optimizer. Moments that are read are quantised again, which gives the
+same bytes if no weight was cut differently.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ else:
     _Base = object
 
 BLOCK = 256
-"""Numbers of a moment that have one scale."""
+"""Values of a moment that share one scale."""
 _PARTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""How bitsandbytes calls the parts of each moment: `state1`, `qmap1`, `absmax1`."""
+"""Suffix of bitsandbytes' names for each moment: `state1`, `qmap1`, `absmax1`."""
 
 
 def require_bitsandbytes() -> None:
-    """Raises UserError where it is not installed; imports nothing."""
+    """Raise UserError if bitsandbytes is not installed; imports nothing."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "train.optimizer.name: adamw_8bit needs bitsandbytes, which is not installed; "
@@ -39,7 +39,7 @@ def require_bitsandbytes() -> None:
 
 @cache
 def eight_bit_adamw() -> type[WithMasters]:
-    """The class of optimizers; bitsandbytes is imported here. Raises UserError without it."""
+    """Import bitsandbytes and return the optimizer class. Raises UserError without it."""
     require_bitsandbytes()
     import bitsandbytes
 
@@ -47,7 +47,7 @@ def eight_bit_adamw() -> type[WithMasters]:
 
 
 class EightBitMoments(_Base):
-    """Mixed into bitsandbytes' optimizer: its moments as tensors of numbers, on the host."""
+    """Mixin for bitsandbytes' optimizer that exposes its moments as fp32 tensors on the host."""
 
     _read: dict[nn.Parameter, dict[str, Tensor]]
 
@@ -56,7 +56,7 @@ class EightBitMoments(_Base):
         self._read = {}
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor] | None:
-        """ "step" and moments in fp32, shaped like the parameter; None before its first update."""
+        """Return `step` and the moments in fp32, shaped like the parameter; None before its first update."""
         if parameter in self._read:
             return self._read[parameter]
         state: dict[str, Any] = self.state.get(parameter, {})
@@ -66,13 +66,13 @@ class EightBitMoments(_Base):
         return found | {name: _numbers(state, part) for name, part in _PARTS.items()}
 
     def allocate(self, parameter: nn.Parameter) -> None:
-        """Room for what a checkpoint has of it, until `loaded`."""
+        """Allocate fp32 moments for a checkpoint to be read into, until `loaded`."""
         zeros = {name: torch.zeros(parameter.shape) for name in _PARTS}
         self._read[parameter] = {"step": torch.zeros(()), **zeros}
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Quantise what was read."""
+        """Quantise the moments that were read."""
         from bitsandbytes.functional import quantize_blockwise
 
         places = {
@@ -99,7 +99,7 @@ class EightBitMoments(_Base):
 
 
 def _numbers(state: dict[str, Any], part: str) -> Tensor:
-    """A moment in fp32 on the host."""
+    """Dequantise one moment to fp32 on the host."""
     own = state[f"state{part}"].cpu()
     if own.dtype == torch.float32:
         return own

@@ -1,4 +1,4 @@
-"""The learning rate's course over a run: warm-up, then cosine, linear or constant."""
+"""Learning-rate schedule: warm-up, then cosine, linear or constant."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dilatant.config import RateSchedule
 
 
 def rate_factor(schedule: RateSchedule, step: int, total_steps: int) -> float:
-    """The share of the peak learning rate that step `step` (0-based) of `total_steps` uses, in [0, 1].
+    """Return the share of the peak learning rate that step `step` (0-based) of `total_steps` uses, in [0, 1].
 
-    Warm-up rises linearly and reaches 1 at step `warmup_steps`; the last step would reach `final_ratio` one step
-    later, so no step is spent at a rate of zero.
+    Warm-up rises linearly and reaches 1 at step `warmup_steps`; `final_ratio` would be reached one step after the last,
+    so no step is spent at a rate of zero.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)

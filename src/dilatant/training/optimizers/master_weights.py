@@ -1,8 +1,7 @@
-"""fp32 master weights: what the optimizer updates where weights are held in less.
+"""fp32 master weights: what the optimizer updates if weights are held in a smaller dtype.
 
-A bf16 weight of 1 does not notice an update of 0.001. So the optimizer keeps each trainable weight once more in fp32,
-updates that with the fp32 gradient, and rounds it into the weight that the model computes with. A checkpoint stores
-the master as the weight.
+A bf16 weight of 1 loses an update of 0.001 to rounding. So the optimizer keeps an fp32 copy of each trainable weight,
+updates that with the fp32 gradient, and rounds it into the model's weight. A checkpoint stores the master.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps in the form of a parameter; beside them the number of its steps."""
+"""State tensors of AdamW shaped like the parameter; the number of its steps is kept beside them."""
 
 
 def make_masters(
@@ -22,10 +21,10 @@ def make_masters(
     exact: Mapping[str, Tensor] | None = None,
     device: torch.device | None = None,
 ) -> dict[str, nn.Parameter]:
-    """Logical name → fp32 master of every trainable one of `weights`; a weight that is fp32 is its own.
+    """Return logical name → fp32 master of every trainable weight; a weight in fp32 or fp64 is its own master.
 
-    exact: values that weights were rounded from, where they are known. device: of masters that are all copies; None:
-    where the weights are.
+    exact: the values from which weights were rounded, where known. device: where all masters are copies; None: masters
+    are where the weights are.
     """
     masters = {}
     for name, weight in weights.items():
@@ -41,9 +40,9 @@ def make_masters(
 
 
 class WithMasters(torch.optim.Optimizer):
-    """Mixed into an optimizer's class: it updates `masters`, as `make_masters` made them of `weights`; both by name.
+    """Mixin for an optimizer class that updates the `masters` that `make_masters` made of `weights`; both by name.
 
-    groups: of masters, as torch takes them. `step` takes the gradients of the weights, `zero_grad` clears both.
+    groups: torch parameter groups of masters. `step` takes the gradients of the weights, `zero_grad` clears both.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class WithMasters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of the masters, and of the weights that are rounded from them."""
+        """Update the masters once, and round them into the weights."""
         for name, weight in self._rounded.items():
             self.masters[name].grad = weight.grad
         loss = super().step(closure)
@@ -81,21 +80,21 @@ class WithMasters(torch.optim.Optimizer):
             torch._foreach_copy_(weights, [self.masters[name] for name in self._rounded])
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor] | None:
-        """ "step" and moments of a master, shaped like it; None before its first update."""
+        """Return `step` and the moments of a master, shaped like it; None before its first update."""
         state = self.state.get(parameter)
         return {name: state[name] for name in ("step", *MOMENTS)} if state else None
 
     def allocate(self, parameter: nn.Parameter) -> None:
-        """Make room for what `moments` gives, so that a checkpoint can be read into it."""
+        """Allocate what `moments` returns, so that a checkpoint can be read into it."""
         self.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             **{name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS},
         }
 
     def loaded(self) -> None:
-        """To be called when masters and moments were filled from a checkpoint."""
+        """Use masters and moments that were filled from a checkpoint: round the masters into the weights."""
         self.write_weights()
 
 
 class MasterAdamW(WithMasters, torch.optim.AdamW):
-    """torch's AdamW over masters."""
+    """torch's AdamW over fp32 masters."""

@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers."""
+"""Non-finite losses and gradients: detection and error text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dilatant.runtime.step.step_result import StepResult
 
 
 def is_finite(result: StepResult) -> bool:
-    """Whether a step's loss and the norm of its gradients are numbers."""
+    """Return True if a step's loss and gradient norm are finite."""
     return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
 
 
 def explain_nonfinite(step: int, result: StepResult, batch: GlobalBatch) -> str:
-    """What became of `step`, which samples it had, and what to do."""
+    """Return the error text for a non-finite `step`: its effect, its samples and the remedy."""
     if result.nonfinite_samples:
         what = f"the loss became {result.loss} in microbatches with the samples"
         names = result.nonfinite_samples

@@ -1,8 +1,8 @@
-"""Optimizer state in the host's memory: masters and moments of AdamW on the CPU, weights and gradients on the device.
+"""Optimizer offload: masters and moments of AdamW in host memory, weights and gradients on the device.
 
-Chunk by chunk gradients come to the host, are applied there, and updated weights go back as they are held. On a GPU the
-copies have a stream of their own, so that the next chunk comes while this one is updated (ZeRO-Offload, Ren et al.
-2021, section 4, without its delayed update, which changes the numbers).
+Gradients come to the host chunk by chunk and are applied there; updated weights go back in their own dtype. On a GPU
+the copies have a stream of their own, so that the next chunk arrives while this one is updated (ZeRO-Offload, Ren et
+al. 2021, section 4, without its delayed update, which changes the numbers).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from dilatant.training.optimizers.master_weights import MasterAdamW
 
 CHUNK_BYTES = 64 << 20
-"""Gradients that are on the host at once, and as many that are on their way."""
+"""Bytes of gradients on the host at once; as many again are in transit."""
 
 Fetched = tuple[dict[str, Tensor], Callable[[], None]]
 
 
 class OffloadedAdamW(MasterAdamW):
-    """AdamW over fp32 masters on the CPU, of weights anywhere; both by name, as `make_masters` made them for the CPU.
+    """AdamW over fp32 masters on the CPU, which `make_masters` made; the weights may be on any device. Both are by
+    name.
 
-    It updates as `MasterAdamW` does where a GPU's arithmetic is a CPU's.
+    The update equals that of `MasterAdamW` as far as the arithmetic of GPU and CPU agrees.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class OffloadedAdamW(MasterAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update. Returns when all weights are on their way: what uses them on the device waits for them there."""
+        """Apply one update. Returns when all weights are in transit: device work that uses them waits on the device."""
         assert closure is None
         chunks = list(self._chunks())
         coming = self._fetch(chunks[0]) if chunks else None
@@ -54,7 +55,7 @@ class OffloadedAdamW(MasterAdamW):
             wait()
             for name in names:
                 self.masters[name].grad = gradients[name]
-            torch.optim.AdamW.step(self)  # of what has a gradient
+            torch.optim.AdamW.step(self)  # only masters that have a gradient
             for name in names:
                 self.masters[name].grad = None
             self._send(names)
@@ -70,7 +71,7 @@ class OffloadedAdamW(MasterAdamW):
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _chunks(self) -> Iterator[list[str]]:
-        """Names of weights that have a gradient, so many that their gradients take up to `chunk_bytes`."""
+        """Yield names of weights with a gradient, in chunks whose gradients take up to `chunk_bytes`."""
         chunk: list[str] = []
         size = 0
         for name, weight in self._rounded.items():
@@ -85,7 +86,7 @@ class OffloadedAdamW(MasterAdamW):
             yield chunk
 
     def _fetch(self, names: list[str]) -> Fetched:
-        """The gradients of these weights on their way to the host, and what returns when they are there."""
+        """Start copying the gradients of these weights to the host; return them, and a function that waits for them."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         found = {}
@@ -106,12 +107,12 @@ class OffloadedAdamW(MasterAdamW):
         with self._copying():
             for name in names:
                 weight = self._rounded[name]
-                # Rounded here: half as much travels, and the next update may overwrite the master.
+                # Rounded on the host: half as much is copied, and the next update may overwrite the master.
                 rounded = self._staging(weight.shape, weight.dtype).copy_(self.masters[name])
                 weight.detach().copy_(rounded, non_blocking=True)
 
     def _staging(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Host memory that a GPU copies from and to by itself; torch keeps it until the copy is done."""
+        """Allocate host memory, pinned for asynchronous copies by a GPU; torch keeps it until the copy is done."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def _copying(self) -> Any:

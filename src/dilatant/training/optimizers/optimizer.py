@@ -1,4 +1,4 @@
-"""AdamW over logical parameter names, with rates per unit, part or pattern."""
+"""AdamW over logical parameter names, with learning rates per unit, part or pattern."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Matcher = Callable[[str], Set[str]]
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Raises UserError where this machine cannot run what the config asks for; takes no device."""
+    """Raise UserError if this machine cannot run the configured optimizer; takes no device."""
     if config.offload and not torch.cuda.is_available():
         raise UserError(
             "train.optimizer.offload keeps optimizer state out of a GPU's memory, and this run has no GPU: leave it out"
@@ -37,13 +37,12 @@ def build_optimizer(
     matching: Matcher,
     exact: Mapping[str, Tensor] | None = None,
 ) -> WithMasters:
-    """AdamW over the masters of the trainable ones of `parameters` (logical name or box key →
-    parameter, tied weights once).
+    """Build AdamW over the masters of the trainable `parameters` (logical name or box key → parameter, tied weights
+    once).
 
-    exact: see `make_masters`.
-
-    `matching(pattern)` gives the names that a key of `config.groups` stands for. Norms and biases (fewer than two
-    dimensions) take no weight decay. Without a trainable parameter, as on a rank of frozen layers, it does nothing.
+    exact: see `make_masters`. `matching(pattern)` returns the names that a key of `config.groups` selects. Norms and
+    biases (fewer than two dimensions) have no weight decay. Without a trainable parameter, as on a rank of frozen
+    layers, the optimizer does nothing.
     """
     name_of = {key: parse_key(key)[0] for key in parameters}
     rates = _rates(name_of.values(), config, matching)
@@ -55,9 +54,7 @@ def build_optimizer(
     if not groups:
         groups["none", config.learning_rate, 0.0] = {}
     kind: type[WithMasters] = OffloadedAdamW if config.offload else MasterAdamW
-    options: dict[str, Any] = {
-        "fused": True
-    }  # one pass over memory, not one an operation, on the CPU as well
+    options: dict[str, Any] = {"fused": True}  # one pass over memory, not one per operation, also on the CPU
     if config.name == "adamw_8bit":
         kind, options = eight_bit_adamw(), {}
     return kind(
@@ -80,14 +77,14 @@ def build_optimizer(
 
 
 def peak_rates(names: Iterable[str], config: OptimizerConfig, matching: Matcher) -> dict[str, float]:
-    """The peak learning rate by label (a unit, or the key of `config.groups` that fits) of trainable weights."""
+    """Return the peak learning rate of trainable weights by label: a unit, or the key of `config.groups` that fits."""
     return {label: rate for label, rate, _ in _rates(names, config, matching).values()}
 
 
 def _rates(
     names: Iterable[str], config: OptimizerConfig, matching: Matcher
 ) -> dict[str, tuple[str, float, float]]:
-    """Name → label, learning rate, weight decay; of several groups that fit, the last written counts."""
+    """Map each name to label, learning rate and weight decay; if several groups fit, the last one written counts."""
     fitting = {pattern: matching(pattern) for pattern in config.groups}
     found = {}
     for name in names:
@@ -103,20 +100,20 @@ def _rates(
 
 
 def set_rate_factor(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group to `factor` of its peak rate."""
+    """Set the learning rate of every group to `factor` times its peak rate."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
 
 
 def optimizer_tensors(optimizer: WithMasters) -> dict[str, dict[str, torch.Tensor]]:
-    """The moments and the number of steps by name or key; a parameter that never had a gradient has none."""
+    """Return moments and step count by name or key; a parameter that never had a gradient has none."""
     found = {name: optimizer.moments(parameter) for name, parameter in _members(optimizer)}
     return {name: moments for name, moments in found.items() if moments is not None}
 
 
 def allocate_moments(optimizer: WithMasters, names: set[str]) -> None:
-    """Make room for the moments of the parameters in `names`, so that a checkpoint can be read into them; `loaded` of
-    the optimizer follows. Those that are there stay."""
+    """Allocate the moments of the parameters in `names`, so that a checkpoint can be read into them; existing moments
+    stay. Call the optimizer's `loaded` afterwards."""
     for name, parameter in _members(optimizer):
         if name in names and optimizer.moments(parameter) is None:
             optimizer.allocate(parameter)
