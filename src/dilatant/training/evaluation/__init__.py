@@ -1,1 +1,1 @@
-"""Held-out loss, generated answers, and their metrics."""
+"""Evaluation: held-out loss, generated answers, and their metrics."""

@@ -1,4 +1,4 @@
-"""How good written answers are: the field's metrics, and those that a user brings."""
+"""Metrics of generated answers: those of the field, and functions that a user supplies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Metric = Callable[[Sequence[str], Sequence[str]], float]
 """(expected answers, written answers) → a number."""
 
 ANLS_THRESHOLD = 0.5
-"""A text that is less similar counts as wrong (Biten et al. 2019, "Scene Text Visual Question Answering")."""
+"""Similarity below which a text counts as wrong (Biten et al. 2019, "Scene Text Visual Question Answering")."""
 
 
 def exact_match(expected: Sequence[str], written: Sequence[str]) -> float:
-    """Share of answers that are exactly the expected ones but for blanks around them, in [0, 1]."""
+    """Return the share of answers that equal the expected ones but for blanks around them, in [0, 1]."""
     right = sum(wanted.strip() == said.strip() for wanted, said in zip(expected, written, strict=True))
     return right / max(1, len(expected))
 
 
 def anls(expected: Sequence[str], written: Sequence[str]) -> float:
-    """Average normalised Levenshtein similarity, in [0, 1]: without regard to case, 0 below `ANLS_THRESHOLD`."""
+    """Return the average normalised Levenshtein similarity, in [0, 1]: case-insensitive, 0 below `ANLS_THRESHOLD`."""
     total = 0.0
     for wanted, said in zip(expected, written, strict=True):
         wanted, said = wanted.strip().lower(), said.strip().lower()
@@ -35,7 +35,7 @@ def anls(expected: Sequence[str], written: Sequence[str]) -> float:
 
 
 def wer(expected: Sequence[str], written: Sequence[str]) -> float:
-    """Word error rate: edits of words over expected words, of all answers together. It may exceed 1."""
+    """Return the word error rate: word edits over expected words, of all answers together. It may exceed 1."""
     pairs = [(wanted.split(), said.split()) for wanted, said in zip(expected, written, strict=True)]
     return sum(edits(*pair) for pair in pairs) / max(1, sum(len(wanted) for wanted, _ in pairs))
 
@@ -44,7 +44,7 @@ METRICS: dict[str, Metric] = {"exact_match": exact_match, "anls": anls, "wer": w
 
 
 def edits(one: Sequence[str], other: Sequence[str]) -> int:
-    """Insertions, deletions and replacements between two sequences (Levenshtein 1966)."""
+    """Count insertions, deletions and replacements between two sequences (Levenshtein 1966)."""
     before = list(range(len(other) + 1))
     for number, item in enumerate(one, 1):
         row = [number]
@@ -55,11 +55,12 @@ def edits(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def find_metric(name: str) -> Metric:
-    """Return one of `METRICS`, or the function that `module:function` names, of a module that Python finds or that lies
+    """Return one of `METRICS`, or the function that `module:function` names, of a module that Python finds or that is
     in the working directory. The function must be declared with `dilatant.metric`, so that a config cannot name just
     any function of any package; modules of the standard library are not even imported.
 
-    Raises UserError in one line, whatever the module does."""
+    Raises UserError with a text of one line, whatever the module does.
+    """
     if name in METRICS:
         return METRICS[name]
     module, _, function = name.partition(":")
@@ -74,7 +75,7 @@ def find_metric(name: str) -> Metric:
         sys.path.append(here)
     try:
         found = getattr(importlib.import_module(module), function)
-    except BaseException as error:  # also what ends Python
+    except BaseException as error:  # SystemExit, too
         if isinstance(error, KeyboardInterrupt):
             raise
         raise UserError(f"evaluation.metrics: {name!r} cannot be imported: {_in_a_line(error)}") from None
@@ -88,7 +89,7 @@ def find_metric(name: str) -> Metric:
 
 
 def measure(name: str, expected: Sequence[str], written: Sequence[str]) -> float:
-    """The value of a metric. Raises UserError where one that a user brings fails, or gives no number."""
+    """Return the value of a metric. Raises UserError if a user's metric fails or returns no number."""
     metric = find_metric(name)
     if name in METRICS:
         return metric(expected, written)

@@ -1,4 +1,4 @@
-"""The best evaluation so far, and whether another one is worth waiting for."""
+"""Best checkpoint: track the best evaluation so far, to keep its checkpoint and to stop early."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dilatant.config.train import EvaluationConfig
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """step: of the best evaluation, None before any; value: its figure. since: evaluations after it. The same on all
-    ranks, and stored with the position of a run."""
+    """Best evaluation so far, the same on all ranks and stored with the run's position. step: None before any
+    evaluation. value: its figure. since: evaluations after it."""
 
     step: int | None = None
     value: float = math.nan
     since: int = 0
 
     def after(self, step: int, value: float, how: EvaluationConfig) -> Best:
-        """With the evaluation at `step`. A figure that is not a number is never better."""
+        """Return the record after the evaluation at `step`. A figure that is not finite is never better."""
         gain = (self.value - value) if how.smaller_is_better else (value - self.value)
         if math.isfinite(value) and (self.step is None or gain > how.min_delta):
             return Best(step, value)
         return replace(self, since=self.since + 1)
 
     def ends(self, how: EvaluationConfig) -> bool:
-        """Whether training stops early."""
+        """Return True if training stops early."""
         return how.patience is not None and self.since >= how.patience
 
     def to_json(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Best:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any] | None) -> Best:
-        """Raises UserError for something else."""
+        """Read what `to_json` returned. Raises UserError for anything else."""
         if tree is None:
             return cls()
         try:

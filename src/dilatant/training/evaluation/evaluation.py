@@ -1,10 +1,10 @@
-"""How good the model is on held-out samples: the loss of their answers, and what it writes in their place. Judged
-through the run's own stages, in any layout.
+"""Evaluation on held-out samples: the loss of their answers, and metrics of what the model writes in their place, by
+the run's own stages in any layout.
 
-A greedy answer is exactly the expected one if and only if, given the expected answer up to any of its tokens, the
-likeliest next token is the expected one. So one forward pass of all answers tells their loss and which of them
-generation, token by token, would give; of a wrong answer what is written is known up to its first wrong token. Metrics
-that need all of it have answers written on (`answers.write_answers`).
+A greedy answer equals the expected one if and only if the likeliest token after each prefix of the expected answer is
+the expected one. So one forward pass over all answers gives their loss and tells which of them token-by-token
+generation would produce; a wrong answer is known up to its first wrong token. For metrics that need whole answers,
+answers are generated to the end (`greedy_answers.write_answers`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dilatant.training.feeding.feed import StepInput
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a sample's answer should be and what the model writes. loss: cross entropy of its `tokens` tokens, summed.
-    source: the number of its data set."""
+    """Expected and written answer of a sample. loss: summed cross entropy of its `tokens` tokens. source: its data
+    set's number."""
 
     sample: str
     expected: str
@@ -42,8 +42,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Of held-out samples. figures: `loss`, of a token of an answer, and metrics, by name; by_source: the same of each
-    data set by its name, where there are several. skipped: samples that could not be read."""
+    """Result on held-out samples. figures: `loss`, per token of an answer, and metrics, by name; by_source: the same
+    for each data set by name, if there are several. skipped: samples that could not be read."""
 
     verdicts: tuple[Verdict, ...]
     skipped: tuple[str, ...]
@@ -51,7 +51,7 @@ class Evaluation:
     by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def to_record(self, examples: int = 8) -> dict[str, Any]:
-        """What eval.json holds: the figures, and some wrong answers to look at."""
+        """Return the content of eval.json: the figures, and some wrong answers to look at."""
         wrong = [verdict for verdict in self.verdicts if not verdict.is_right]
         return {
             **self.figures,
@@ -68,8 +68,8 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """metrics: their names. sources: what data sets go by. max_new_tokens: of an answer that is written. stop_ids: the
-    tokens that end one."""
+    """Settings of an evaluation. metrics: their names. sources: names of the data sets. max_new_tokens: of a generated
+    answer. stop_ids: the tokens that end one."""
 
     tokenizer: Any
     metrics: tuple[str, ...]
@@ -79,14 +79,14 @@ class Judging:
 
     @property
     def writes(self) -> bool:
-        """Whether answers are needed to their ends."""
+        """True if a metric needs answers that are generated to the end."""
         return any(name != "exact_match" for name in self.metrics)
 
 
 def evaluate(runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], how: Judging) -> Evaluation:
-    """Judge the answers of `questions`, batches whose only targets are the tokens of an answer. Called by all ranks
-    together, which all get the same; the model is in evaluation mode meanwhile. Raises UserError, on the first rank,
-    for a metric of the user's that fails."""
+    """Evaluate the answers of `questions`, batches whose only targets are answer tokens. Called by all ranks together,
+    which get the same result; the model is in evaluation mode meanwhile. Raises UserError, on rank 0, if a user's
+    metric fails."""
     verdicts: list[Verdict] = []
     skipped: list[str] = []
     runtime.train(False)
@@ -96,7 +96,7 @@ def evaluate(runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], how
             skipped += question.batch.problems
     finally:
         runtime.train()
-    # What a user brings runs once; all ranks decide by what it said there.
+    # A user's metric runs on rank 0 alone; all ranks decide by its value there.
     own = _figures(verdicts, how) if runtime.comm.rank == 0 else None
     figures, by_source = all_gather_object(runtime.comm, own)[0]
     return Evaluation(tuple(verdicts), tuple(skipped), figures, by_source)
@@ -140,7 +140,7 @@ def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: Judging) ->
 
 
 def _as_far_as_known(answer: Answer, proven: Sequence[int], how: Judging) -> str:
-    """All of a right answer, or up to the first wrong token ("..." if it goes on there)."""
+    """Return all of a right answer, or a wrong one up to its first wrong token ("..." if it goes on there)."""
     longest = how.max_new_tokens
     if list(proven) == answer.expected and len(proven) <= longest:
         return decode_answer(how.tokenizer, answer.expected, how.stop_ids)

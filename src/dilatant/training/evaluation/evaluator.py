@@ -1,4 +1,4 @@
-"""A run judged by held-out samples while it trains: when, by which weights, and when it has not become better."""
+"""Evaluator: when a run is evaluated on held-out samples, with which weights, and when it stops early."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dilatant.training.optimizers.master_weights import WithMasters
 
 
 class Evaluator:
-    """Called by all ranks together. how: what the config says of it. averages: of the weights, which are judged where
-    there are any. best: the best evaluation so far."""
+    """Evaluate a run while it trains; called by all ranks together. how: the config's section. averages: EMA weights,
+    which are evaluated if there are any. best: the best evaluation so far."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Evaluator:
         self._averages = averages
 
     def evaluate(self) -> Evaluation | None:
-        """See `evaluation.evaluate`; None without held-out data."""
+        """Evaluate on the held-out data (see `evaluation.evaluate`); None without any."""
         held_out = self._samples.held_out
         if held_out is None:
             return None
@@ -51,14 +51,14 @@ class Evaluator:
             return evaluate(self._runtime, questions, judging)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether `judge` evaluates after `step`."""
+        """Return True if `judge` evaluates after `step`."""
         every = self._how.steps
         return every is not None and (step % every == 0 or step == total_steps)
 
     def judge(
         self, step: int, total_steps: int, judged: Callable[[int, Evaluation], None]
     ) -> Evaluation | None:
-        """The evaluation after `step`, where one is due on the way, of which `judged` is told."""
+        """Evaluate after `step` if that is due, and pass the result to the callback `judged`."""
         how = self._how
         evaluation = self.evaluate() if self.is_due(step, total_steps) else None
         if evaluation is not None:
@@ -68,17 +68,17 @@ class Evaluator:
         return evaluation
 
     def keeps(self, step: int) -> bool:
-        """Whether the weights after `step` are those to be kept."""
+        """Return True if the weights after `step` are the best and are to be kept."""
         return self._how.keep_best is not None and self.best.step == step
 
     @property
     def ends_early(self) -> bool:
-        """Whether evaluations have not become better for as long as the config waits."""
+        """True if evaluations have not improved for as long as the config allows."""
         return self.best.ends(self._how)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
-        """The model computes with the averages meanwhile, where there are any."""
+        """Let the model compute with the averages, if there are any, inside this context."""
         if self._averages is None:
             yield
             return
@@ -86,6 +86,6 @@ class Evaluator:
             self._optimizer.write_weights()
             self._runtime.owned.gather()
             yield
-        # Not after an error: others may be elsewhere, and what is saved are masters.
+        # Not after an error: other ranks may be elsewhere, and checkpoints store masters.
         self._optimizer.write_weights()
         self._runtime.owned.gather()

@@ -1,4 +1,4 @@
-"""Answers of a whole model to prompts, token by token."""
+"""Token-by-token generation of answers by a whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilatant.models.core.stage import on_device
 
 
 class Generates(Protocol):
-    """`MultimodalModel`, or a whole model as transformers loads it."""
+    """Model that generates: `MultimodalModel`, or a whole model as transformers loads it."""
 
     def generate(
         self,
@@ -23,7 +23,7 @@ class Generates(Protocol):
         attention_mask: torch.Tensor | None = None,
         **generation: Any,
     ) -> torch.Tensor:
-        """As `MultimodalModel.generate`."""
+        """Generate tokens, like `MultimodalModel.generate`."""
         ...
 
 
@@ -36,8 +36,8 @@ def generate_answers(
     stop_ids: Collection[int] | None = None,
     **generation: Any,
 ) -> list[str]:
-    """What the model writes after each prompt, up to one of `stop_ids` (default: the tokenizer's end of a text); greedy
-    unless `generation` says otherwise."""
+    """Return the model's answer to each prompt, up to one of `stop_ids` (default: the tokenizer's end-of-text token);
+    greedy unless `generation` says otherwise."""
     if stop_ids is None:
         stop_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -61,7 +61,7 @@ def generate_answers(
 
 
 def decode_answer(tokenizer: Any, written: Sequence[int], stop_ids: Collection[int]) -> str:
-    """The text of an answer, without the token that ends it, which may not be flagged as special."""
+    """Decode an answer without the token that ends it, which may not be flagged as special."""
     end = next((at for at, token in enumerate(written) if token in stop_ids), len(written))
     return str(tokenizer.decode(written[:end], skip_special_tokens=True))
 
@@ -69,7 +69,7 @@ def decode_answer(tokenizer: Any, written: Sequence[int], stop_ids: Collection[i
 def encoder_inputs(
     prompts: Sequence[EncodedPrompt], device: torch.device
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The media of all prompts, as encoders take them: unit → keyword → [items, ...]."""
+    """Collect the media of all prompts as encoder inputs: unit → keyword → [items, ...]."""
     collected: dict[str, dict[str, list[EncoderInput]]] = {}
     for prompt in prompts:
         for unit, inputs in prompt.sample.media.items():

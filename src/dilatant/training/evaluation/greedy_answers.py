@@ -1,10 +1,10 @@
-"""Greedy answers of a model that is cut in stages: drafts are proven in whole forward passes, several tokens each.
+"""Greedy answers of a model that is split into stages: each forward pass verifies a draft of several tokens.
 
-One pass over a prompt and a drafted answer tells the likeliest token after each of its prefixes. As far as the draft
-is what the model says, it is proven, and so is the first token where it is not; what the model says behind that is the
-next draft (Jacobi decoding: Santilli et al. 2023, "Accelerating Transformer Inference for Translation via Parallel
-Decoding"). The first draft is the expected answer, so a right one takes one pass. A pass goes through stages as any
-step does: nobody needs the whole model, and every layout writes the same.
+One pass over a prompt and a drafted answer gives the likeliest token after each of its prefixes. The draft is accepted
+up to its first token that differs, where the model's token replaces it; the model's tokens after that are the next
+draft (Jacobi decoding: Santilli et al. 2023, "Accelerating Transformer Inference for Translation via Parallel
+Decoding"). The first draft is the expected answer, so a right one takes one pass. A pass goes through the stages like
+any step: no rank needs the whole model, and every layout writes the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dilatant.runtime.step.step_planner import PreparedStep
 
 @dataclass(slots=True)
 class Answer:
-    """Of a sample whose labels are an answer. expected: its tokens. loss: its cross entropy, summed. prompt: tokens
-    before it. written: those that are proven; draft: what may follow them."""
+    """Answer of a sample, as verified so far. expected: its tokens. loss: their cross entropy, summed. prompt: number
+    of tokens before it. written: tokens that are accepted; draft: what may follow them."""
 
     expected: list[int]
     loss: float
@@ -37,7 +37,8 @@ class Answer:
     is_done: bool = False
 
     def prove(self, given: Sequence[int], said: Sequence[int], longest: int, ends: Collection[int]) -> None:
-        """given: the tokens of a draft from the beginning; said: the likeliest in the place of each."""
+        """Accept the verified part of a draft. given: the draft from its beginning; said: the likeliest tokens
+        there."""
         right = 0
         while right < len(given) and given[right] == said[right]:
             right += 1
@@ -52,8 +53,8 @@ class Answer:
 def judge_answers(
     runtime: Runtime, samples: Sequence[EncodedSample], step: PreparedStep
 ) -> dict[int, Answer]:
-    """Sample number → its answer, in which nothing is written yet beyond what one pass proves; the same on all ranks.
-    step: of these samples, with `forwards`."""
+    """Return sample number → its answer, as far as one pass verifies it, on all ranks. step: of these samples, with
+    `forwards`."""
     own = {}
     for number, predicted in runtime.predict(samples, step).items():
         labels = samples[number].labels
@@ -75,8 +76,7 @@ def write_answers(
     longest: int,
     ends: Collection[int],
 ) -> None:
-    """Write the answers that `judge_answers` gave to their end: one of `ends`, or `longest` tokens. Called by all ranks
-    together."""
+    """Extend the answers of `judge_answers` to one of `ends`, or `longest` tokens. Called by all ranks together."""
     for answer in answers.values():
         proven = [*answer.written, *answer.draft]
         answer.prove(answer.written, answer.written, longest, ends)
@@ -100,7 +100,7 @@ def write_answers(
 
 
 def _with_draft(sample: EncodedSample, prompt: int, draft: Sequence[int], turn: int) -> EncodedSample:
-    """The sample with another answer; without tokens where it had none."""
+    """Return the sample with `draft` as its answer; without tokens if it had none here."""
     ids = sample.input_ids
     if len(ids):
         ids = np.concatenate([ids[:prompt], np.asarray(draft, np.int64)])

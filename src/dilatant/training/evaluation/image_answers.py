@@ -1,4 +1,4 @@
-"""Answers of text and pictures: where the model writes what stands before a picture, its generator draws one."""
+"""Answers with texts and pictures: where the model writes a generator's start text, the generator draws a picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _Announced(StoppingCriteria):
-    """Ends a text where it announces a picture."""
+    """Stopping criterion that ends a text where it announces a picture."""
 
     def __init__(self, tokenizer: Any, targets: Sequence[ImageTarget]) -> None:
         self._tokenizer = tokenizer
@@ -39,14 +39,14 @@ class _Announced(StoppingCriteria):
         self._longest = max((len(start.encode()) for start in self._starts), default=0)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        # A token may be as short as a byte.
+        # A token may be as short as a byte, so this many tokens suffice.
         tails = self._tokenizer.batch_decode(input_ids[:, -self._longest :], skip_special_tokens=True)
         ends = [bool(self._starts) and tail.endswith(self._starts) for tail in tails]
         return torch.tensor(ends, device=input_ids.device)
 
 
 MOST_PICTURES = 8
-"""In one answer: a model that never stops drawing is stopped."""
+"""Most pictures in one answer: a model that never stops drawing is stopped."""
 
 
 @torch.no_grad()
@@ -61,16 +61,16 @@ def answer_with_pictures(
     seed: int = 0,
     **generation: Any,
 ) -> list[str | Drawn]:
-    """What the model answers, in order; texts without what announces a picture; features as float32 [width, height,
-    width of the grid]. Greedy unless `generation` says
-    otherwise. seed: of the noise. Raises UserError for a prompt of so many pictures that it cannot be an answer."""
+    """Return the texts and pictures of the model's answer, in order; texts lack the start text that announces a
+    picture. Features are float32 [feature width, grid height, grid width]. Greedy unless `generation` says otherwise.
+    seed: of the noise. Raises UserError for more than MOST_PICTURES pictures."""
     if model.whole is not None and not model.whole.reads_as_text:
         return [_picture_at_once(model, tokenizer, prompt, targets, how, seed)]
     ids = torch.as_tensor(prompt.sample.input_ids)[None].to(device)
     inputs = encoder_inputs([prompt], device)
     parts: list[str | Drawn] = []
     for number in range(MOST_PICTURES + 1):
-        # An answer with pictures is not read again by encoders: what is drawn is known to the model by its queries.
+        # Encoders do not read drawn pictures: the model knows them by the query tokens in their places.
         written = model.generate(
             ids,
             encoder_inputs=inputs,
@@ -102,8 +102,8 @@ def _picture_at_once(
     how: Drawing,
     seed: int,
 ) -> Drawn:
-    """A picture as the whole answer, of a whole model whose positions or masks `generate` does not know: its own stages
-    read the prompt, as in training. Raises UserError for one that draws in several ways."""
+    """Draw a picture as the whole answer of a pretrained VLM whose positions or masks `generate` does not know: the
+    model's own stages read the prompt, as in training. Raises UserError for several generators."""
     if len(targets) > 1:
         raise UserError("a whole model of such a family draws at once, and this one has several generators")
     (target,) = targets
@@ -128,8 +128,8 @@ def _picture_at_once(
 def rows_behind(
     model: MultimodalModel, ids: Tensor, inputs: dict[str, dict[str, Tensor]], target: ImageTarget
 ) -> Tensor:
-    """What the language model says at the last item's places of texts of one length: [texts, k, hidden]. ids: [texts,
-    tokens], those places at their ends."""
+    """Return the language model's hidden states at the last item's places, which end texts of one length: [texts, k,
+    hidden]. ids: [texts, tokens]."""
     was_training = model.training
     model.eval()
     try:
@@ -149,7 +149,7 @@ def rows_behind(
 
 
 def rows_after(model: MultimodalModel, prompt: EncodedPrompt, target: ImageTarget, tokenizer: Any) -> Tensor:
-    """What the language model says of a picture with which it answers a prompt at once: [1, k, hidden]."""
+    """Return the language model's hidden states for a picture that directly follows a prompt: [1, k, hidden]."""
     device = model.language.model.device
     start = tokenizer.encode(target.start, add_special_tokens=False)
     ids = [*prompt.sample.input_ids.tolist(), *start, *[target.placeholder_id] * target.tokens_per_item]
@@ -160,8 +160,8 @@ def rows_after(model: MultimodalModel, prompt: EncodedPrompt, target: ImageTarge
 
 
 def draw_items(unit: GeneratorUnit, rows: Tensor, how: Drawing, keys: Sequence[str], seed: int = 0) -> Tensor:
-    """Pictures of what the language model says, [items, k, hidden]: float32 [items, channels, height, width], -1 to 1.
-    keys: of each item's noise."""
+    """Draw pictures for language-model rows [items, k, hidden]: float32 [items, channels, height, width], -1 to 1.
+    keys: of their noise."""
     net = unit.model
     assert isinstance(net, Diffusion)
     unit.eval()
@@ -181,7 +181,7 @@ def _drawn(unit: GeneratorUnit, rows: Tensor, how: Drawing, key: str, seed: int)
 
 
 def to_image(pixels: Tensor) -> Image:
-    """A picture of pixels [channels, height, width] of -1 to 1."""
+    """Convert pixels [channels, height, width], -1 to 1, to a picture."""
     from PIL import Image
 
     values = ((pixels.cpu().numpy() + 1) * 127.5).round().clip(0, 255).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Held-out answers, texts and pictures alike, scored by a function of the user's: a metric, or another model."""
+"""Scores of held-out answers, texts and pictures alike, by a user's function: a metric, or another model."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ Judge = Callable[[str, Answer, Answer], float]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the judge gave a held-out sample."""
+    """Score that the judge gave a held-out sample."""
 
     sample: str
     score: float
 
 
 def load_judge(place: str) -> Judge:
-    """The function of FILE.py:FUNCTION, `score` where none is named; the file's folder is searched for what it imports,
-    as of a script. Raises UserError."""
+    """Load the function FILE.py:FUNCTION (default `score`); it can import from the file's folder. Raises UserError."""
     file, _, name = place.partition(":")
     path, name = Path(file), name or "score"
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.suffix == ".py" else None
@@ -75,8 +74,8 @@ def judge_answers(
     limit: int | None = None,
     seed: int = 0,
 ) -> Iterator[Score]:
-    """The scores of greedy answers to held-out samples, in their order. Raises UserError for a sample that cannot be
-    asked, and for a judge that fails or gives no finite number."""
+    """Yield the scores of greedy answers to held-out samples, in order. Raises UserError for a sample that cannot be
+    asked, and for a judge that fails or returns no finite number."""
     exported.model.to(device)
     channels = next((target.processor.channels for target in exported.encoding.targets), 3)
     for index in range(min(len(held_out), limit or len(held_out))):
@@ -103,7 +102,7 @@ def _answer(
     model, tokenizer, targets = exported.model, exported.tokenizer, exported.encoding.targets
     if not targets:
         return [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens)]
-    assert isinstance(model, MultimodalModel)  # whatever draws is
+    assert isinstance(model, MultimodalModel)  # as models with generators are
     return answer_with_pictures(model, tokenizer, prompt, targets, device, max_new_tokens, how, seed)
 
 
@@ -117,7 +116,7 @@ def _expected(sample: Sample, channels: int) -> Answer:
 
 
 def _shown(media: Media, channels: int) -> Image | str:
-    """A picture of an answer; what is not drawn is named."""
+    """Return a picture of an answer; other media are named by their kind."""
     if media.kind != "image":
         return f"<{media.kind}>"
     from PIL import Image
