@@ -1,1 +1,1 @@
-"""The run: trainer, optimizer, checkpoint, evaluation, export, metrics."""
+"""Training runs: trainer, feeding, optimizers, checkpoints, evaluation, metrics."""

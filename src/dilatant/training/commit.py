@@ -1,4 +1,4 @@
-"""When a step counts: at once, or when somebody says that all ranks are to apply it."""
+"""Commit barrier: decides when a step counts, at once or when one party says that all ranks are to apply it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from dilatant.training.feeding.decoding import KeptPool
 
 
 class Gate(Protocol):
-    """Stands between gradients and update. By default a step counts as soon as `Runtime.execute` returns, for then all
-    ranks have its gradients; whoever wants to outlive ranks lets one party decide."""
+    """Commit barrier between gradients and update. Without one, a step counts as soon as `Runtime.execute` returns,
+    since all ranks have its gradients then; a run that survives the loss of ranks lets one party decide."""
 
     def begin(self, step: int, limit_seconds: float) -> None:
-        """This rank has what it needs to compute step number `step`, which should not take it longer than that."""
+        """Report that this rank is ready to compute step number `step`, which should take at most `limit_seconds`."""
         ...
 
     def slow(self, times: float) -> None:
-        """This rank is so many times slower than others, which is more than the config bears; 0: no longer."""
+        """Report that this rank is slower than others by `times`, above the config's bound; 0: no longer slow."""
         ...
 
     def propose(self, step: int, hashes: Mapping[str, int]) -> None:
-        """Vote for step number `step`, without waiting for the others; whatever is raised then, this rank does not
-        apply it. hashes: layer → hash of the reduced gradients."""
+        """Vote for step number `step` without waiting for the others; if this raises, this rank does not apply the
+        step. hashes: layer → hash of the reduced gradients."""
         ...
 
     def await_commit(self) -> None:
-        """Return when the step that was proposed is committed; whatever is raised, this rank does not apply it."""
+        """Return when the proposed step is committed; if this raises, this rank does not apply the step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A rank's place in a run that goes on when others are lost. node_of: rank → node, in this generation.
-    weights_follow: whether the weights come from elsewhere, so that none need be read or drawn. opened: told of the
-    communication as soon as there is some, to end it. reason: why there is a new generation. keeps_gradients: see
-    `Runtime`. pool: of data workers, for this generation and the next."""
+    """A rank's membership in a run that survives the loss of ranks. node_of: rank → node, in this generation.
+    weights_follow: the weights arrive from elsewhere, so none are read or initialised. opened: called with the
+    communicator as soon as it exists, so that it can be aborted. reason: why this generation began. keeps_gradients:
+    see `Runtime`. pool: data workers, kept for the next generation."""
 
     generation: int = 0
     node_of: tuple[int, ...] | None = None
@@ -53,19 +53,19 @@ class Membership:
 
 
 ALONE = Membership()
-"""Of a run that ends with its first rank."""
+"""Membership in a run that ends when any rank is lost."""
 
 
 _WORD = torch.int64
-_PRIME = 2**61 - 1  # a power of two would lose signs, the highest bits of words
+_PRIME = 2**61 - 1  # a power of two would lose the sign bits
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[str, str]) -> dict[str, int]:
-    """Layer and box → hash of the gradients there, equal on all who hold the same: 61 bits of sums over their bits.
+    """Map each layer and box to a 61-bit hash of its gradients' bits, equal on all ranks that hold the same box.
 
-    One pass over memory, on the device, in words of eight bytes: it finds what memory or a network corrupted, not who
-    means harm. parameters: logical name or key of a box → parameter; layer_of: logical name → layer.
+    One pass over memory, on the device, in words of eight bytes. The hash detects corruption by memory or network, not
+    tampering. parameters: logical name or key of a box → parameter; layer_of: logical name → layer.
     """
     names, sums = [], []
     for key, parameter in parameters.items():
@@ -82,8 +82,8 @@ def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[st
 
 
 def _halves(flat: torch.Tensor) -> torch.Tensor:
-    """[2]: sums, modulo 2^64, over the words of each half of `flat`, so that numbers which changed places show as well
-    as others. What fills no pair of words counts in the second half."""
+    """Return [2]: sums, modulo 2^64, over the words of each half of `flat`, so that numbers that changed places are
+    detected like any other change. Bytes that fill no pair of words count in the second half."""
     size = flat.element_size()
     if flat.storage_offset() * size % _WORD.itemsize:
         flat = flat.clone()  # words begin at multiples of their size

@@ -1,4 +1,4 @@
-"""Cuts of a layout of the user's own: where the costs by which its run counts are most even, or as they were before."""
+"""Stage cuts of a user's layout: kept from the run so far, or balanced by the costs that the run counts with."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dilatant.training.run_costs import costs_here
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """Fills in the cuts of layouts of `model`.
+    """Fill in the stage cuts of layouts of `model`.
 
-    tokens: by unit, of some of the samples, one array for all or none; empty where sizes are not known, and rows are
-    then as long as they may be. targets: the share of the language model's tokens that carry loss. before: the plan
-    that the run had, whose cuts stay where the layout is still the same.
+    tokens: unit → token counts of some samples, for all units or none; if sizes are unknown, rows are taken to have
+    their maximum length. targets: share of the language model's tokens that carry loss. before: the plan that the run
+    had; its cuts are kept where the layout is unchanged.
     """
 
     config: Config
@@ -37,7 +37,7 @@ class Cutter:
     before: Plan | None = None
 
     def __call__(self, specs: Specs, colocated: Mapping[str, str], plan: Plan) -> Specs:
-        """The specs with cuts. plan: that of the specs, wherever it is cut."""
+        """Return the specs with cuts. plan: the plan of these specs, with any cuts."""
         kept = None if self.before is None else cut_as_before(specs, plan, self.before)
         if kept is not None:
             return kept
@@ -55,7 +55,7 @@ class Cutter:
         )
         anchor = self.model.graph.anchor
         count = self.config.parallel.microbatches or MICROBATCHES
-        together = min(  # of all replicas' microbatches that are under way at once
+        together = min(  # samples in one microbatch of every replica together
             self.config.train.global_batch_size / count,
             specs[anchor].replicas * row / max(1.0, float(tokens[anchor].mean())),
         )
@@ -64,7 +64,7 @@ class Cutter:
 
 
 def plan_before(config: Config) -> Plan | None:
-    """The plan of the run that goes on in `output_dir`."""
+    """Return the plan of the run that continues in `output_dir`, or None."""
     if config.train.resume == "never":
         return None
     try:

@@ -23,7 +23,7 @@ from dilatant.training.optimizers.averages import AVERAGE
 def export_checkpoint(
     checkpoint: Path, model: MultimodalModel, config: Config, encoding: Encoding, folder: Path, run: Path
 ) -> None:
-    """Export the weights of `checkpoint`, which `model` takes, in its sources' dtypes. See `export_model`."""
+    """Load `checkpoint` into `model` and export it in the dtypes of its source files. See `export_model`."""
     dtypes = source_dtypes(config.model)
     of_source = stored_dtypes(model, config.model)
     for name, unit in model.units.items():
@@ -42,7 +42,7 @@ def export_checkpoint(
         finer = {name: Box.of(name, tuple(weights[name].shape)) for name in frozen}
         read = read_pretrained(model, config.model, finer, config.seed) if finer else {}
         for name, tensor in read.items():
-            if torch.equal(weights[name], tensor.bfloat16().float()):  # as a run in bf16 holds it
+            if torch.equal(weights[name], tensor.bfloat16().float()):  # rounded by a bf16 run
                 weights[name].copy_(tensor)
     stored = stored_shapes(checkpoint, "optimizer") if config.train.optimizer.ema is not None else {}
     averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}

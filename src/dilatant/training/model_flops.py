@@ -1,4 +1,4 @@
-"""How many floating-point operations a step of this model asks for, whatever computes them."""
+"""Model FLOPs: the floating-point operations that a training step requires, whatever computes them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dilatant.planning.problem.describe_model import HEAD, ModelDescription
 from dilatant.planning.problem.planned_hardware import plan_target
 
 FORWARD, BACKWARD = 2.0, 4.0
-"""Of a product or of attention, a multiply-add counting twice; the backward of attention is two such products each."""
+"""FLOPs per multiply-add: 2 in a product and in attention's forward, 4 in its backward (two products for each)."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitFlops:
-    """Of one unit, forward and backward: for each of its tokens, for each pair of tokens that could attend, and for
-    each target token. item_tokens: tokens of one item, whose tokens see no other's; None where a sample's all do."""
+    """Forward and backward FLOPs of one unit per token, per pair of tokens that could attend, and per target token.
+    item_tokens: tokens of one item, which attend only within the item; None if all tokens of a sample attend."""
 
     token: float
     pair: float
@@ -31,14 +31,13 @@ class UnitFlops:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """What samples ask of all units: their real tokens, those of images by their real grids, no padding, and nothing
-    twice where activations are recomputed. Frozen layers have no weight gradient, and no backward at all with nothing
-    trained before them."""
+    """FLOPs that samples require of all units. They count real tokens (of images, by their real grids), no padding, and
+    no recomputation. Frozen layers have no weight gradient, and no backward at all if nothing before them trains."""
 
     units: Mapping[str, UnitFlops]
 
     def of(self, samples: Sequence[EncodedSample]) -> float:
-        """Of a step with these samples, of which sizes are known."""
+        """Return the FLOPs of a step with these samples, whose sizes are known."""
         total = 0.0
         for sample in samples:
             for name, unit in self.units.items():
@@ -50,7 +49,7 @@ class ModelFlops:
 
 
 def model_flops(model: ModelDescription) -> ModelFlops:
-    """Counted from the layers' shapes; a layer of which its config says too little counts its matrices alone."""
+    """Count FLOPs from the layers' shapes; a layer whose config says too little counts only its matrices."""
     shapes = layer_shapes(model, guess=True)
     heads = set(model.kinds(HEAD))
     units = {}
@@ -61,7 +60,7 @@ def model_flops(model: ModelDescription) -> ModelFlops:
             shape = shapes[layer.kind]
             goes_back = before or layer.trainable
             trained = shape.trained_share if layer.trainable else 0.0
-            # What the layer's input goes into directly need not be differentiated for nothing.
+            # If nothing before the layer trains, the products that take its input need no input gradient.
             inputs = (shape.matmul - (0 if before else shape.leading)) * goes_back
             product = FORWARD * (shape.matmul * (1 + trained) + inputs)
             if layer.kind in heads:
@@ -75,7 +74,7 @@ def model_flops(model: ModelDescription) -> ModelFlops:
 
 
 def peak_flops(config: Config) -> float | None:
-    """Of this machine's GPU, as its data sheet has it; None on a CPU, or where it is not known."""
+    """Return the peak FLOP/s of this machine's GPU from its data sheet; None on a CPU or if unknown."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return None
     target = plan_target(

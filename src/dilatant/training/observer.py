@@ -1,4 +1,4 @@
-"""What is written and shown of a run: metrics.jsonl, eval.json, trackers, the live line."""
+"""Observer of a run: rank 0 writes metrics.jsonl and eval.json, feeds trackers and draws the live line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dilatant.training.trainer import Trainer
 
 
 class Observer:
-    """Rank 0's view of a run; open while it trains. console: None shows nothing."""
+    """Record and show a run on rank 0, while it trains. console: None shows nothing."""
 
     def __init__(self, config: Config, folder: RunFolder, trainer: Trainer, console: Console | None) -> None:
         self.last_loss: float | None = None
@@ -60,7 +60,7 @@ class Observer:
         self._trackers = []
 
     def stepped(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+        """Record a finished step."""
         self.last_loss = metrics.loss
         self._folder.log(metrics.to_record())
         for tracker in self._trackers:
@@ -70,14 +70,14 @@ class Observer:
             warn(self._console, metrics.warning)
 
     def catch_up(self, recent: Sequence[StepMetrics]) -> None:
-        """Write down those of the last steps that are not in metrics.jsonl, whoever was to do it."""
+        """Write those of the `recent` steps that metrics.jsonl lacks, whichever rank was to write them."""
         written = last_step(self._folder.path / "metrics.jsonl")
         for metrics in recent:
             if metrics.step > written:
                 self.stepped(metrics)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Held-out samples were judged after `step`."""
+        """Record the evaluation after `step`."""
         self._history = [*self._history, {"step": step, **evaluation.figures}]
         record = {"step": step, **evaluation.to_record(), "history": self._history}
         self._folder.write_json("eval.json", record)

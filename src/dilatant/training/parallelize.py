@@ -1,4 +1,4 @@
-"""The Python API: a model and a layout in, something that executes global batches out."""
+"""Python API for parallel training: turn a model and a layout into a runtime that executes global batches."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.training.cuts import Cutter
 
 MOST_BATCHES = 4
-"""Global batches that a layout is planned by."""
+"""Number of global batches that a layout is planned from."""
 ROW_TOKENS = 2048
-"""Of the rows by which a layout is cut, where nobody says how long they are."""
+"""Tokens of the rows for which stages are cut if no row length is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """A layout to be planned from the model, its data and the workers at hand, as by `parallel: auto` in a YAML file.
+    """Request to plan the layout from the model, its data and the workers, like `parallel: auto` in a YAML file.
 
-    batches: global batches like those that will be executed, each of as many samples. The first four are taken, and
-    only sizes and targets are read: samples need no media. cluster, plan: as in a YAML file (memory, degrees, costs);
-    how many devices there are is told by the workers.
+    batches: global batches like those that will be executed, all with the same number of samples. The first four are
+    used, and only sizes and targets are read: samples need no media. cluster, plan: as in YAML (memory, degrees,
+    costs); the number of devices is the number of workers.
     """
 
     batches: Iterable[Sequence[EncodedSample]] = ()
@@ -82,22 +82,23 @@ def parallelize(
     precision: Literal["auto", "fp32", "bf16"] | None = None,
     **options: Any,
 ) -> Runtime:
-    """Build this rank's stages of `model`, spread over all workers as `specs` say.
+    """Build this rank's stages of `model`, distributed over all workers according to `specs`.
 
-    model: built alike on every rank; with device "meta" each rank makes only its own layers, from `seed`. specs: unit →
-    its layout, cut by what layers cost where it says no `cuts`; or `Auto`, which rank 0 plans while the others wait:
+    model: built identically on every rank; on device "meta" each rank makes only its own layers, from `seed`. specs:
+    unit → layout, whose stages are balanced by layer costs if no `cuts` are given; or `Auto`, planned by rank 0 while
+    others wait:
 
         batches = [samples[k : k + 64] for k in range(0, 256, 64)]
         parallel = parallelize(model, Auto(batches), worker=worker)
         print(parallel.plan)
 
-    worker: from `launch`; not needed where this process is the only one. colocated: see `plan_from_specs`.
-    num_microbatches (default 1), row_tokens: see `Microbatching`. schedule: a name that `parallel.schedule` may have
-    (default 1f1b), or a schedule family of one's own. assignment: how samples are grouped into microbatches, as
-    `plan.assignment`. What of these is not said `Auto` plans. precision: as `train.precision` (default: weights stay as
-    the model has them). seed: of random weights and of dropout, which is keyed by each sample's `draw` or, where no
-    sample has one, by its place and the number of the step: give `execute` its `step_number` when a run goes on later.
-    options: of Runtime. Raises UserError that lists what is wrong, before anything is built.
+    worker: from `launch`; not needed in a single process. colocated: see `plan_from_specs`. num_microbatches (default
+    1), row_tokens: see `Microbatching`. schedule: a name that `parallel.schedule` accepts (default 1f1b), or a schedule
+    family of your own. assignment: how samples are grouped into microbatches, as `plan.assignment`. `Auto` plans
+    whichever of these are not given. precision: as `train.precision` (default: the model's own dtype). seed: of random
+    weights and of dropout, which is keyed by each sample's `draw` or, if no sample has one, by its position and the
+    step number: pass `step_number` to `execute` when a run is resumed. options: passed to Runtime. Raises UserError
+    that lists all mistakes.
     """
     worker = worker or local_worker()
     if not isinstance(specs, Auto | Mapping):
@@ -122,7 +123,7 @@ def parallelize(
     }
     longest = max((s.sizes[model.graph.anchor] for batch in batches for s in batch), default=ROW_TOKENS)
     data: dict[str, Any] = {"max_length": min(longest, train["row_tokens"])}
-    values: dict[str, Any] = {  # of model and data, which are at hand, nothing is said
+    values: dict[str, Any] = {  # model and data are objects, not config sections
         "data": DataConfig.model_construct(**data),
         "train": TrainConfig(**train),
         "parallel": ParallelConfig.model_validate({"microbatches": num_microbatches, "schedule": name}),
@@ -172,7 +173,7 @@ def parallelize(
 
 
 def _taken(auto: Auto, model: MultimodalModel, is_said: object) -> list[Sequence[EncodedSample]]:
-    """The batches to plan for. Raises UserError for what planning needs and is not there."""
+    """Return the batches to plan for. Raises UserError if an input of planning is missing."""
     if is_said:
         raise UserError("Auto says what is colocated, and plans with schedules by name: leave out your own")
     batches = list(islice(auto.batches, MOST_BATCHES))
@@ -194,13 +195,13 @@ def _taken(auto: Auto, model: MultimodalModel, is_said: object) -> list[Sequence
 def _find_plan(
     model: MultimodalModel, config: Config, batches: Sequence[Sequence[EncodedSample]], workers: int
 ) -> TrainingPlan:
-    """The plan that the search of `parallel: auto` finds for a device of each worker."""
+    """Return the plan that `parallel: auto` finds with one device for each worker."""
     place = place_from()
     devices = Devices(1, workers, "launch") if place is None else devices_at_hand(config, place)
     config, notes = for_devices_here(config.model_copy(update={"cluster": devices.cluster(config.cluster)}))
     for note in notes:
         warnings.warn(note, stacklevel=4)
-    # A copy without memory: layers are measured with weights of their own, and the model stays as it is.
+    # A copy on the meta device: layers are measured with weights of their own, and `model` stays unchanged.
     hollow = with_weights(
         model,
         {
@@ -221,7 +222,7 @@ def _find_plan(
 
 
 def _of_first_rank(comm: Comm, find: Callable[[], TrainingPlan]) -> TrainingPlan:
-    """What `find` returns on rank 0, on all ranks; so is its UserError."""
+    """Call `find` on rank 0 and return its plan on all ranks; its UserError is raised on all ranks, too."""
     answer: tuple[str, str] | None = None
     if comm.rank == 0:
         try:

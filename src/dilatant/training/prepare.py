@@ -1,4 +1,4 @@
-"""What a run works with, complete and proven before any device is taken."""
+"""Prepare a run: open its data, build its model on the meta device and prove its plan before any device is taken."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dilatant.training.feeding.steps import count_steps
 from dilatant.training.run_costs import costs_of_run
 
 LOOKED_AT = 4096
-"""Samples that tell where stages are cut, and what share of tokens carries loss: opening a run must not take longer for
+"""Samples from which stage cuts and the share of target tokens are estimated: opening a run must not take longer for
 more data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """model: layers from configs, and weights that ranks read for themselves, are on the meta device. warnings: what
-    the user should know, to be said once for all ranks."""
+    """Samples, model and plan of a run. model: layers built from configs, and weights that ranks read for themselves,
+    are on the meta device. warnings: to be shown once for all ranks."""
 
     samples: Samples
     model: MultimodalModel
@@ -45,12 +45,13 @@ def prepare(
     made: TrainingPlan | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Prepared:
-    """Data with their sizes, model and plan of a run. Raises UserError that names the key or the sample.
+    """Return the data with their sizes, the model and the plan of a run. Raises UserError that names the key or the
+    sample.
 
-    planned: proven already, by rank 0 or the launcher. made: by the run itself, to be proven as the config's own.
-    progress: of samples that must be measured first.
+    planned: proven already by rank 0 or the launcher. made: by the run itself, to be proven like the config's own.
+    progress: callback for samples that must be measured first.
     """
-    config = with_template_date(config)  # of an agent's ranks, which read the file of the run themselves
+    config = with_template_date(config)  # ranks of an agent read the run's file themselves
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
         if config.data.preprocess == "ray":
@@ -85,7 +86,7 @@ def prepare(
 def with_costs(
     config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan
 ) -> TrainingPlan:
-    """The plan with the costs of its steps on this hardware; its own where it has some."""
+    """Return the plan with the costs of its steps on this hardware; costs that the plan has already are kept."""
     targets = _target_share(samples)
     costs = costs_of_run(config, model, planned.plan, planned.costs, targets, planned.zero)
     return replace(planned, costs=costs)
@@ -112,7 +113,7 @@ def _about_warm_up(config: Config, samples: Samples) -> tuple[str, ...]:
 
 
 def _target_share(samples: Samples) -> float:
-    """The share of the language model's tokens that carry loss, by the first samples; 1 where sizes are not known."""
+    """Return the share of language-model tokens that carry loss, by the first samples; 1 if sizes are unknown."""
     sizes = samples.train_sizes
     if sizes is None:
         return 1.0

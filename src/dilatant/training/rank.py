@@ -1,4 +1,4 @@
-"""One rank's part of a run: built, restored, trained, judged."""
+"""One rank of a run: build the trainer, restore its checkpoint, train and evaluate."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Show = Literal["nothing", "stdout", "stderr"]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended. exit_code: 0, or what the signal that stopped it asks for (128 + its number). loss: of the last
-    step here. summary: who was busy and who waited in the last step. evaluation: of a run that reached its last step.
-    checkpoint: the last one that was written here. began_at: steps that were done before. is_first: this process speaks
-    for the run; under an outer launcher that is rank 0's. training_began: when its first step could, by
-    `time.monotonic`. best_step: of the evaluation that `evaluation.keep_best` found best. ended_early: the step after
-    which no evaluation was better for long enough."""
+    """Outcome of a run. exit_code: 0, or 128 + the number of the signal that stopped the run. loss: of the last step
+    here. summary: which ranks were busy and which waited in the last step. evaluation: for a run that reached its last
+    step. checkpoint: the last one written by this run. began_at: steps that were done before. is_first: this process
+    reports for the run (rank 0 under an outer launcher). training_began: `time.monotonic` when the first step could
+    begin. best_step: step of the best evaluation by `evaluation.keep_best`. ended_early: the step at which evaluations
+    had not improved for long enough."""
 
     folder: Path
     step: int
@@ -75,7 +75,7 @@ def train_rank(
     show: Show,
     prepared: Prepared | None = None,
 ) -> RunResult:
-    """One rank's part of a run, of which rank 0 shows the progress. prepared: where this process has it already."""
+    """Run one rank; rank 0 shows the progress. prepared: given if this process has prepared the run already."""
     planned = TrainingPlan.from_json(plan_json)
     prepared = prepared or prepare(config, planned)
     folder = RunFolder(config.output_dir)
@@ -102,8 +102,8 @@ def train_rank(
 def begin_folder(
     config: Config, prepared: Prepared, planned: TrainingPlan, folder: RunFolder, discards: bool, show: Show
 ) -> None:
-    """Write what a run begins with. Nothing can be wrong with the config any more: a mistake must not cost an old
-    run. discards: the checkpoints that are there."""
+    """Write the files that a run begins with. Call this when the config is known to be right: a mistake must not cost
+    an old run. discards: delete the existing checkpoints."""
     if discards:
         shutil.rmtree(folder.checkpoints, ignore_errors=True)
     folder.write_config(config)
@@ -124,11 +124,11 @@ def train_to_end(
     show: Show,
     stop: StopSignal,
 ) -> RunResult:
-    """Train, watched on rank 0, and judge the model; called by all ranks."""
+    """Train, observed on rank 0, and evaluate the final model; called by all ranks."""
     first, began_at = trainer.rank == 0, trainer.step
     with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
         if observer is not None:
-            observer.catch_up(trainer.done.recent)  # of a generation before whose first rank is gone
+            observer.catch_up(trainer.done.recent)  # of the previous generation, if its rank 0 was lost
         training_began = time.monotonic()
         result = _train(trainer, observer, stop)
         summary = _show_last_step(trainer, folder) if result.step else ""
@@ -142,7 +142,7 @@ def train_to_end(
         result.step,
         result.total_steps,
         result.seconds,
-        # Without a signal here another rank was asked.
+        # Without a signal on this rank, another rank was asked to stop.
         0 if result.finished else stop.exit_code or 128 + signal.SIGTERM,
         observer.last_loss if observer is not None else None,
         summary,
@@ -162,14 +162,14 @@ def _train(trainer: Trainer, observer: Observer | None, stop: StopSignal) -> Tra
     try:
         return trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
     except BaseException:
-        if trainer.membership.gate is not None:  # else nothing was put off
+        if trainer.membership.gate is not None:  # otherwise no metrics were delayed
             with suppress(Exception):  # the first error counts
                 observer.catch_up(trainer.done.recent)
         raise
 
 
 def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Console) -> None:
-    """Write what the data are like, where their sizes are known. A page that cannot be written ends no run."""
+    """Write a page about the training data if their sizes are known. A page that cannot be written ends no run."""
     if samples.train_sizes is None:
         return
     title = f"{folder.path.name}: the training data"
@@ -183,8 +183,8 @@ def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Con
 
 
 def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
-    """Write the last step: as a page, for Perfetto, and for `dilatant simulate`; returns its summary. Called by all
-    ranks, of which the first writes."""
+    """Write the last step as a page, for Perfetto and for `dilatant simulate`; return its summary. Called by all ranks;
+    rank 0 writes."""
     step, waits = trainer.runtime.measured_step(), trainer.data_waits()
     if trainer.rank != 0 or step is None or not step.actions:
         return ""

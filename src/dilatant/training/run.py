@@ -37,7 +37,7 @@ from dilatant.training.stop_signal import StopSignal
 
 
 class Stopped(Exception):
-    """A signal ended the run before it had trained, or after; `exit_code` as in `RunResult`."""
+    """Raised when a signal ends a run before training begins or after it ends; `exit_code` is as in `RunResult`."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"stopped by {signal.Signals(exit_code - 128).name}")
@@ -46,9 +46,9 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resilient:
-    """What starts the ranks of a run that goes on when some are lost: `resilience.launch` and `resilience.machines`,
-    which stand above this room. nodes: machines that it begins with, each with `resilience.ranks_per_node`; None: this
-    one. launcher: who started, or asked for, so many."""
+    """Launcher of a run that survives the loss of ranks: `resilience.launch` or `resilience.machines`, which are above
+    this package in the import order. nodes: machines to begin with, each with `resilience.ranks_per_node` ranks; None:
+    this machine alone. launcher: name of what started, or asked for, this many."""
 
     launch: Callable[..., RunResult]
     nodes: int | None = None
@@ -64,10 +64,10 @@ def train(
 ) -> RunResult:
     """Train the model of a config, evaluate it on held-out data and export it into the run folder.
 
-    overwrite: start anew in an output_dir that holds a run. show: where progress goes. Starts the ranks of the layout,
-    or is one of them under torchrun, Slurm or Kubernetes. Raises UserError for what is wrong with config, data or
-    folder, WorkerFailed when a rank fails, Stopped when a signal ends a run before it trains; a run that was asked to
-    stop later is saved and returns. resilient: starts the ranks of a run that goes on when some are lost.
+    overwrite: start anew in an output_dir that holds a run. show: the stream that progress is written to. Starts the
+    ranks of the layout, or is one of them under torchrun, Slurm or Kubernetes. Raises UserError for mistakes in config,
+    data or folder, WorkerFailed when a rank fails, Stopped when a signal ends a run before it trains; a run that was
+    asked to stop later is saved and returns. resilient: launcher of a run that survives the loss of ranks.
     """
     fork_server.require_main_guard()
     config = with_template_date(config)
@@ -80,7 +80,7 @@ def train(
     plans = is_planned_here(config, place)
     devices = devices_at_hand(config, place)
     if resilient is not None:
-        place = None  # its ranks are started here, or by agents
+        place = None  # ranks are started here, or by agents
         if resilient.nodes is not None:
             devices = Devices(resilient.nodes, config.resilience.ranks_per_node, resilient.launcher)
     if not plans and place is not None and not config.parallel.is_laid_out:
@@ -102,7 +102,7 @@ def train(
             start = find_start(config, folder, overwrite, console)
         planning = _Planning(config, devices, folder, start)
         if place is not None and (plans or config.parallel.is_cut_here):
-            # The ranks meet first, for only one of them plans.
+            # The ranks connect first, because only rank 0 plans.
             result, prepared = _launch(config, _train_as_planned, place.size, planning, show)
         else:
             try:
@@ -118,7 +118,7 @@ def train(
                 if result.finished:
                     _export(config, prepared, result, folder)
                 return result
-            # In one process that is this one, which has prepared.
+            # A run with one rank trains in this process, which has prepared already.
             here = (prepared,) if ranks == 1 else ()
             result = _launch(config, train_rank, ranks, config, planned.to_json(), start, show, *here)
         if result.finished and result.is_first:
@@ -130,7 +130,7 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class _Planning:
-    """What a run plans for."""
+    """Arguments for choosing the plan of a run."""
 
     config: Config
     devices: Devices
@@ -144,7 +144,7 @@ class _Planning:
 
 
 def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[RunResult, Prepared]:
-    """One rank of an outer launcher: rank 0 plans, or cuts, for all of them, which then build and train."""
+    """Run one rank of an outer launcher: rank 0 plans (or cuts stages) for all ranks, which then build and train."""
     assert worker.store is not None
     config, place = planning.config, place_from()
     console = console_for(show if worker.rank == 0 else "nothing")
@@ -169,7 +169,7 @@ def _prepare(
     console: Console,
     sign: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Data, model and plan, proven and shown. sign: called now and then, for who waits. Raises UserError."""
+    """Prepare, prove and show data, model and plan. sign: heartbeat for ranks that wait. Raises UserError."""
     with show_progress(console, "opening the data") as show:
 
         def progress(done: int, total: int) -> None:
@@ -191,13 +191,13 @@ def _prepare(
 
 
 def _launch(config: Config, function: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """`function` on all ranks; what it returned on rank 0 (or on this rank, under an outer launcher)."""
+    """Run `function` on all ranks and return rank 0's result (this rank's, under an outer launcher)."""
     with _stopping(starts_workers=ranks > 1 and place_from() is None) as stop:
         try:
             seconds = config.parallel.timeout_seconds
             result, *_ = launch(function, ranks, *args, started=stop.workers_run, timeout_seconds=seconds)
         except WorkerFailed as failure:
-            # A worker that does not train, yet or any more, just ends when it is asked to.
+            # A worker that is not training (yet, or any more) just exits on SIGTERM.
             if stop.signal.received and failure.killed_by == signal.SIGTERM:
                 raise Stopped(stop.signal.exit_code) from None
             raise
@@ -209,7 +209,7 @@ def _launch(config: Config, function: Callable[..., Any], ranks: int, *args: Any
 
 
 def _check_nodes(config: Config, resilient: Resilient, ranks: int) -> None:
-    """Raises UserError where a layout does not fill machines."""
+    """Raise UserError if the layout does not fill whole machines."""
     each = config.resilience.ranks_per_node
     if resilient.nodes is None:
         return
@@ -238,7 +238,7 @@ def _launch_resilient(
 
 
 class _Stop:
-    """What a signal to the launcher does: it ends the launch, and once workers run they are asked to stop."""
+    """Signal handling of the launcher: a signal ends the launch, or, once workers run, asks them to stop."""
 
     def __init__(self) -> None:
         self.signal = StopSignal()
@@ -256,7 +256,7 @@ def _stopping(starts_workers: bool) -> Iterator[_Stop]:
 
 
 def _terminate_workers() -> None:
-    """Those that train stop after the step in hand, the others at once."""
+    """Send SIGTERM to all workers: those that train stop after the current step, the others at once."""
     for worker in multiprocessing.active_children():
         worker.terminate()
 
@@ -276,7 +276,7 @@ def _export(config: Config, prepared: Prepared, result: RunResult, folder: RunFo
 
 
 def _newest(folder: RunFolder) -> Path:
-    """The checkpoint that a run with nothing left to train went on from."""
+    """Return the checkpoint that a run with no steps left to train resumed from."""
     checkpoint, _ = newest_valid(folder.checkpoints)
     if checkpoint is None:
         raise UserError(f"{str(folder.checkpoints)!r} holds no complete checkpoint to export")
@@ -284,7 +284,7 @@ def _newest(folder: RunFolder) -> Path:
 
 
 def _describe(console: Console, config: Config, prepared: Prepared) -> None:
-    """What trains on what, before the first step."""
+    """Print the model, the data and the plan before the first step."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("part")
     for title in ("parameters", "trainable"):

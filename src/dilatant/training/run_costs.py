@@ -1,4 +1,4 @@
-"""The costs by which a run assigns samples and predicts its steps: its plan's, else measured before, else modelled."""
+"""Costs by which a run assigns samples and predicts steps: the plan's own, else measured before, else modelled."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def costs_of_run(
     targets: float = 1.0,
     zero: Zero | None = None,
 ) -> StepCosts:
-    """What the steps of `plan` cost here; `origin` says where the numbers are from. Takes milliseconds.
+    """Return the costs of the steps of `plan` on this hardware; `origin` names their source. Takes milliseconds.
 
-    planned: of the plan file. They count, unless the run freezes other layers than the plan was made for. Without them
-    those of `plan.costs`, if that file is of this hardware, precision and model; without these the costs that `dilatant
-    profile` or `dilatant plan` measured of the same layers on this hardware; else costs modelled from the layers'
-    shapes. targets: the share of the language model's tokens that carry loss. zero: who shares optimizer state, else as
-    the config says.
+    planned: costs in the plan file. They are used unless the run freezes other layers than the plan was made for. The
+    next choices are the costs in `plan.costs`, if that file is of this hardware, precision and model; then costs that
+    `dilatant profile` or `dilatant plan` measured for the same layers on this hardware; then costs modelled from the
+    layers' shapes. targets: share of the language model's tokens that carry loss. zero: which ranks share optimizer
+    state (default: as the config says).
     """
     trains = trainability_of(plan, trainable_layers(model.units)).backward
     note = ""
@@ -56,7 +56,7 @@ def costs_of_run(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostsHere:
-    """What the layers of a model cost in a run, as training meets them. note: why they are not others, for a reader."""
+    """Layer costs of a model as training meets them. note: why other costs were not used, for a reader."""
 
     model: ModelDescription
     costs: CostModel
@@ -72,8 +72,8 @@ def costs_here(
     targets: float = 1.0,
     zero: Zero | None = None,
 ) -> CostsHere:
-    """The costs of layers by which a run on so many ranks counts, at the (tp, cp) of `degrees`, found as
-    `costs_of_run` says; targets, zero: as there."""
+    """Return the layer costs that a run on `ranks` ranks counts with, at the (tp, cp) of `degrees`; they are chosen as
+    in `costs_of_run`, which explains targets and zero."""
     target = _target(config, ranks)
     target = target if zero is None else target.sharing(zero)
     described = describe_model(model, recompute_by_unit(config, model.units))
@@ -95,7 +95,7 @@ def costs_here(
 
 
 def _target(config: Config, ranks: int) -> Target:
-    """The devices that this run has, whatever others the config plans for."""
+    """Return the devices that this run has, whatever other devices the config plans for."""
     place = place_from()
     here = ranks if place is None else place.local_size
     if config.resilience.enabled and (place is not None or config.resilience.listen is not None):
@@ -105,13 +105,13 @@ def _target(config: Config, ranks: int) -> Target:
         target = target_of_run(config, config.cluster.model_copy(update=shape))
         if target.is_local:
             return target
-    except UserError:  # of a hardware file that is only at hand where plans are made
+    except UserError:  # the hardware file may exist only where plans are made
         pass
     return target_of_run(config, ClusterConfig(**shape))
 
 
 def _named_costs(config: Config, model: ModelDescription, target: Target) -> tuple[CostModel | None, str]:
-    """Those of `plan.costs`, which may be of devices that are only planned for; else None, and why."""
+    """Read `plan.costs`, which may be of devices that are only planned for; else return None and why."""
     if config.plan.costs is None:
         return None, ""
     try:
@@ -121,7 +121,7 @@ def _named_costs(config: Config, model: ModelDescription, target: Target) -> tup
 
 
 def _how_to_measure(config: Config, target: Target) -> str:
-    """The command whose costs this run would have taken: the fewer processes share a CPU, the more threads each has."""
+    """Return the command that measures costs for this run: with fewer processes on a CPU, each has more threads."""
     here = config.cluster.model_copy(update={"hardware": None, "hardware_file": None})
     if plan_target(here).hardware.name == target.hardware.name:
         return "`dilatant profile` measures"

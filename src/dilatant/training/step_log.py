@@ -1,4 +1,4 @@
-"""When whoever watches a run is told of a step: at once, or while the ranks vote on the next one."""
+"""Step log: reports finished steps to an observer, at once or while the ranks vote on the next step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from dilatant.report.metrics import StepMetrics
 
 AT_ONCE_SECONDS = 1.0
-"""A step that took longer is told of at once: beside it a vote is nothing, and its live line would come a step late."""
+"""Longer steps are reported at once: a vote is negligible beside them, and the live line would lag by a step."""
 KEPT = 2
-"""Steps that may have come to count, and nobody is told of yet: one, and the next, whose vote is out meanwhile."""
+"""Number of steps that may be committed but unreported: one, and the next while its vote is pending."""
 
 
 class StepLog:
-    """Steps that count, of which every `every`-th and number `last` are told of, once each and in their order.
+    """Report committed steps to an observer: every `every`-th and number `last`, once each and in order.
 
-    waits: whether `catch_up` is called after each step, when there is time for it. recent: the last of them, told of or
-    not, for those who go on when the rank that writes them down is lost.
+    waits: `catch_up` is called after each step, when there is time for it. recent: the last of these steps, reported or
+    not, for the ranks that continue when the rank that writes them down is lost.
     """
 
     def __init__(self, every: int, last: int, waits: bool) -> None:
@@ -30,7 +30,7 @@ class StepLog:
 
     @contextmanager
     def telling(self, observe: Callable[[StepMetrics], None]) -> Iterator[None]:
-        """`observe` is told, until this ends: whoever watches may hold the trainer, which holds this."""
+        """Report to `observe` inside this context only: the observer may hold the trainer, which holds this log."""
         self._observe = observe
         try:
             yield
@@ -38,7 +38,7 @@ class StepLog:
             self._observe = _nobody
 
     def add(self, metrics: StepMetrics) -> None:
-        """A step counts. Raises as `observe`, where that is told at once."""
+        """Add a committed step, and report it now unless it may wait. Raises what `observe` raises."""
         if not self.keep(metrics):
             return
         self._waiting.append(metrics)
@@ -46,17 +46,17 @@ class StepLog:
             self.catch_up()
 
     def keep(self, metrics: StepMetrics) -> bool:
-        """A step counts, of which nobody is told here; whether it is one of those to be told of."""
+        """Add a committed step to `recent` without reporting it; return True if it is one of those to report."""
         if metrics.step % self._every and metrics.step != self.last:
             return False
         self.recent = (*self.recent, metrics)[-KEPT:]
         return True
 
     def catch_up(self) -> None:
-        """Tell of what was put off. Raises as `observe`; what that raised for is not told again."""
+        """Report the delayed steps. Raises what `observe` raises; a step for which it raised is not reported again."""
         while self._waiting:
             self._observe(self._waiting.pop(0))
 
 
 def _nobody(metrics: StepMetrics) -> None:
-    """Watches."""
+    """Observer that ignores all steps."""

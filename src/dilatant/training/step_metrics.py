@@ -1,4 +1,4 @@
-"""What a step was like: from its batch and its result to `StepMetrics`."""
+"""Step metrics: compute `StepMetrics` from a step's batch and result."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dilatant.runtime.step.step_result import StepResult
 from dilatant.training.model_flops import ModelFlops
 
 NOTED_WAIT = 0.02
-"""The share of a step from which on a wait for data is worth naming samples."""
+"""Share of a step's time above which a wait for data is reported with the names of the slowest samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeter:
-    """What is the same in every step of a run. anchor: the unit whose tokens count as speed. sources: names of data
-    sets, by number. peak_rates: label of an optimizer group → its learning rate at the peak. peak_flops: of a device,
-    where that is known."""
+    """Constants of a run that step metrics need. anchor: unit whose tokens count as throughput. sources: names of data
+    sets, by number. peak_rates: label of an optimizer group → its peak learning rate. peak_flops: of one device, if
+    known."""
 
     total_steps: int
     devices: int
@@ -31,7 +31,7 @@ class StepMeter:
     def of(
         self, step: int, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
     ) -> StepMetrics:
-        """The metrics of `step`, which took `seconds`, `waited` of them for data, at `rate` of the peak rates."""
+        """Return the metrics of `step`: `seconds` long, `waited` of them for data, at `rate` times the peak rates."""
         per_device = self.flops.of(batch.samples) / seconds / self.devices
         return StepMetrics(
             step=step,
@@ -62,7 +62,7 @@ class StepMeter:
         )
 
     def _source_losses(self, batch: GlobalBatch, result: StepResult) -> dict[str, float]:
-        """The loss of a target token of each data set that has any in this step; {} of a single one."""
+        """Return the loss per target token of each data set that has any in this step; {} for a single data set."""
         if len(result.source_losses) < 2:
             return {}
         targets = [0] * len(result.source_losses)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop after the step in hand."""
+"""Stop signal: Ctrl-C or SIGTERM as a request to stop after the current step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SAME_WISH_SECONDS = 2.0
-"""Launchers pass a Ctrl-C on that has reached everybody already."""
+"""Signals closer together than this are one request: launchers forward a Ctrl-C that all processes got already."""
 
 
 class StopSignal:
-    """While open, the first SIGINT or SIGTERM is noted in `signal` and calls `on_signal`; one that comes more than
-    SAME_WISH_SECONDS later acts as it would without us. A signal that was ignored before stays ignored. Signals are the
-    main thread's: opened in another one, this notes none."""
+    """While open, store the first SIGINT or SIGTERM in `signal` and call `on_signal`. A signal more than
+    SAME_WISH_SECONDS later has its usual effect. A signal that was ignored before stays ignored. Only the main thread
+    gets signals: opened in another thread, this stores none."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -42,11 +42,11 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """What a shell or a scheduler expects of a process that a signal ended; 0 without a signal."""
+        """The exit code that shells and schedulers expect of a process ended by a signal; 0 without a signal."""
         return 0 if self.signal is None else 128 + self.signal
 
     def request(self) -> None:
-        """As if SIGTERM had come; from any thread."""
+        """Request a stop as if SIGTERM had arrived; callable from any thread."""
         if self.signal is None:
             self.signal = signal.Signals.SIGTERM
             self._noted_at = time.monotonic()

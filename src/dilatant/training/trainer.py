@@ -1,4 +1,4 @@
-"""One rank's part of a run: batches in, optimizer steps out, checkpoints on the way."""
+"""Trainer: the training loop of one rank, from global batches to optimizer steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ from dilatant.training.step_log import StepLog
 from dilatant.training.step_metrics import StepMeter
 
 SLOWER = 5
-"""A step that takes so many times as long as the longest one before is taken to hang."""
+"""A step is considered hung after SLOWER times the duration of the longest step so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """`step` steps are done; `finished` is False when the run was asked to stop before its last one. evaluation: after
-    that step, where it was judged."""
+    """Outcome of `Trainer.run`. step: steps that are done. finished: False if the run was asked to stop before its last
+    step. evaluation: the one after that step, if one was due."""
 
     step: int
     total_steps: int
@@ -76,14 +76,14 @@ class TrainResult:
 
 
 class Trainer:
-    """The run on one rank of a plan, from its parts to its last checkpoint. `close` ends its background work.
+    """Training loop of one rank of a plan, from its parts to its last checkpoint. `close` ends the background work.
 
-    model: the whole model, of which this rank gives memory to its own layers only; the rest stays on the meta device.
-    membership: of a run that goes on when ranks are lost; its gate then decides which steps count, and an error is for
-    whoever made this trainer to handle: nothing is saved, and nobody told.
-    before: this rank's trainer in the generation before, closed, whose part `stays`: its weights, and its optimizer
-    where that owns the same, are shared with this one, which changes nothing of them before `begin_alone`. `model` is
-    its model then.
+    model: the whole model, of which this rank allocates only its own layers; the rest stays on the meta device.
+    membership: for a run that survives the loss of ranks. Its commit barrier then decides which steps count, and errors
+    are left to the caller: no checkpoint is saved and no other rank is notified. before: this rank's closed trainer of
+    the previous generation, whose stages this rank keeps. Its weights, and its optimizer if the same parts are owned,
+    are shared with this trainer, which changes none of them before `begin_alone`; `model` is then the previous
+    trainer's model.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Trainer:
         }
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from `checkpoint`, of any layout: weights, moments and data position. Raises UserError."""
+        """Resume from `checkpoint`, written under any layout: weights, moments and data position. Raises UserError."""
         kinds = [name.rpartition(".") for name in stored_shapes(checkpoint, "optimizer")]
         state = self.empty_state({name for name, _, kind in kinds if kind == MOMENTS[0]})
         averaged = {name for name, _, kind in kinds if kind == AVERAGE}
@@ -236,19 +236,19 @@ class Trainer:
         any_rank(self.comm, False, "all to have read the checkpoint")
         self._saving.continue_from(
             self.step, checkpoint if self.rank == 0 else None
-        )  # its name may change now
+        )  # the folder may be renamed now
 
     def state(self) -> Tensors:
-        """Weights and moments held here, by key; not copies."""
+        """Return the weights and moments that this rank holds, by key; not copies."""
         return held_state(self.runtime, self._optimizer.masters, self._optimizer, self._averages)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shape of every weight and buffer held here."""
+        """Map every weight and buffer held on this rank to its full, unsharded shape."""
         return self._shapes
 
     def values(self) -> dict[str, Any]:
-        """The same on all ranks: where the run is, as JSON."""
+        """Return the progress of the run as JSON, the same on all ranks."""
         return {
             "step": self.step,
             "position": self._position.to_json(),
@@ -260,7 +260,7 @@ class Trainer:
         }
 
     def names_with_moments(self) -> set[str]:
-        """The weights owned here that were updated."""
+        """Return the names of the weights owned by this rank that were updated at least once."""
         return {
             parse_key(key)[0]
             for key, kinds in optimizer_tensors(self._optimizer).items()
@@ -268,14 +268,14 @@ class Trainer:
         }
 
     def empty_state(self, moments: Set[str]) -> Tensors:
-        """As `state`, to be filled, with room for the moments of the weights of these names; `go_on_from` follows."""
+        """Return `state` with moments allocated for the weights named in `moments`; fill it, then `go_on_from`."""
         boxes = self.runtime.owned.boxes
         allocate_moments(self._optimizer, {key for key, box in boxes.items() if box.name in moments})
         return self.state()
 
     def go_on_from(self, values: Mapping[str, Any], stays: bool = False) -> None:
-        """Go on with the state that was filled in, from where `values` say; called by all ranks. stays: nothing was, on
-        any rank. Raises ValueError for costs that are none, UserError where replicas differ."""
+        """Continue with the state that was filled in, at the step and data position in `values`; called by all ranks.
+        stays: no rank filled anything in. Raises ValueError for malformed costs, UserError where replicas differ."""
         self._optimizer.loaded()
         self.runtime.owned.gather()
         if not stays:
@@ -291,33 +291,33 @@ class Trainer:
             self.runtime.costs.from_json(values["costs"])
 
     def _count_steps(self) -> None:
-        """Count the steps anew: a run in epochs may have gone as far with batches of another size."""
+        """Count the total steps again: a run in epochs may have come this far with another batch size."""
         self.total_steps = count_steps(self._config, self._samples, self.step, self._position.samples)
         self._meter = replace(self._meter, total_steps=self.total_steps)
         self.done.last = self.total_steps
 
     @property
     def stays(self) -> bool:
-        """Whether all that this rank holds of the run's state is what it held in the generation before."""
+        """True if all run state on this rank is what this rank held in the previous generation."""
         return self.runtime.owned.stays
 
     def begin_alone(self) -> None:
-        """The generation before is over for good: what is shared with its trainer is this one's now."""
+        """Take over what is shared with the previous generation's trainer, once that generation is over for good."""
         self.runtime.clear_gradients()
 
     def continue_branch(self, saved_step: int, newest: Path | None) -> None:
-        """Go on with the checkpoints of this run that are there, the newest of which is of `saved_step`; called by all
-        ranks. newest: its folder, on rank 0."""
+        """Continue this run's checkpoints, the newest of which is `newest` (known on rank 0), of `saved_step`; called
+        by all ranks."""
         self._saving.continue_from(saved_step, newest)
 
     @property
     def voted_step(self) -> int | None:
-        """The step whose gradients are here and which is not applied; see `apply_voted`."""
+        """The step whose gradients this rank has voted for and not applied, or None; see `apply_voted`."""
         return None if self._voted is None else self.step
 
     def apply_voted(self) -> None:
-        """Apply it after all, when communication is over: to what this rank owns. The weights that others own stay
-        behind, but `state` does not look at them."""
+        """Apply the step that was voted for after communication has ended, to the parts that this rank owns. Weights
+        owned by other ranks stay stale, but `state` does not read them."""
         assert self._voted is not None
         result, batch = self._voted
         self._update(result, batch)
@@ -330,11 +330,11 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
         judged: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
     ) -> TrainResult:
-        """Train to the last step, or until `should_stop` says so after a step, or no evaluation is better any more.
-        judged: is told of evaluations on the way, the last step's among them.
+        """Train to the last step, until `should_stop` returns True after a step, or until evaluations stop improving.
+        judged: callback invoked with each evaluation result during the run, including the last step's.
 
-        A last checkpoint is written either way, also when the data or the model raise: no finished step is lost, unless
-        a rank died with its part of it.
+        A final checkpoint is written in every case, also when the data or the model raise: no finished step is lost,
+        unless a rank died with its part of the state.
         """
         config = self._config.train
         began = time.perf_counter()
@@ -373,9 +373,9 @@ class Trainer:
         return TrainResult(self.step, self.total_steps, seconds, finished, evaluation)
 
     def decide_ahead(self) -> None:
-        """Let the coming steps be decided and decoded in the background before `run` wants them, once it is known where
-        to go on and what is salvaged: a step that was decided before would run whole, on some ranks alone perhaps. Of a
-        stream nothing is: its ranks begin and end together."""
+        """Start planning and decoding the next steps in the background before `run` needs them. Call this once the
+        starting position and the gradients recovered from an interrupted step are known: a step planned before would
+        run in full, perhaps on some ranks only. Streams are not started ahead: their ranks begin and end together."""
         if not self._inputs.is_stream:
             stack = contextlib.ExitStack()
             self._ahead = stack, stack.enter_context(self._open_steps())
@@ -396,21 +396,21 @@ class Trainer:
 
     @property
     def published(self) -> Path | None:
-        """The last checkpoint that this run wrote; known on rank 0."""
+        """The last checkpoint that this run published; known on rank 0."""
         return self._saving.published
 
     def data_waits(self) -> tuple[DataWait, ...]:
-        """How long each rank waited for samples before the last step; called by all of them."""
+        """Gather how long each rank waited for samples before the last step; called by all ranks."""
         own = None if self._data_wait is None else self._data_wait.to_row()
         rows = all_gather_object(self.comm, own)
         return tuple(DataWait.from_row(row) for row in rows if row is not None)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on: who waits for it raises. Never raises."""
+        """Tell the other ranks that this one cannot continue: ranks that wait for it raise. Never raises."""
         self.comm.abort(f"rank {self.rank} failed: {error}")
 
     def close(self) -> None:
-        """Finish writing, and end the runtime and its communication."""
+        """Finish writing, and close the runtime and its communication."""
         try:
             if self._ahead is not None:
                 self._ahead[0].close()
@@ -420,7 +420,7 @@ class Trainer:
             self.runtime.close()
 
     def _train_step(self, steps: Steps, should_stop: Callable[[], bool]) -> tuple[StepMetrics, bool]:
-        """One optimizer step; whether any rank was asked to stop."""
+        """Run one optimizer step. Returns its metrics, and whether any rank was asked to stop."""
         began, waited = time.perf_counter(), steps.waited_seconds
         self._began, turned = began, time.time()
         inputs = next(steps, None)
@@ -442,7 +442,7 @@ class Trainer:
         self._apply(result, batch)
         steps.leave_out(merge_found([result.found]))
         self._left_out = steps.left_out
-        # Samples that turn out bad are skipped before their step: it is the step before that waits for them.
+        # If bad samples are skipped, this step also waits for the next step's samples, to find the bad ones.
         waited = steps.waited_seconds - waited
         seconds = time.perf_counter() - began
         self._longest_step = max(self._longest_step, seconds)
@@ -461,20 +461,20 @@ class Trainer:
             self._gate.slow(told)
 
     def _step_limit_seconds(self) -> float:
-        """What a step may take before this rank is taken to hang. Of the first one, which warms up, nobody knows."""
+        """Return the seconds after which this rank's step counts as hung: for the first, the communication timeout."""
         if not self._longest_step:
             return 600.0 if self._config.parallel is None else self._config.parallel.timeout_seconds
         return max(self._config.resilience.progress_seconds, SLOWER * self._longest_step)
 
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
-        """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for
-        these, unless they are to be skipped."""
+        """Apply the update on all ranks or on none, never with a non-finite loss or gradient. Raises UserError for
+        these unless they are to be skipped."""
         if not is_finite(result) and self._config.train.on_nonfinite == "stop":
             raise UserError(explain_nonfinite(self.step + 1, result, batch))
         if self._gate is not None:
             self._voted = result, batch
             self._gate.propose(self.step, gradient_hashes(self.runtime.owned.parameters, self._layer_of))
-            self.done.catch_up()  # where it raises, the step may be committed all the same: `apply_voted`
+            self.done.catch_up()  # if it raises, the step may still be committed: `apply_voted`
             self._gate.await_commit()
         self._half_updated = True
         self._update(result, batch)
@@ -483,7 +483,7 @@ class Trainer:
         self._half_updated = False
 
     def _update(self, result: StepResult, batch: GlobalBatch) -> None:
-        """The update of what this rank owns; nothing is sent."""
+        """Update what this rank owns, without communication."""
         self._voted = None
         self.runtime.forget()
         if is_finite(result):
