@@ -1,1 +1,1 @@
-"""Hugging Face in and out: reading stored weights, exporting models and adapters."""
+"""Hugging Face files: read stored weights, export models and adapters."""

@@ -1,4 +1,4 @@
-"""Adapters on disk as peft has them: what plain peft loads on the plain model, and what it has saved."""
+"""Adapter files of peft: written so that plain peft loads them on the plain model, and read as peft saved them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dilatant.models.multimodal import MultimodalModel
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTERS = "adapter"
-"""The folder of an export that holds them."""
+"""Folder of an export that holds its adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A model of transformers with adapters. folder: of its files, within that of all adapters. units: that are parts
-    of it. key_of: what its own state dict calls a weight of one of them, None for one that is not of it. source: the id
-    or folder that it came from."""
+    """A transformers model with adapters. folder: of its files, within that of all adapters. units: those that are
+    parts of it. key_of: the name in the model's own state dict of a unit's weight, None for a weight outside it.
+    source: the id or folder that it came from."""
 
     folder: str
     units: tuple[Unit, ...]
@@ -38,7 +38,7 @@ class Adapted:
 
 
 def adapted_models(model: MultimodalModel, config: ModelConfig) -> Iterator[Adapted]:
-    """A whole model is one; of a model of parts each unit with adapters."""
+    """Yield a pretrained VLM as one model; else each unit with adapters."""
     if config.lora is None:
         return
     whole = model.whole
@@ -53,7 +53,7 @@ def adapted_models(model: MultimodalModel, config: ModelConfig) -> Iterator[Adap
 
 
 def write_adapter(adapted: Adapted, lora: LoraConfig, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors`, with what trained whole besides."""
+    """Write `adapter_config.json` and `adapter_model.safetensors`, with the modules that were trained in full."""
     state: dict[str, Tensor] = {}
     names, saved = set(), set()
     for unit, weight, key in _weights(adapted):
@@ -71,8 +71,8 @@ def write_adapter(adapted: Adapted, lora: LoraConfig, folder: Path) -> None:
 
 
 def adapter_keys(adapted: Adapted, files: Iterable[str], lora: LoraConfig, folder: Path) -> dict[str, str]:
-    """Stored key → logical name of what a folder of peft's holds of a model. files: the keys that are stored. Raises
-    UserError for another adapter than the model's."""
+    """Return stored key → logical name for a peft folder. files: its stored keys. Raises UserError if the adapter is
+    not the model's."""
     settings = adapter_settings(folder)
     own: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA"}
     own |= {"use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
@@ -93,7 +93,7 @@ def adapter_keys(adapted: Adapted, files: Iterable[str], lora: LoraConfig, folde
 
 
 def adapter_settings(folder: Path) -> Mapping[str, Any]:
-    """What `adapter_config.json` says. Raises UserError."""
+    """Read `adapter_config.json`. Raises UserError."""
     try:
         settings = json.loads(read_text(folder / "adapter_config.json"))
     except (OSError, ValueError, RecursionError) as error:
@@ -110,7 +110,7 @@ def _weights(adapted: Adapted) -> Iterator[tuple[Unit, Weight, str]]:
 
 
 def _stored(key: str) -> str:
-    """A key in an adapter's file; there a magnitude is no module's weight."""
+    """Return a weight's key in an adapter file, where a DoRA magnitude has no `.weight` suffix."""
     return PREFIX + (key.removesuffix(".weight") if MAGNITUDE in key else key)
 
 

@@ -1,7 +1,7 @@
-"""The trained model as others load it: every unit in the Hugging Face layout, and how to talk to it.
+"""Export of the trained model: every unit in the Hugging Face layout, and how to talk to it.
 
-`MultimodalModel.save_pretrained` writes the units. Beside them lie each encoder's `preprocessor_config.json` and
-`conversation.json`: the chat template and the markers of media. `dilatant generate` needs nothing else.
+`MultimodalModel.save_pretrained` writes the units. Beside them are each encoder's `preprocessor_config.json`, the chat
+template and `conversation.json` with the markers of media. `dilatant generate` needs nothing else.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.plan.boxes import Box
 
 GENERATORS = "generators.json"
-"""Beside a whole model: what `save_generators` says of those that draw."""
+"""File beside a pretrained VLM with what `save_generators` returned for its generators."""
 _PROCESSOR = "preprocessor_config.json"
 _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A model that was exported, ready to answer."""
+    """An exported model, ready to answer."""
 
     model: MultimodalModel | WholeAnswers
     tokenizer: Any
@@ -76,10 +76,9 @@ def export_model(
 ) -> None:
     """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
 
-    run: the run folder, which is never replaced. source: the id or folder that a whole model came from, None where
-    it began from scratch. config: of the model, where it has adapters. Raises UserError when `folder` holds
-    anything else (see `check_target`, which can be asked before the work begins) and when the disk does not take
-    it.
+    run: the run folder, which is never replaced. source: the id or folder of a pretrained VLM, None if it began from
+    scratch. config: the model's section; without it, adapters are not written. Raises UserError if `folder` holds
+    anything else (see `check_target`, which can be called before the work begins) or the disk cannot take the export.
     """
     check_target(folder, run)
     generation = getattr(model.language.model, "generation_config", None)
@@ -105,7 +104,7 @@ def export_model(
             for unit in encoding.units:
                 place = writing if model.whole else writing / unit.name
                 if isinstance(unit, NativeClipUnit | FramedClipUnit | AnyresClipUnit):
-                    # What the source's files say of clips, and what was changed of it.
+                    # The source's settings for clips, with the limits that the run changed.
                     before = clip_settings(str(place))
                     limits = clip_limits(unit, before)
                     if {**before, **limits} != before:
@@ -127,13 +126,13 @@ def export_model(
                 )
                 before = _settings(place, part)
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
-                    # The source's, and what was changed of it.
+                    # The source's settings, with the size limits that the run changed.
                     _write_settings(place, _PROCESSOR, part, before, size_limits(unit.processor))
                 elif (
                     not before
                     or (config is not None and config.processor is not None and not is_sound)
                     or (isinstance(unit, SoundUnit | UsmSoundUnit) and "feature_extractor_type" not in before)
-                ):  # one file for all that a whole model has
+                ):  # one file for all units of a pretrained VLM
                     _write_settings(place, _PROCESSOR, part, before, processor_settings(unit.processor))
             _write_json(
                 writing / CONVERSATION,
@@ -141,7 +140,7 @@ def export_model(
                     "encoders": {
                         unit.name: {"kind": unit.kind, "marker": unit.marker}
                         for unit in encoding.units
-                        if unit.kind != "video"  # another way to see of the same unit
+                        if unit.kind != "video"  # a second input of the same unit
                     },
                     "generators": {
                         target.name: {"kind": target.kind, "marker": target.marker, "start": target.start}
@@ -156,7 +155,7 @@ def export_model(
 
 
 def _settings(place: Path, part: str) -> dict[str, Any]:
-    """The settings of an image processor or feature extractor in a folder; empty where there are none."""
+    """Return the settings of an image processor or feature extractor in a folder; empty if there are none."""
     if (place / _PROCESSOR).is_file():
         return read_object(place / _PROCESSOR)
     file = place / "processor_config.json"
@@ -166,8 +165,8 @@ def _settings(place: Path, part: str) -> dict[str, Any]:
 def _write_settings(
     place: Path, name: str, part: str, before: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> None:
-    """Write the settings of a processor into its own file, and what changed of them into `processor_config.json` where
-    that has some, too: transformers reads them there."""
+    """Write a processor's settings into its own file, and the changes also into `processor_config.json` if that has
+    such settings: transformers reads them there."""
     _write_json(place / name, {**before, **changes})
     file = place / "processor_config.json"
     content = read_object(file) if file.is_file() else {}
@@ -223,7 +222,7 @@ def _targets(model: MultimodalModel, drawn: Mapping[str, Mapping[str, str]]) -> 
 
 
 def _load_drawing_whole(folder: Path, drawn: Mapping[str, Mapping[str, str]]) -> Exported:
-    """A whole model with generators, in our own units: transformers' class knows nothing of these."""
+    """Load a pretrained VLM with generators into units of our own, as transformers' class does not know generators."""
     where = str(folder)
     tokenizer = load_tokenizer(where)
     try:
@@ -254,7 +253,7 @@ def _load_drawing_whole(folder: Path, drawn: Mapping[str, Mapping[str, str]]) ->
 
 
 def _load_adapter(folder: Path) -> Exported:
-    """An adapter alone, on the whole model that it names."""
+    """Load an export of an adapter alone, on the pretrained model that it names."""
     base = adapter_settings(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(
@@ -264,7 +263,7 @@ def _load_adapter(folder: Path) -> Exported:
 
 
 def _load_whole(folder: Path, base: str | None = None) -> Exported:
-    """base: the model that the folder is an adapter of."""
+    """Load an exported pretrained VLM. base: the model that the folder is an adapter of."""
     where = str(folder)
     whole = Whole.of(load_pretrained_config(base or where, where), where)
     tokenizer = load_tokenizer(where)
@@ -278,7 +277,7 @@ def _load_whole(folder: Path, base: str | None = None) -> Exported:
 
 
 def _read_conversation(folder: Path) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Encoder → the text that stands for its media in a prompt; generator → marker, and what is written before it."""
+    """Return encoder → the text that stands for its media in a prompt; generator → its marker and start text."""
     try:
         content = json.loads((folder / CONVERSATION).read_text(encoding="utf-8"))
         markers = {name: entry["marker"] for name, entry in content["encoders"].items()}
@@ -297,8 +296,7 @@ def _read_conversation(folder: Path) -> tuple[dict[str, str], dict[str, dict[str
 
 
 def _use_template(folder: Path, template: str) -> None:
-    """Let the tokenizer and the processor in a folder have the chat template that the model was trained with, wherever
-    they look for one."""
+    """Write the training chat template wherever the tokenizer and the processor in a folder look for one."""
     (folder / _TEMPLATE).write_text(template, encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
         file = folder / name

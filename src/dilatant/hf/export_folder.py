@@ -1,4 +1,4 @@
-"""The folder of an export: only a new, an empty one or an earlier export is ever replaced, and never in part."""
+"""Export folder: only a new folder, an empty one or an earlier export is ever replaced, and never in part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilatant.config import UserError
 from dilatant.config.files.durable import sync_folder, sync_tree, write_durably
 
 FILES = "files.json"
-"""Lists what an export wrote, so that the next one knows what it may replace."""
+"""File that lists what an export wrote, so that the next one knows what it may replace."""
 
 _FORMAT = "dilatant export 1"
 _TOKEN = "[0-9a-f]" * 8
@@ -24,7 +24,7 @@ _TOKEN = "[0-9a-f]" * 8
 def check_target(folder: Path, run: Path | None = None) -> None:
     """Raise UserError unless `folder` may become an export: it is absent, empty, or an earlier export and no more.
 
-    run: the run folder that is exported; neither it nor what holds it is replaced.
+    run: the run folder that is exported; neither it nor a folder above it is replaced.
     """
     try:
         problem = _problem(folder, run)
@@ -38,9 +38,9 @@ def check_target(folder: Path, run: Path | None = None) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder beside `folder`, which takes its place when the block ends without an error.
+    """Yield an empty folder beside `folder`, which replaces it when the block ends without an error.
 
-    What was there goes only then: a crash at any moment leaves the old content or the new, under its name or, between
+    The old content goes only then: a crash at any moment leaves the old content or the new, under its name or, between
     two renames, beside it, where the next `replacing` finds it. Raises OSError.
     """
     place = folder.absolute()
@@ -98,7 +98,7 @@ def _problem(folder: Path, run: Path | None) -> str | None:
 
 
 def _files(folder: Path) -> set[str]:
-    """Everything below `folder` by relative path: files, links, and folders that are empty."""
+    """Return the relative paths of everything below `folder`: files, links, and empty folders."""
     found = set()
     for parent, folders, files in os.walk(folder):
         inside = Path(parent).relative_to(folder)
@@ -110,7 +110,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _listed(folder: Path) -> set[str]:
-    """What an earlier export says that it wrote, of which links are no part; nothing if it says nothing."""
+    """Return the files that an earlier export lists, without links; none if it has no readable list."""
     try:
         content = json.loads((folder / FILES).read_bytes())
         if content["format"] != _FORMAT:
@@ -121,7 +121,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _recover(place: Path) -> None:
-    """Undo what a crash left: give the old content its name back, delete what was half written."""
+    """Clean up after a crash: rename the old content back, delete half-written folders."""
     for path in place.parent.glob(f".{glob.escape(place.name)}.old-{_TOKEN}"):
         if place.exists():
             shutil.rmtree(path, ignore_errors=True)

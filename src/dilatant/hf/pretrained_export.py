@@ -1,7 +1,7 @@
-"""A whole vision-language model as it came: the same class of transformers, weights under the names of the hub.
+"""Export of a pretrained VLM: the same class of transformers, with weights under their names on the hub.
 
-What a run never reads (a block behind the layer that the family looks at) comes from the source's files, and all that
-was written is read again and compared.
+Weights that a run never reads (a block after the layer whose output the family takes) come from the source's files, and
+everything that was written is read again and compared.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from dilatant.models.multimodal import MultimodalModel
 _UNREAD = "model-unread.safetensors"
 _ROTARY = ("rope_theta", "rope_scaling")
 _OF_OTHERS = re.compile(r"visual|vision|audio|inv_freq|attn\.(masked_)?bias")
-"""In the keys of towers, which are no part of a language model, and of what is computed."""
+"""Keys of encoders, which are no part of a language model, and of computed tensors."""
 _BESIDE = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.json", "chat_template.jinja", "generation_config.json"),
 )
-"""Files of a source that go along unchanged."""
+"""Files of a source that are copied unchanged."""
 
 
 def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> None:
     """Write `config.json`, the weights and the tokenizer. source: the id or folder that the model came from. Raises
-    UserError, also where what was read again is not what was written."""
+    UserError, also if reading the files again does not give what was written."""
     whole = model.whole
     assert whole is not None
     if whole.lora is None or whole.lora.merge:
@@ -61,9 +61,9 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
 
 
 def keep_beside(source: str, model: PreTrainedModel, folder: Path) -> None:
-    """Let the export of a model keep what its source has besides: settings of generation, weights that transformers
-    leaves unread (what predicts more than one token), and rotary settings under the names of transformers 4, without
-    which readers of that time take their own defaults. Raises UserError."""
+    """Keep in the export of a model what its source has besides: generation settings, weights that transformers leaves
+    unread (for multi-token prediction), and rotary settings under the names of transformers 4, without which readers of
+    that version take their own defaults. Raises UserError."""
     before, now = _file(source, "config.json"), folder / "config.json"
     if before is not None:
         old, new = read_object(before), read_object(now)
@@ -105,7 +105,7 @@ def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str
     for key in lacking:
         tensor = unread[key]
         state[key] = tensor.to(dtype) if source is None and tensor.is_floating_point() else tensor
-    composite.to(dtype)  # on the meta device; what the config is to say
+    composite.to(dtype)  # on the meta device; sets the dtype in its config
     composite.save_pretrained(folder, state_dict=state)
     _check(whole, folder, state, source, {*frozen, *lacking})
     if source is not None:
@@ -128,7 +128,7 @@ def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _drawn(whole: Whole, keys: list[str]) -> dict[str, Tensor]:
-    """What the family begins with."""
+    """Return the family's initial values of the weights `keys`."""
     if not keys:
         return {}
     composite: Any = whole.composite()
@@ -145,7 +145,7 @@ def _drawn(whole: Whole, keys: list[str]) -> dict[str, Tensor]:
 def _check(
     whole: Whole, folder: Path, state: Mapping[str, Tensor], source: str | None, unchanged: set[str]
 ) -> None:
-    """Raises UserError unless the files hold `state` to the bit, and what is `unchanged` is as in the source."""
+    """Raise UserError unless the files hold `state` bit for bit, and weights in `unchanged` are as in the source."""
     problems = _differences(whole, tensor_files(folder), state, "was not written as it is")
     if source is not None:
         files = pretrained_files(source) or {}
@@ -162,7 +162,7 @@ def _differences(
     stored = stored_keys(whole, files)
     problems = []
     for key, tensor in state.items():
-        if key not in stored:  # merged or split as it is written, or tied
+        if key not in stored:  # merged or split when written, or tied
             continue
         with open_tensors(files[stored[key]]) as tensors:
             read = tensors.get_tensor(stored[key])

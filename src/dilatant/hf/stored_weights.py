@@ -1,7 +1,7 @@
 """Weights from safetensors files: a rank opens the files of its units and reads its own tensors, nothing else.
 
-Checkpoints that transformers converts while it loads them (renamed or merged weights) cannot be read by name. Their
-units are read whole by transformers, and what belongs elsewhere is dropped.
+Checkpoints that transformers converts while it loads them (renamed or merged weights) cannot be read by name.
+Transformers reads their units whole, and what this rank does not hold is dropped.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def first_weights(
     model: MultimodalModel, config: Config, held: Mapping[str, Box], zeros: bool
 ) -> dict[str, Tensor]:
-    """What a rank begins with of what it holds, whole or parts: as it was trained before, or `zeros` to be filled in.
-    Raises UserError."""
+    """Return the initial values of the boxes that a rank holds: pretrained, or `zeros` to be filled in. Raises
+    UserError."""
     if not zeros:
         return read_pretrained(model, config.model, held, config.seed) if held else {}
-    four_bit = {name for unit in model.units.values() for name in unit.four_bit}  # these are no state
+    four_bit = {name for unit in model.units.values() for name in unit.four_bit}  # not part of the state
     weights = {name: torch.zeros(box.shape) for name, box in held.items() if name not in four_bit}
     read = {name: box for name, box in held.items() if name in four_bit}
     return weights | (read_pretrained(model, config.model, read, config.seed) if read else {})
@@ -56,10 +56,10 @@ def first_weights(
 def read_pretrained(
     model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box], seed: int
 ) -> dict[str, Tensor]:
-    """What is `held` (logical name → box) of the weights that come from the pretrained ids of the config; others are
+    """Read the boxes in `held` (logical name → box) of weights that come from the config's pretrained ids; others are
     left out.
 
-    Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
+    Pass the result to `Runtime(weights=...)`, for a model whose units are all on the meta device. Raises UserError.
     """
     given, held = held, _with_whole_rows(held)
     if config.is_whole:
@@ -98,8 +98,8 @@ def read_pretrained(
 
 
 def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torch.dtype]:
-    """Logical name → floating dtype of the weights that the files of pretrained ids hold by name, which may differ from
-    weight to weight (fp32 norms in a bf16 model)."""
+    """Return logical name → floating dtype of the weights that the files of pretrained ids hold by name; the dtype may
+    differ from weight to weight (fp32 norms in a bf16 model)."""
     places: dict[str, tuple[Path, str]] = {}
     if config.is_whole:
         files = pretrained_files(config.id) if config.id is not None else None
@@ -125,14 +125,14 @@ def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torc
 
 
 def _stored_names(unit: Unit, module: str, files: Mapping[str, Path]) -> dict[str, str]:
-    """Logical name → stored key of the weights of one module of a unit."""
+    """Return logical name → stored key for the weights of one module of a unit."""
     own = [weight for weight in unit.weights if weight.part == module]
     stored_as = _by_own_key([plain_key(weight.key) for weight in own], files)
     return {w.name: stored_as[plain_key(w.key)] for w in own if plain_key(w.key) in stored_as}
 
 
 def _check_ties(pairs: Iterable[tuple[str, str, Box]], files: Mapping[str, Path], source: str | Path) -> None:
-    """Raise UserError where files hold two unlike tensors for one weight. pairs: both stored keys, and what is held."""
+    """Raise UserError if files hold two different tensors for one weight. pairs: both stored keys, and the held box."""
     for tied, first, box in pairs:
         with open_tensors(files[tied]) as one, open_tensors(files[first]) as other:
             if not torch.equal(_read(one, tied, box).float(), _read(other, first, box).float()):
@@ -145,7 +145,7 @@ def _check_ties(pairs: Iterable[tuple[str, str, Box]], files: Mapping[str, Path]
 
 def _of_projector(unit: Unit, name: str, entry: EncoderConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
     file = stored_projector(name, entry)
-    if file is None or misfit(file, unit.get_submodule("projector")) is not None:  # the latter was said
+    if file is None or misfit(file, unit.get_submodule("projector")) is not None:  # a misfit was reported
         return {}
     return read_unit(unit, "projector", held, _keys(file))
 
@@ -158,7 +158,7 @@ def _of_generators(model: MultimodalModel, config: ModelConfig, held: Mapping[st
 
 
 def _with_whole_rows(held: Mapping[str, Box]) -> dict[str, Box]:
-    """What is `held`, and of weights that magnitudes lie beside all columns, which these begin with."""
+    """Return `held` with all columns of the weights that DoRA magnitudes are computed from."""
     names = [beside(name) for name in held if MAGNITUDE in name]
     wider = {
         name: Box(name, box.whole, (box.intervals[0], *Box.of(name, box.whole).intervals[1:]))
@@ -169,7 +169,7 @@ def _with_whole_rows(held: Mapping[str, Box]) -> dict[str, Box]:
 
 
 def _with_magnitudes(weights: dict[str, Tensor], held: Mapping[str, Box]) -> dict[str, Tensor]:
-    """What is `held` of weights that were read with whole rows, and what the magnitudes beside them begin with."""
+    """Return `weights`, those read with all columns cut to their boxes in `held`, with initial DoRA magnitudes."""
     found: dict[str, Tensor] = {}
     for name in [name for name in held if MAGNITUDE in name and beside(name) in weights]:
         whole, box = weights[beside(name)], held[beside(name)]
@@ -182,7 +182,7 @@ def _with_magnitudes(weights: dict[str, Tensor], held: Mapping[str, Box]) -> dic
 def _of_generator(
     model: MultimodalModel, name: str, entry: GeneratorConfig, held: Mapping[str, Box]
 ) -> dict[str, Tensor]:
-    """diffusers reads a net whole, whatever part of it is held here."""
+    """Read a generator's weights in `held`; diffusers reads the net whole, whatever part of it is held here."""
     unit = model.units[name]
     wanted = [weight for weight in unit.weights if weight.part == "model" and weight.name in held]
     where = f"model.generators.{name}"
@@ -194,7 +194,7 @@ def _of_generator(
 
 
 def read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:
-    """What is `held` of a whole model's own weights in a folder or under an id. Raises UserError."""
+    """Read the boxes in `held` of a pretrained VLM's own weights from a folder or id. Raises UserError."""
     whole = model.whole
     assert whole is not None
     wanted = {
@@ -227,7 +227,7 @@ def read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> 
 
 
 def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
-    """What is `held` of the weights in `model.lora.adapter`. Raises UserError for another adapter than the model's."""
+    """Read the boxes in `held` of the weights in `model.lora.adapter`. Raises UserError for another model's adapter."""
     weights: dict[str, Tensor] = {}
     lora = config.lora
     if lora is None or lora.adapter is None:
@@ -235,7 +235,7 @@ def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str
     all_adapted = list(adapted_models(model, config))
     for adapted in all_adapted:
         folder = Path(lora.adapter) / adapted.folder
-        if len(all_adapted) == 1 and not folder.exists():  # of peft, which knows no parts
+        if len(all_adapted) == 1 and not folder.exists():  # written by peft, which knows no units
             folder = Path(lora.adapter)
         keys = adapter_keys(adapted, _keys(folder / ADAPTER_FILE), lora, folder)
         with open_tensors(folder / ADAPTER_FILE) as tensors:
@@ -244,7 +244,7 @@ def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str
 
 
 def pretrained_files(source: str) -> Mapping[str, Path] | None:
-    """Stored key → file of a pretrained folder or id, fetched when it is asked for; None without safetensors."""
+    """Return stored key → file of a pretrained folder or id, downloaded when accessed; None without safetensors."""
     if Path(source).is_dir():
         folder = Path(source)
         return tensor_files(folder) if any(folder.glob("*.safetensors")) else None
@@ -257,7 +257,7 @@ def pretrained_files(source: str) -> Mapping[str, Path] | None:
 
 
 class _Fetched(Mapping[str, Path]):
-    """Stored key → its shard, which is fetched (or found in the cache) at its first mention."""
+    """Stored key → its shard, which is downloaded (or found in the cache) on first access."""
 
     def __init__(self, source: str, shards: Mapping[str, str]) -> None:
         self._source = source
@@ -276,8 +276,8 @@ class _Fetched(Mapping[str, Path]):
 def read_unit(
     unit: Unit, module: str, held: Mapping[str, Box], files: Mapping[str, Path]
 ) -> dict[str, Tensor]:
-    """Of the weights `held` (logical name → box) those that belong to one module of a unit and are stored. files:
-    stored key → file.
+    """Read the weights in `held` (logical name → box) that belong to one module of a unit and are stored. files: stored
+    key → file.
 
     Stored keys may have a prefix that the unit's own keys lack, or the reverse, as in the files of a larger model.
     """
@@ -298,7 +298,7 @@ def read_unit(
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Stored key → file, of a model in the Hugging Face layout, in one file or sharded. Raises UserError."""
+    """Return stored key → file of a model in the Hugging Face layout, in one file or sharded. Raises UserError."""
     index = folder / INDEX
     if index.is_file():
         return {key: folder / file for key, file in _shards(index).items()}
@@ -306,7 +306,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _shards(index: Path) -> dict[str, str]:
-    """Stored key → name of its file. Raises UserError."""
+    """Return stored key → name of its file. Raises UserError."""
     try:
         shards = json.loads(index.read_bytes())["weight_map"]
         if not all(isinstance(name, str) for name in shards.values()):
@@ -322,7 +322,7 @@ def _keys(file: Path) -> dict[str, Path]:
 
 
 def _read(tensors: Any, stored: str, box: Box) -> Tensor:
-    """A stored tensor, or of one with the weight's shape the box, of which nothing else is read."""
+    """Read a stored tensor, or just the box if the stored tensor has the weight's full shape."""
     view = tensors.get_slice(stored)
     if box.is_whole or tuple(view.get_shape()) != box.whole:  # other shapes are refused when they are used
         return tensors.get_tensor(stored)
@@ -335,7 +335,7 @@ def _read(tensors: Any, stored: str, box: Box) -> Tensor:
 
 
 def open_tensors(file: Path) -> safe_open:
-    """A safetensors file. Raises UserError."""
+    """Open a safetensors file. Raises UserError."""
     if not file.is_file():
         raise UserError(f"weights cannot be read from {str(file)!r}: there is no such file")
     try:
@@ -350,7 +350,7 @@ def open_tensors(file: Path) -> safe_open:
 
 
 def _by_own_key(own: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Own key → stored key: the same, or the only one that ends with it or that it ends with."""
+    """Return own key → stored key: the same, or the only stored key that ends with it or that it ends with."""
     keys = list(stored)
     same = set(keys)
     by_last: dict[str, list[str]] = defaultdict(list)
