@@ -1,4 +1,4 @@
-"""Measured layer costs that are kept for later runs of the same layers on the same hardware."""
+"""Cost cache: measured layer costs, kept for later runs of the same layers on the same hardware."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dilatant.planning.problem.layer_shards import degrees_by_kind
 from dilatant.planning.problem.planned_hardware import Target
 
 REACH = 2
-"""Times as long as any that was measured a row may be: what a fit says of longer ones, attention's square in the first
-place, is hardly in the measurements."""
+"""Factor by which a row may exceed the longest measured one: beyond that, a fit (above all attention's square) is
+hardly supported by measurements."""
 
 
 def keep_costs(costs: CostModel, model: ModelDescription, known: CostModel | None = None) -> None:
-    """Keep measured costs, however rough, and beside them those that were `known` before, at other degrees. Where the
-    cache cannot be written, they are just not kept."""
+    """Keep measured costs, however rough, with those that were `known` before at other degrees. If the cache cannot be
+    written, nothing is kept."""
     if costs.groups or costs.origin != "measured":
         return
     if known is not None:
@@ -41,8 +41,8 @@ def keep_costs(costs: CostModel, model: ModelDescription, known: CostModel | Non
 def kept_costs(
     model: ModelDescription, target: Target, degrees: Iterable[Degree], longest: int
 ) -> CostModel | None:
-    """The costs that were kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows
-    not much shorter than `longest` tokens."""
+    """Return the costs kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows not
+    much shorter than `longest` tokens; else None."""
     path = _path(target.hardware.name, target.dtype, model)
     if not is_kept_safely(path):
         return None
@@ -58,7 +58,7 @@ def kept_costs(
 
 def _path(hardware: str, dtype: str, model: ModelDescription) -> Path:
     layers = sorted({(layer.kind, layer.parameters) for unit in model.spec.units for layer in unit.layers})
-    # Costs that a version measured which knew less of a layer are of another name, as are those of layers that attend
+    # Costs have another name if they come from a version that measured less of a layer, or from layers that attend
     # in another way.
     known = [field.name for field in fields(LayerCost)], sorted(model.dense.items())
     key = sha256(repr((hardware, dtype, layers, known)).encode()).hexdigest()[:24]

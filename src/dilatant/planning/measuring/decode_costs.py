@@ -1,5 +1,4 @@
-"""What decoding takes: seconds of one processor a sample, measured here as layers are, and the processors that keep up
-with a plan."""
+"""Decoding cost: processor seconds per sample, measured here, and how many processors keep up with a plan."""
 
 from __future__ import annotations
 
@@ -15,26 +14,26 @@ from dilatant.data.workers.pool import Request, make
 from dilatant.planning.assemble import Samples
 
 MEASURED = 16
-"""Samples that are decoded at most; the first one, with which libraries are loaded, does not count."""
+"""Most samples that are decoded; the first one, with which libraries are loaded, does not count."""
 LONGEST_SECONDS = 2.0
-"""So much time is spent on it, one sample at least."""
+"""Seconds spent on measuring; one sample is measured at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """seconds: of one processor for a sample, the mean of `samples`, all of whose parts were made."""
+    """Cost of decoding a sample with all its parts. seconds: of one processor, the mean of `samples`."""
 
     seconds: float
     samples: int
 
     def processors(self, samples_per_second: float) -> int:
-        """How many must decode for a trainer that takes so many samples: at least one."""
+        """Return how many processors must decode for a trainer that takes samples at this rate: at least one."""
         return max(1, math.ceil(self.seconds * samples_per_second))
 
 
 def decode_cost(samples: Samples, seed: int, batch: int) -> DecodeCost | None:
-    """The cost of the samples that training takes first; None where none of them can be decoded, or where they are
-    streamed. Time that a disk or a file server takes is not in it."""
+    """Measure the samples that training takes first; None if none of them can be decoded, or if they are streamed. Time
+    of a disk or a file server is not included."""
     blend, encoding = samples.train, samples.encoding
     if not isinstance(blend, Blend):
         return None

@@ -1,5 +1,5 @@
-"""What a net that draws computes for a picture, counted on the meta device: its work grows with the picture, not with
-the rows of the language model that tell it what to draw."""
+"""Denoiser shape: what a generator's net computes for a picture, counted on the meta device. Its work grows with the
+picture, not with the rows of the language model that condition it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dilatant.models.generators.generator import GeneratorUnit
 
 
 def net_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
-    """The shape of a layer of a generator's net, or of all of it where it is one layer, per row of the language model:
-    a picture's work over its rows. The autoencoder's work has no backward."""
+    """Return the shape of a layer of a generator's net, or of the whole net if it is one layer, per row of the language
+    model: a picture's work over its rows. The autoencoder's work has no backward."""
     hollow = _hollow(unit)
     model: Any = hollow.model
     assert isinstance(model, Diffusion)
@@ -52,7 +52,7 @@ def net_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
 
 
 def connector_shape(unit: GeneratorUnit) -> LayerShape:
-    """The shape of a connector in which the rows of an item see each other, per row."""
+    """Return the shape, per row, of a connector in which the rows of an item see each other."""
     connector = _hollow(unit).connector
     rows = torch.randn(unit.tokens_per_item, unit.width_in, device="meta", requires_grad=True)
     counted = _counted(lambda: connector(rows), connector)
@@ -60,7 +60,7 @@ def connector_shape(unit: GeneratorUnit) -> LayerShape:
 
 
 def _shape_of_item(unit: GeneratorUnit, layer: int, products: int, kept: int, calls: int) -> LayerShape:
-    """Per row of the language model, of what is counted for one item."""
+    """Return the shape per row of the language model, from what is counted for one item."""
     own = [weight for weight in unit.weights if weight.layer == unit.layers[layer]]
     sizes = {name: parameter.numel() for name, parameter in unit.named_logical_parameters()}
     items = unit.tokens_per_item
@@ -77,7 +77,7 @@ def _shape_of_item(unit: GeneratorUnit, layer: int, products: int, kept: int, ca
 
 
 def _hollow(unit: GeneratorUnit) -> GeneratorUnit:
-    """The same without memory for weights."""
+    """Return a copy of the unit on the meta device."""
     held = {id(tensor): tensor for tensor in (*unit.parameters(), *unit.buffers())}
     memo: dict[int, Any] = {key: _on_meta(tensor) for key, tensor in held.items()}
     return copy.deepcopy(unit, memo)
@@ -89,7 +89,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _counted(call: Callable[[], Tensor], module: nn.Module) -> tuple[int, int, int]:
-    """(multiply-adds, numbers kept for the backward that are no weights, modules that are called)."""
+    """Return (multiply-adds, numbers kept for the backward that are no weights, modules that are called)."""
     weights = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 

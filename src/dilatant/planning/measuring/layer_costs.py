@@ -1,4 +1,4 @@
-"""What this model's layers cost on the devices to plan for: from a file, measured here, or modelled."""
+"""Layer costs of a model on the devices to plan for: from a file, measured here, or modelled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from dilatant.runtime.precision import pick_device
 
 Say = Callable[[str], None]
 _ROWS = (1, 2, 4, 8)
-"""Images or clips at which layers of encoders and nets that draw are measured."""
+"""Numbers of images or clips at which layers of encoders and denoisers are measured."""
 
 
 def layer_costs(
@@ -53,10 +53,11 @@ def layer_costs(
     known: CostModel | None = None,
     again: bool = True,
 ) -> CostModel:
-    """The costs that `plan.costs` names; else measured, if `target` is here; else modelled, and said to be so.
+    """Return the costs that `plan.costs` names; else measured, if `target` is local; else modelled, which their origin
+    says.
 
-    Measured for `plan.measure_seconds`; known, again: see `measure_layers`. Of groups of unlike devices each has its
-    own: a file counts for the group that it names, or for devices of its kind.
+    Measuring takes `plan.measure_seconds`; known, again: see `measure_layers`. Groups of unlike devices each have their
+    own costs: a file counts for the group that it names, or for devices of its kind.
 
     Raises UserError for a file of other hardware (naming it), of another precision, or of other layers.
     """
@@ -104,7 +105,7 @@ def _load(path: Path) -> CostModel:
 
 
 def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
-    """A cost file that must fit the target and the model; of one with groups that of the target. Raises UserError."""
+    """Read a cost file that must fit target and model; of a file with groups, the target's costs. Raises UserError."""
     costs = _load(path)
     kinds = {own.hardware: own for own in reversed([*costs.groups.values()])}
     costs = costs.groups.get(target.cluster.name) or next(
@@ -139,18 +140,18 @@ def measure_layers(
 ) -> CostModel:
     """Measure every layer type on one device of this machine, at the (tp, cp) of `degrees`.
 
-    Measured is what one tensor-parallel rank computes alone: the layer with its share of heads, feed-forward and
-    vocabulary. Modelled are what ranks do together and what context parallelism leaves of a row (see `cost.group`),
-    from the links of the target's hardware; the cost model's note says so.
-    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips, rows of several samples at
-    `dense_tokens`. Within `seconds` those layer types come first that take most of a step; the others are modelled, see
-    `profile_layers`. `known`: costs that were measured before. They are used where time runs out, and what they lack is
-    measured first; without `again` nothing else is. Raises UserError as `degrees_by_kind`.
+    The computation of one tensor-parallel rank alone is measured: the layer with its share of heads, feed-forward and
+    vocabulary. Collectives, and the part of a row that context parallelism leaves (see `cost.group`), are modelled from
+    the links of the target's hardware; the cost model's note says so. `tokens`: counts for the language model; encoders
+    are measured at 1 to 8 images or clips, rows of several samples at `dense_tokens`. Within `seconds` those layer
+    types come first that take most of a step; the others are modelled, see `profile_layers`. `known`: costs that were
+    measured before. They are used when time runs out, and what they lack is measured first; without `again` nothing
+    else is. Raises UserError like `degrees_by_kind`.
     """
     by_kind = degrees_by_kind(model, degrees)
     shapes = layer_shapes(model, guess=True)
     before = {} if known is None else {kind: _measured_of(own) for kind, own in known.layers.items()}
-    # As one rank computes it alone: what ranks send each other is added to measured and modelled shares alike.
+    # One rank alone: communication is added later, to measured and modelled shares alike.
     alone = replace(target.hardware, inside=Link(math.inf), between=Link(math.inf))
     counts = Counter(layer.kind for unit in model.spec.units for layer in unit.layers)
     shard = cache(tensor_shard)
@@ -185,7 +186,7 @@ def _measured_of(costs: Mapping[Degree, LayerCost]) -> dict[Degree, LayerCost]:
 
 
 def _completed(found: CostModel, known: CostModel, degrees: Mapping[str, Sequence[Degree]]) -> CostModel:
-    """The costs that were found now, and of what these did not measure those that were `known` before."""
+    """Return the costs found now, completed by those `known` before for what was not measured now."""
     layers: dict[str, dict[Degree, LayerCost]] = {}
     for kind, own in degrees.items():
         now = found.layers.get(kind, {})
@@ -211,8 +212,7 @@ def _on_groups(
     shapes: Mapping[str, LayerShape],
     degrees: Mapping[str, Sequence[Degree]],
 ) -> CostModel:
-    """The costs at (tp, cp), by layer type, from those at (tp, 1); what is not divided has those of the first tp at
-    all."""
+    """Return the costs at (tp, cp) by layer type, from those at (tp, 1); undivided layers cost the same at every tp."""
     layers: dict[str, dict[Degree, LayerCost]] = {}
     divided = {entry.kind for entry in model.types if entry.is_divided}
     for kind, shares in measured.layers.items():
@@ -230,7 +230,7 @@ def _on_groups(
 
 
 def measured_tokens(config: Config) -> tuple[int, ...]:
-    """Token counts for the language model: four up to `data.max_length`, each twice the one before."""
+    """Return token counts for the language model: four up to `data.max_length`, each twice the one before."""
     longest = config.data.max_length
     return tuple(sorted({max(1, longest // part) for part in (1, 2, 4, 8)}))
 
@@ -238,9 +238,9 @@ def measured_tokens(config: Config) -> tuple[int, ...]:
 def costs_in_use(
     costs: CostModel, model: ModelDescription, targets: float, row: int, chunk: int | None
 ) -> CostModel:
-    """The costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, by chunks
-    if a microbatch of up to `row` tokens has more than `chunk` of them; weight gradients are put off only where they
-    are those of linear layers, and never in the head; and only blocks are recomputed."""
+    """Return the costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, by
+    chunks if a microbatch of up to `row` tokens has more than `chunk` of them; weight gradients are postponed only in
+    linear layers, and never in the head; and only blocks are recomputed."""
     if costs.groups:
         return costs.mapped(lambda own: costs_in_use(own, model, targets, row, chunk))
     heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
@@ -268,8 +268,8 @@ def costs_in_use(
 
 
 def puts_off(entry: LayerType) -> bool:
-    """Whether a split backward puts off most of a layer's weight gradients: those of linear layers and experts, but not
-    those of the head, or of an embedding that may be tied to it (see `runtime.weight_gradients`)."""
+    """Return True if a split backward postpones most of a layer's weight gradients: those of linear layers and experts,
+    but not those of the head, or of an embedding that may be tied to it (see `runtime.state.weight_gradients`)."""
     unit = entry.unit
     linear = {
         id(weight)
@@ -284,9 +284,9 @@ def puts_off(entry: LayerType) -> bool:
 
 
 def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:
-    """A head that holds the activations of no more tokens than these at once, besides those of its norm, and the hidden
-    states of all targets. In the backward of `row` tokens either a chunk or the norm holds the most, each with the
-    gradients of these hidden states."""
+    """Return the cost of a head that holds the activations of at most `tokens` tokens at once, besides those of its
+    norm, and the hidden states of all targets. In the backward of `row` tokens either a chunk or the norm takes the
+    most memory, each with the gradients of these hidden states."""
 
     def of_chunk(whole: Quadratic, of_row: Quadratic) -> float:
         return whole.c + max(0.0, whole.b - of_row.b) * tokens
@@ -300,7 +300,7 @@ def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:
         cost,
         recompute=cost.forward,
         activation_bytes=Quadratic(c=activations),
-        frozen_bytes=ZERO,  # as what trains
+        frozen_bytes=ZERO,  # frozen heads count like trained ones
         frozen_working_bytes=ZERO,
         forward_bytes=ZERO,
         checkpoint_bytes=cost.row_bytes + chosen,
@@ -339,7 +339,7 @@ def _probe(entry: LayerType, dtype: torch.dtype, dense_tokens: Sequence[int]) ->
 
 
 def misfits(costs: CostModel, model: ModelDescription) -> list[str]:
-    """Layer types that the costs lack, or know with other weights."""
+    """List layer types that the costs lack, or have with other weights."""
     parameters = {layer.kind: layer.parameters for unit in model.spec.units for layer in unit.layers}
     problems = []
     for kind, count in parameters.items():
@@ -365,5 +365,5 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def degrees_of(costs: CostModel) -> Iterable[tuple[int, int]]:
-    """All (tp, cp) that any layer type has costs for."""
+    """Return all (tp, cp) that any layer type has costs for."""
     return sorted({degree for degrees in costs.layers.values() for degree in degrees})

@@ -1,4 +1,4 @@
-"""How to measure this model's layers: single layers with random weights, and inputs such as training gives them."""
+"""Layer probes: single layers with random weights, and inputs such as training gives them, to be measured."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from dilatant.runtime.state.weight_gradients import WeightGradients, replace_lin
 def layer_probe(
     entry: LayerType, device: torch.device, dtype: torch.dtype, dense_tokens: Sequence[int] = ()
 ) -> LayerProbe:
-    """The probe of a layer type on one device. Tokens of an encoder are rounded to whole images or clips. dense_tokens:
-    the lengths at which rows of several samples are measured, of a block."""
+    """Return the probe of a layer type on one device. Tokens of an encoder are rounded to whole images or clips.
+    dense_tokens: lengths at which a block's rows of several samples are measured."""
     return LayerProbe(
         kind=entry.kind,
         build=lambda: _build(entry, device, dtype),
@@ -67,7 +67,8 @@ class OneLayer(nn.Module):
         self.stage = stage
 
     def forward(self, value: Tensor, **given: Any) -> Tensor:
-        """`value`: hidden states, or what the unit's first layer takes. Returns hidden states, or the head's loss."""
+        """Run the layer on hidden states, or what the unit's first layer takes; return hidden states or a head's
+        loss."""
         return self.stage.one_layer(value, **given)
 
 
@@ -90,7 +91,7 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     unit: Unit = copy.deepcopy(entry.unit)
     materialize(unit, entry.index, entry.index + 1, seed=0)
     hold_in(unit, dtype)
-    unit.recompute("none")  # what that takes, and chunks of the loss, follows from what the whole does
+    unit.recompute("none")  # its cost, and that of loss chunks, follows from the whole
     if isinstance(unit, LanguageUnit):
         unit.loss_chunk = None
     stage = unit.stage(entry.index, entry.index + 1)
@@ -103,19 +104,19 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     quantize(stage, unit.four_bit, device)
     adapted = any(is_adapter(weight.name) for weight in stage.weights)
     for parameter in stage.parameters():
-        if not adapted:  # beside adapters the rest does not train
+        if not adapted:  # with adapters the rest does not train
             parameter.requires_grad_(parameter.is_floating_point())
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
     replace_linears(
         stage, WeightGradients(), stage.undeferred
-    )  # as the runtime runs them; tiny layers feel the difference
+    )  # as in the runtime; it matters for tiny layers
     return OneLayer(stage).to(device).train()
 
 
 def _regions(entry: LayerType) -> Sequence[Region]:
-    """Of a block that several ranks share. Not of one with experts, or that looks at an encoder's rows: these ask for
-    all tokens between its regions."""
+    """Return the tensor-parallel regions of a block that several ranks share; none for a block with experts, or that
+    reads an encoder's rows: these need all tokens between its regions."""
     if entry.unit.shared_by == 1:
         return ()
     plan = tensor_plan(entry.unit)
@@ -125,7 +126,7 @@ def _regions(entry: LayerType) -> Sequence[Region]:
 
 
 class _Alone:
-    """In the place of `size` ranks: what the others would send is copied, so it takes memory and hardly time."""
+    """Stand-in for a group of `size` ranks: it copies instead of communicating, which takes memory but hardly time."""
 
     index = 0
     rows_of_piece: int | None = None

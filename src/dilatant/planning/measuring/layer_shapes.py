@@ -1,4 +1,4 @@
-"""What the analytic cost model needs to know of this model's layers, read off their configs and weight shapes."""
+"""Layer shapes for the analytic cost model, read from configs and weight shapes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _WITHOUT_PAIRS = ("linear", "mamba", "recurrent", "conv", "ssm")
 
 
 def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, LayerShape]:
-    """The shape of every layer type. Mixtures of experts count the experts that a token visits, and all weights.
+    """Return the shape of every layer type. Mixtures of experts count the experts that a token visits, and all weights.
 
-    guess: take a layer of which the config does not say enough for one product with its matrices, instead of raising.
+    guess: count a layer whose config says too little as one product with its matrices, instead of raising.
     """
     shapes = {}
     for entry in model.types:
@@ -53,8 +53,7 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
 
 
 def _trained_share(entry: LayerType) -> float:
-    """Of a layer with adapters, the share of its products whose weights train; 1 of others, whether they train or
-    not."""
+    """Return the share of the products of a layer with adapters whose weights train; 1 for other layers."""
     weights = {
         f"{path}.{name}": parameter
         for layer, path in entry.unit.pieces()
@@ -134,10 +133,10 @@ def _projector(entry: LayerType, parameters: int) -> LayerShape:
 
 
 def _heads(entry: LayerType) -> tuple[int, int, int]:
-    """(query heads, key and value heads, size of a head)."""
+    """Return (query heads, key and value heads, size of a head)."""
     config = entry.unit.config
     each = getattr(config, "per_layer_config", None)
-    if each is not None:  # heads of unlike sizes
+    if each is not None:  # head sizes differ between layers
         config = each[entry.index - 1]
     heads = config.num_attention_heads
     return (
@@ -148,7 +147,7 @@ def _heads(entry: LayerType) -> tuple[int, int, int]:
 
 
 def _experts_visited(entry: LayerType) -> float:
-    """The share of its experts that a token visits; 1 without experts."""
+    """Return the share of its experts that a token visits; 1 without experts."""
     config = entry.unit.config
     there = next(
         (
@@ -166,7 +165,7 @@ def _experts_of_token(config: Any) -> int:
 
 
 def _products(module: nn.Module, visited: float) -> Iterator[int]:
-    """Multiply-adds for a token by weight: matrices and kernels as they are, experts as often as visited."""
+    """Yield the multiply-adds for a token by weight: matrices and kernels once, experts by their visited share."""
     for path, inner in module.named_modules():
         if isinstance(inner, nn.Embedding):
             continue

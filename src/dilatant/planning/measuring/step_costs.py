@@ -1,4 +1,4 @@
-"""The costs of a plan's steps from those of its layers, for this model on these devices."""
+"""Step costs of a plan, from the costs of its layers, for this model on these devices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dilatant.schedule.plan_scorer import step_costs
 
 
 def described_costs(plan: Plan, model: ModelDescription, costs: CostModel, target: Target) -> StepCosts:
-    """What the steps of `plan` cost; `costs` as training meets them (`costs_in_use`). Raises UserError when they lack a
-    layer type or degree."""
+    """Return what the steps of `plan` cost; `costs` as training meets them (`costs_in_use`). Raises UserError if they
+    lack a layer type or degree."""
     return replace(
         step_costs(plan, model.spec, costs, target.cluster, target.rules),
         item_tokens=model.item_tokens,
