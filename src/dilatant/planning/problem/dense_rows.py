@@ -1,5 +1,5 @@
-"""What rows of several samples count where attention does not skip what these hide from each other: for planners, the
-simulator and a run alike, from what was measured of blocks."""
+"""Dense attention over packed rows: the cost of rows of several samples if attention does not skip pairs of different
+samples, from measurements of blocks; the same for planners, the simulator and runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dilatant.planning.problem.describe_model import BLOCK, LayerType, ModelDesc
 
 
 def dense_tokens(model: ModelDescription, entry: LayerType, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of rows at which a layer type is measured dense, given those of one sample: the longest, its half,
-    its quarter, and its double, since several samples make longer rows, unless the model knows no such positions. None
-    where attention computes no more of several samples than of one."""
+    """Return the row lengths at which a layer type is measured with several samples, given those of one sample: the
+    longest, its half, its quarter, and its double, since several samples make longer rows, unless the model has no such
+    positions. Empty if attention computes no more for several samples than for one."""
     if entry.role != BLOCK or model.dense.get(entry.unit.unit, 1.0) <= 1.0:
         return ()
     longest = max(tokens)
@@ -25,8 +25,8 @@ def dense_tokens(model: ModelDescription, entry: LayerType, tokens: Sequence[int
 
 
 def dense_rows(model: ModelDescription, costs: CostModel) -> dict[str, DenseRows]:
-    """Unit → what its rows of several samples count, see `Workload.dense`: as these costs' layers were measured, else
-    the same at every length. Of unlike devices what costs most on any, since a row has one count wherever it runs."""
+    """Return unit → the factor on its rows of several samples, see `Workload.dense`: as these costs' layers were
+    measured, else the same at every length. Of unlike devices the largest counts, since a row has one cost on all."""
     if costs.groups:
         each = [dense_rows(model, own) for own in costs.groups.values()]
         return {unit: reduce(DenseRows.or_dearer, (own[unit] for own in each)) for unit in model.dense}
@@ -36,7 +36,7 @@ def dense_rows(model: ModelDescription, costs: CostModel) -> dict[str, DenseRows
 
 
 def is_assumed(model: ModelDescription, costs: CostModel) -> bool:
-    """Whether rows of several samples count as nobody measured them, in measured costs."""
+    """Return True if measured costs lack rows of several samples, so that their factor is an assumption."""
     if costs.groups:
         return any(is_assumed(model, own) for own in costs.groups.values())
     return costs.origin == "measured" and any(
@@ -45,7 +45,8 @@ def is_assumed(model: ModelDescription, costs: CostModel) -> bool:
 
 
 def _measured(model: ModelDescription, unit: str, costs: CostModel) -> DenseRows | None:
-    """What more was measured is spread over the squares of all the unit's layers: these are what is multiplied."""
+    """Return the measured factors, or None. They multiply the squares of all the unit's layers, so what blocks took
+    longer is spread over those squares."""
     layers = [_smallest(costs, layer.kind) for layer in model.spec.unit(unit).layers]
     blocks = {entry.kind for entry in model.types if entry.role == BLOCK}
     of_blocks = [

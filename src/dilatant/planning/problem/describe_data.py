@@ -1,4 +1,4 @@
-"""What a run's data are like, for a reader."""
+"""Report of a run's training data, for a reader."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dilatant.report.stats_report import StatsReport
 from dilatant.schedule.assignment.batch_balance import batch_balance
 
 BATCHES = 64
-"""So many batches tell how evenly batches divide, within a few percent."""
+"""Number of batches that show, within a few percent, how evenly batches divide."""
 
 
 def describe_data(
     config: Config, samples: Samples, index: SizesIndex, title: str, examples: bool = False
 ) -> StatsReport:
-    """The report of the training data, from their index; with `examples` a few samples are decoded. Raises UserError
-    for streamed data."""
+    """Return the report of the training data, from their index; with `examples` a few samples are decoded. Raises
+    UserError for streamed data."""
     blend, encoding, batch = samples.train, samples.encoding, config.train.global_batch_size
     if not isinstance(blend, Blend):
         raise UserError("a streamed data set has no index; do not stream it to describe it")
@@ -46,7 +46,7 @@ def describe_data(
 
 
 def _batches(blend: Blend, index: SizesIndex, size: int, seed: int) -> list[NDArray[np.int64]]:
-    """The tokens of the first global batches of training: `[samples, units]` each."""
+    """Return the tokens of the first global batches of training: `[samples, units]` each."""
     sampler = blend.sampler(seed, size)
     bad = np.fromiter(index.problems, np.int64, len(index.problems))
     drawn = (np.asarray(indices) for indices, _ in islice(sampler.batches(sampler.start()), BATCHES))
@@ -54,7 +54,7 @@ def _batches(blend: Blend, index: SizesIndex, size: int, seed: int) -> list[NDAr
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """The names of sources without the folders that all share; at least a folder and a name are left of a path."""
+    """Return the names of sources without the folders that all share; a path keeps at least a folder and a name."""
     parts = [PurePath(name).parts for name in names]
     shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*parts)))
     return ["/".join(part[min(shared, max(len(part) - 2, 0)) :]) for part in parts]

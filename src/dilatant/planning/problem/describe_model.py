@@ -1,4 +1,4 @@
-"""A model as planners see it: units, layers, layer types, parameters, freezing. Built without memory for weights."""
+"""Model description for planners: units, layers, layer types, parameters, freezing; weights take no memory."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from dilatant.plan.costs.workload import MediaPairs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 
 _DENSE = {"sdpa": 2.0, "eager": 1.0}
-"""What transformers' attentions without a notion of samples compute of a packed row, in squares of its tokens, against
-what they compute of one sample: under a mask, sdpa gives up its causal kernel, which computes half of the pairs of a
-long row. Of short ones it computes more (see `dense_rows`); eager attention computes all pairs of any row."""
+"""Cost of a packed row in squares of its tokens, against a row of one sample, for transformers' attentions that do not
+know samples: under a mask, sdpa gives up its causal kernel, which computes half of the pairs of a long row. Of short
+rows the kernel computes more (see `dense_rows`); eager attention computes all pairs of any row."""
 
 EMBEDDING, BLOCK, NORM, HEAD, PROJECTOR = "embedding", "block", "norm", "head", "projector"
 ENCODER, CONNECTOR, GENERATOR = "encoder", "connector", "generator"
-"""Layers of a transformers model and what follows it; and modules that are one layer."""
+"""Roles of layers: those of a transformers model and its projector; and modules that are one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerType:
     """Layers that take the same time: `kind` names them in cost files, the first of them is `unit.layers[index]`.
 
-    `role` is one of the constants of this module; `variant` a family's own word for the layer ("sliding_attention").
+    `role` is one of the constants of this module; `variant` the family's own word for the layer ("sliding_attention").
     `geometry` is that of an encoder, None in other units.
     """
 
@@ -50,12 +50,12 @@ class LayerType:
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks of a tensor-parallel group hold shares of such a layer; other layers each holds whole."""
+        """True if tensor-parallel ranks hold shares of such a layer; other layers are held whole by each of them."""
         return self.role == BLOCK or (self.geometry is None and self.role in (EMBEDDING, HEAD))
 
     @property
     def item_tokens(self) -> int | None:
-        """Tokens of one image or clip, where items do not attend to each other: of encoders, and of a module behind a
+        """Tokens of one image or clip, if items do not attend to each other: in encoders, and in a module after a
         connector, whose tokens are rows of the language model."""
         if self.geometry is not None:
             return self.geometry.encoder_tokens
@@ -67,12 +67,12 @@ class LayerType:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """`spec` for the planners, `types` for whoever costs layers; `names` and `parameters` by unit, for a reader.
+    """Description of a model: `spec` for the planners, `types` for layer costs; `names` and `parameters` by unit, for a
+    reader.
 
-    A tied weight counts in the layers of `spec` that hold it, for each of them needs it, and once in `parameters`,
-    which are (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → how many times the square of a row of
-    several samples counts where that was not measured, of units whose attention does not skip what samples hide from
-    each other. `media_pairs`: of media masks (see `plan.workload`).
+    A tied weight counts in each layer of `spec` that holds it, since each needs it, and once in `parameters`, which are
+    (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → factor on the square of a row of several samples
+    if none was measured, where attention does not skip pairs of different samples. `media_pairs`: of media masks.
     """
 
     spec: ModelSpec
@@ -84,12 +84,12 @@ class ModelDescription:
     media_pairs: MediaPairs
 
     def kinds(self, role: str) -> tuple[str, ...]:
-        """The layer types with this role."""
+        """Return the layer types with this role."""
         return tuple(entry.kind for entry in self.types if entry.role == role)
 
     @property
     def item_tokens(self) -> dict[str, float]:
-        """Tokens of one image or clip by encoder; they do not attend to each other, so a sample's square is that of
+        """Tokens of one image or clip by encoder; items do not attend to each other, so a sample's square is that of
         one, times their number."""
         return {
             entry.unit.unit: float(entry.geometry.encoder_tokens)
@@ -99,8 +99,8 @@ class ModelDescription:
 
 
 def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
-    """The model of the config on the meta device, frozen as the config says; also of pretrained ones only the config
-    is read. Raises UserError."""
+    """Build the config's model on the meta device, frozen as configured; reads only configs of pretrained models.
+    Raises UserError."""
     model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
     attend_as_configured(model, config.model.text)
     return model
@@ -109,11 +109,11 @@ def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
 def describe_model(
     model: MultimodalModel, recompute: Mapping[str, Recompute | None] | None = None
 ) -> ModelDescription:
-    """What planners need to know of a model, on the meta device or not.
+    """Describe a model, on the meta device or not, as planners need it.
 
     Layers share a type if their weights have the same names and shapes, their family calls them alike and they are in
-    the same place of units of the same family and width. `recompute`: by unit, what is
-    recomputed in the backward; None leaves it to the plan.
+    the same place of units of the same family and width. `recompute`: by unit, what is recomputed in the backward; None
+    leaves it to the plan.
     """
     known: dict[str, list[Any]] = {}
     types: dict[str, LayerType] = {}
@@ -202,7 +202,7 @@ def describe_unfrozen(model: ModelDescription, name: str) -> ModelDescription:
 
 
 def _items_per_token(unit: Unit) -> float:
-    """As in `UnitSpec`: told by how a unit counts the items of a sample of very many tokens."""
+    """Return `UnitSpec.items_per_token`, from the items that a unit counts for a sample of very many tokens."""
     many = 1 << 40
     items = unit.items({unit.unit: many})
     return items / many if items > 1 else 0.0
@@ -216,8 +216,8 @@ def _dense(model: MultimodalModel) -> dict[str, float]:
 
 
 def _media_pairs(model: MultimodalModel) -> MediaPairs:
-    """Pairs that media masks show or hide, as if media were spread evenly over the text. A mask of one's own, which
-    sizes do not tell, counts as causal."""
+    """Return the pairs that media masks show or hide, as if media were spread evenly over the text. A user's own mask,
+    which sizes do not describe, counts as causal."""
     masks, pairs = model.media_attention, {}
     for name in model.encoders:
         geometry = model[name].geometry
@@ -233,7 +233,7 @@ def _media_pairs(model: MultimodalModel) -> MediaPairs:
 
 
 def weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """For every layer of the unit its parameters by their name inside the layer, tied ones in each layer."""
+    """Yield for every layer of the unit its parameters by their name inside the layer, tied ones in each layer."""
     parameters = {
         part: dict(getattr(unit, part).named_parameters(remove_duplicate=False)) for part in unit.parts
     }
@@ -246,14 +246,14 @@ def weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:
 
 
 def _experts(block: nn.Module) -> tuple[int, int]:
-    """How many experts a block has, and their parameters."""
+    """Return the number of a block's experts, and of their parameters."""
     found = [module for _, module in fused_experts(block)]
     counts = [next(iter(module.parameters())).shape[0] for module in found]
     return max(counts, default=0), sum(p.numel() for module in found for p in module.parameters())
 
 
 def _role(unit: Unit, index: int) -> tuple[str, str]:
-    """The role of a layer, and the family's word for it where blocks differ."""
+    """Return the role of a layer, and the family's word for it if blocks differ."""
     name = unit.layers[index].removeprefix(f"{unit.unit}.")
     if isinstance(unit, GeneratorUnit) and index and unit.cut is not None:
         return GENERATOR, "block" if name.startswith("layers.") else name
@@ -265,8 +265,8 @@ def _role(unit: Unit, index: int) -> tuple[str, str]:
 
 
 def _stem(unit: Unit, role: str, variant: str, geometry: EncoderGeometry | None) -> str:
-    """A name that says what the layer is: family, role, width, and for encoders the tokens of an image or clip; for a
-    net that draws, the size of what it draws and the rows that tell it."""
+    """Return a name that describes the layer: family, role, width, and for encoders the tokens of an image or clip; for
+    a generator's net, the size of what it draws and the number of rows that condition it."""
     words = [unit.family, role, variant, str(unit.width)]
     if role in (PROJECTOR, CONNECTOR):
         words = [role, type(getattr(unit, role)).__name__, str(unit.width)]

@@ -1,6 +1,5 @@
-"""One tensor-parallel rank's share of a unit: the same model with what `tensor_plan` gives a rank of heads, of the
-feed-forward and of the vocabulary. The hidden size, the size of a head, norms and projectors stay whole.
-"""
+"""Tensor-parallel shards for planning: a unit with one rank's share of heads, feed-forward and vocabulary, as
+`tensor_plan` divides them. The hidden size, the size of a head, norms and projectors stay whole."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from dilatant.planning.problem.describe_model import ModelDescription
 
 
 def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degree]) -> dict[str, list[Degree]]:
-    """Layer type → those (tp, cp) of `degrees` at which ranks can share its unit, in training as well; tp 1 for a unit
-    that takes no other. Raises UserError, naming units and the degrees that they take, for a tp that none does."""
+    """Return layer type → those (tp, cp) of `degrees` at which ranks can share its unit, also in training; tp 1 for a
+    unit that takes no other. Raises UserError, naming units and the degrees that they take, for a tp that none does."""
     wanted = sorted(set(degrees))
     found: dict[str, list[Degree]] = {}
     problems: dict[int, list[str]] = {tp: [] for tp, _ in wanted if tp > 1}
@@ -44,10 +43,10 @@ def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degree]) -> dict[
 
 
 def tensor_shard(unit: Unit, degree: int) -> Unit:
-    """The unit as the last of `degree` ranks holds it, which has the largest share, on the meta device; itself if
-    `degree` is 1.
+    """Return the unit as the last of `degree` ranks holds it, which has the largest share, on the meta device; the unit
+    itself if `degree` is 1.
 
-    Raises UserError where ranks cannot share the unit, or not so many.
+    Raises UserError if ranks cannot share the unit, or not so many.
     """
     if degree == 1 or unit.structure is None:
         return unit
@@ -69,7 +68,7 @@ def tensor_shard(unit: Unit, degree: int) -> Unit:
             if isinstance(linear, nn.Linear):
                 linear.out_features, linear.in_features = linear.weight.shape
     _count_vocabulary(cast(PreTrainedModel, model))
-    shard = copy.deepcopy(unit, {id(unit.model): model})  # all but the model is as it was
+    shard = copy.deepcopy(unit, {id(unit.model): model})  # copies all but the model
     shard.shared_by = degree
     return shard
 
@@ -85,7 +84,7 @@ def _share(plan: TensorPlan, name: str, whole: nn.Parameter, degree: int) -> nn.
 
 
 def _count_vocabulary(model: PreTrainedModel) -> None:
-    """Let a language model know how many rows its embedding and its head have."""
+    """Set a language model's vocabulary sizes to the rows of its embedding and its head."""
     head = cast(nn.Linear | None, model.get_output_embeddings())
     if head is None:
         return
@@ -93,4 +92,4 @@ def _count_vocabulary(model: PreTrainedModel) -> None:
     embedding.num_embeddings = len(embedding.weight)
     model.config.get_text_config().vocab_size = len(head.weight)
     if embedding.padding_idx is not None:
-        embedding.padding_idx = 0  # one outside its table is refused
+        embedding.padding_idx = 0  # torch refuses an index outside the table

@@ -1,4 +1,4 @@
-"""Links between ranks, measured: messages of several sizes, there and back, on the communicators that training uses."""
+"""Link probe: measure links between ranks by round trips of messages of several sizes, on training's communicators."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dilatant.comm.launch import Worker
 from dilatant.cost.hardware import Link, fit_link
 
 SIZES = tuple(1 << power for power in (10, 14, 17, 20, 22, 24))
-"""Bytes of a message: from a few rows of a tiny model to a long row of a large one."""
+"""Message sizes in bytes: from a few rows of a tiny model to a long row of a large one."""
 _REPEATS = 25
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """`error`: the largest relative error of the fit. `pairs`: pairs of ranks that sent at the same time."""
+    """Fitted link. `error`: largest relative error of the fit. `pairs`: pairs of ranks that sent simultaneously."""
 
     link: Link
     error: float
@@ -30,8 +30,8 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLinks:
-    """`inside` a node and `between` nodes; None where no two ranks are placed so. `alone`: one pair of ranks of two
-    nodes while no other sends, so what one port does."""
+    """Links `inside` a node and `between` nodes; None if no two ranks are placed so. `alone`: one pair of ranks of two
+    nodes while no other sends, which is the speed of one port."""
 
     inside: MeasuredLink | None
     between: MeasuredLink | None
@@ -39,17 +39,17 @@ class MeasuredLinks:
 
     @property
     def ports(self) -> int | None:
-        """How many ports of a node its ranks have filled together; None where that was not measured."""
+        """Number of ports of a node that its ranks have filled together; None if not measured."""
         if self.between is None or self.alone is None:
             return None
         return max(1, round(self.between.link.bandwidth / self.alone.link.bandwidth))
 
 
 def measure_links(worker: Worker) -> MeasuredLinks:
-    """The links between the ranks of a launch; called by all of them, and the same answer on each.
+    """Measure the links between the ranks of a launch; called by all of them, with the same result on each.
 
-    Inside a node two neighbours send alone. Between nodes every rank of the first node sends to its like on the second
-    at the same time, for they share the way out: bandwidths add up. Then one pair sends alone.
+    Inside a node two neighbours send alone. Between nodes every rank of the first node sends to its peer on the second
+    at the same time, because they share the way out: bandwidths add up. Then one pair sends alone.
     """
     comm = Comm(worker.store, worker.rank, worker.size, device=worker.device)
     try:
@@ -87,7 +87,7 @@ def _measured(comm: Comm, name: str, pairs: list[tuple[int, int]]) -> MeasuredLi
 
 
 def _seconds(comm: Comm, group: Group, pair: tuple[int, int], size: int) -> float:
-    """Half of the median time that a message of `size` bytes takes there and back."""
+    """Return half of the median round-trip time of a message of `size` bytes."""
     message = torch.zeros(size, dtype=torch.uint8, device=comm.device)
     first = comm.rank == pair[0]
     other = pair[1] if first else pair[0]

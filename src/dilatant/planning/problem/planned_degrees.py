@@ -1,4 +1,4 @@
-"""The degrees of tensor and context parallelism that plans are made with."""
+"""Tensor- and context-parallel degrees that plans are made with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dilatant.runtime.layouts import context_problems
 
 
 def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -> list[Degree]:
-    """The (tp, cp) that a config names, else on GPUs the powers of two that fit a node and that training can do for
-    some unit of the model. Processes of a CPU share its memory: there it is 1."""
+    """Return the (tp, cp) that the config names, else, on GPUs, the powers of two that fit a node and that training can
+    do for some unit of the model. Processes of a CPU share its memory: there both are 1."""
     node = 1 if is_same_hardware("CPU", target.hardware.name) else target.cluster.gpus_per_node
     powers = [1 << power for power in range(node.bit_length()) if 1 << power <= node]
     tensor: Iterable[int] = plan.tensor_parallel or [tp for tp in powers if _divides(model, tp)]
@@ -26,7 +26,7 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
 
 
 def offering(config: Config, model: ModelDescription, target: Target, asked: Asked) -> Config:
-    """The config whose plans are also made with the degrees that a layout asks for; what a cost file lacks stays so."""
+    """Return a config whose plans may also have the degrees that a layout asks for; a cost file may still lack them."""
     offered = planned_degrees(config.plan, model, target)
     wanted = {(own.get("tp", 1), own.get("cp", 1)) for own in asked.units.values()}
     if wanted <= {*offered}:

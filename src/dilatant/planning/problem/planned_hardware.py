@@ -1,4 +1,4 @@
-"""Which devices a plan is for: those of the config, or this machine's."""
+"""Target devices of a plan: those of the config, or this machine's."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from dilatant.runtime.precision import pick_precision
 
 GIB = 2**30
 GPU_RESERVE = ReserveConfig(context_gib=1.0, communicators_gib=1.0, fragmentation=0.04)
-"""Of a GPU among several. Assumptions, on the safe side: contexts take 0.4 to 0.8 GiB, a communicator of NCCL some
-hundred MiB, and an allocator that splits its blocks loses a few percent."""
+"""Memory reserve of a GPU among several. Assumptions, on the safe side: contexts take 0.4 to 0.8 GiB, a communicator of
+NCCL some hundred MiB, and an allocator that splits its blocks loses a few percent."""
 NO_RESERVE = ReserveConfig(context_gib=0.0, communicators_gib=0.0, fragmentation=0.0)
 _UNKNOWN_GPU = "A40"
-"""Whose links an unlisted GPU is taken to have: PCIe 4.0 and one fast port, which most machines have at least."""
+"""GPU whose links an unlisted GPU is taken to have: PCIe 4.0 and one fast port, which most machines have at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The devices to plan for. Cost files must be of `requested`: the entry that the config names, or this device.
+    """Devices to plan for. Cost files must be of `requested`: the entry that the config names, or this device.
 
-    `is_local` says that this machine has such devices, so layers can be measured; `threads` are then those of one CPU
-    process. `dtype` is that of weights and activations, `rules` what a parameter takes. `groups`: of unlike devices,
-    each a target of its own; the rest is then of the first.
+    `is_local`: this machine has such devices, so layers can be measured; `threads` are then those of one CPU process.
+    `dtype` is that of weights and activations, `rules` what a parameter takes. `groups`: of unlike devices, each a
+    target of its own; the fields other than `cluster` are then the first group's.
     """
 
     hardware: Hardware
@@ -61,13 +61,13 @@ class Target:
     groups: tuple[Target, ...] = ()
 
     def sharing(self, zero: Zero) -> Target:
-        """The same where these share optimizer state."""
+        """Return the target with optimizer state shared as `zero` says."""
         groups = tuple(group.sharing(zero) for group in self.groups)
         return replace(self, rules=replace(self.rules, zero=zero), groups=groups)
 
     @property
     def text(self) -> str:
-        """Nodes, devices and what these are."""
+        """Description of the nodes and their devices."""
         if self.groups:
             return "; ".join(f"{group.cluster.name}: {group.text}" for group in self.groups)
         nodes = "1 node" if self.cluster.nodes == 1 else f"{self.cluster.nodes:,} nodes"
@@ -75,12 +75,12 @@ class Target:
 
 
 def devices_per_node(config: ClusterConfig) -> int:
-    """Those of the config, else this machine's GPUs, else one process for each core, between 2 and 4."""
+    """Return the config's number, else that of this machine's GPUs, else one process for each core, between 2 and 4."""
     return config.gpus_per_node or torch.cuda.device_count() or min(4, max(2, _cores()))
 
 
 def target_of_run(config: Config, cluster: ClusterConfig | None = None) -> Target:
-    """`plan_target` as a run's config says, on its own cluster or on another."""
+    """Return the `plan_target` of a run's config, on its own cluster or on another."""
     train = config.train
     return plan_target(
         cluster or config.cluster, train.precision, train.zero, train.optimizer, config.resilience.keeps_gradients,
@@ -96,11 +96,11 @@ def plan_target(
     keeps_gradients: bool = False,
     deterministic: bool = False,
 ) -> Target:
-    """The devices of `cluster:` in the config, and `train.precision`, `train.zero` and `train.deterministic` on them.
-    keeps_gradients: see `ParameterBytes`.
+    """Return the devices of `cluster:` in the config, with `train.precision`, `train.zero` and `train.deterministic`
+    applied. keeps_gradients: see `ParameterBytes`.
 
-    Raises UserError for hardware that the file does not have, for bf16 on a GPU here without it, and for a reserve that
-    leaves nothing.
+    Raises UserError for hardware that the file does not have, for bf16 on a local GPU without it, and for a reserve
+    that leaves nothing.
     """
     if config.groups:
         return _target_of_groups(config, precision, zero, optimizer, deterministic)  # without recovery
@@ -113,7 +113,7 @@ def plan_target(
         raise UserError(f"cluster.hardware_file: {str(path)!r} does not exist")
     listed = load_hardware(config.hardware, path) if config.hardware else here
     is_local = config.hardware is None or is_same_hardware(here.name, listed.name)
-    # What was written by hand counts; only the name tells whose costs these are.
+    # Values written by hand count; only the name is this device's, since it tells whose costs these are.
     hardware = replace(listed, name=here.name) if is_local else listed
     if config.memory_gib is not None:
         hardware = replace(hardware, memory=config.memory_gib * 2**30)
@@ -147,8 +147,8 @@ def _target_of_groups(
     optimizer: OptimizerConfig | None,
     deterministic: bool,
 ) -> Target:
-    """None is taken to be here: layers are modelled alike for all, where no file says better. Where one computes in
-    fp32 all do. Optimizer state is taken to be shared inside nodes that are as small as divides every group's."""
+    """Return the target of groups of unlike devices. None counts as local: layers are modelled for all unless a file
+    has their costs. All compute in fp32 if one does. State is shared in nodes whose size divides every group's."""
     names = [group.name for group in config.groups or ()]
     each = [plan_target(group, precision, zero, optimizer) for group in config.of_groups]
     precise = any(target.dtype == "float32" for target in each)
@@ -178,9 +178,8 @@ def _target_of_groups(
 def target_of_group(
     config: ClusterConfig, name: str, precision: str = "auto", optimizer: OptimizerConfig | None = None
 ) -> Target:
-    """The devices of one group, which are to be this machine's, in the precision that all groups compute in.
-
-    Raises UserError where the config has no such group, or this machine is of another kind."""
+    """Return the devices of one group, which must be this machine's, in the precision that all groups compute in.
+    Raises UserError if the config has no such group, or this machine is of another kind."""
     whole = plan_target(config, precision, optimizer=optimizer)
     named = {group.name: one for group, one in zip(config.groups or (), config.of_groups, strict=True)}
     if name not in named:
@@ -196,7 +195,7 @@ def target_of_group(
 
 
 def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> MemoryReserve:
-    """What the config says, and for the rest what such devices usually need."""
+    """Return the config's memory reserve, with what such devices usually need where it is silent."""
     usual = GPU_RESERVE
     if config.memory_gib is not None or is_same_hardware("CPU", hardware.name):
         usual = NO_RESERVE
@@ -216,7 +215,7 @@ def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> Memory
 
 
 def rules_of(rules: ParameterBytes, optimizer: OptimizerConfig) -> ParameterBytes:
-    """What a parameter takes under this optimizer. rules: under AdamW on the device."""
+    """Return what a parameter takes under this optimizer. rules: under AdamW on the device."""
     if optimizer.offload:
         return replace(rules, optimizer=0.0)
     saved = FP32_MOMENTS - EIGHT_BIT_MOMENTS if optimizer.name == "adamw_8bit" else 0.0
@@ -225,7 +224,7 @@ def rules_of(rules: ParameterBytes, optimizer: OptimizerConfig) -> ParameterByte
 
 
 def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:
-    """The hardware with the links that were measured; the others as they are."""
+    """Return the hardware with the links that were measured; the others as they are."""
     measured = {
         name: one.link
         for name, one in (("inside", found.inside), ("between", found.between))
@@ -238,7 +237,7 @@ def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:
 
 
 def entry_name(hardware: Hardware) -> str:
-    """What an entry of a hardware file for this device is best called: the known word in its name, or all of it."""
+    """Return the best name for this device's entry in a hardware file: the known word in its name, or all of it."""
     for word in sorted(_words(hardware.name)):
         with suppress(UserError):
             return load_hardware(word).name
@@ -246,13 +245,13 @@ def entry_name(hardware: Hardware) -> str:
 
 
 def is_same_hardware(one: str, other: str) -> bool:
-    """Whether a device name is the other, or an entry of the hardware file that it belongs to: "NVIDIA H100 80GB HBM3"
-    is an "H100", "CPU Xeon, 1 thread" a "CPU"."""
+    """Return True if a device name is the other, or an entry of the hardware file that it belongs to: "NVIDIA H100 80GB
+    HBM3" is an "H100", "CPU Xeon, 1 thread" a "CPU"."""
     return one == other or other in _words(one) or one in _words(other)
 
 
 def _words(name: str) -> set[str]:
-    """The words of a name, alone and with the next one: "RTX 4090"."""
+    """Return the words of a name, alone and with the next one: "RTX 4090"."""
     words = re.findall(r"[A-Za-z0-9]+", name)
     return {*words, *map(" ".join, itertools.pairwise(words))}
 

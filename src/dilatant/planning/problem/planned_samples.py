@@ -1,4 +1,4 @@
-"""The samples to plan for: the ones training will take first, as sizes, without decoding media."""
+"""Samples to plan for: the ones that training takes first, as sizes, without decoding media."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dilatant.planning.assemble import Samples
 from dilatant.planning.problem.describe_model import ModelDescription
 
 MEASURED_WHOLE = 200_000
-"""Data sets up to this many samples are indexed whole, which training needs anyway; of larger ones that have no index
-yet a part is read."""
+"""Data sets up to this many samples are indexed whole, which training needs anyway; of larger ones without an index, a
+part is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSamples:
-    """`workload` holds whole global batches in the order of training; the first `available` samples are different ones.
-    What rows of several samples cost is of the costs, not of it.
+    """Sizes to plan for: `workload` holds whole global batches in the order of training; its first `available` samples
+    are different ones. It lacks the factor on rows of several samples, which follows from the costs.
 
     `targets` is the share of the language model's tokens that carry loss. `left_out` samples could not be measured.
     """
@@ -36,7 +36,7 @@ class PlannedSamples:
     left_out: int
 
     def first(self, count: int) -> Workload:
-        """The first `count` samples."""
+        """Return the first `count` samples."""
         return self.workload.part(0, count)
 
 
@@ -46,10 +46,8 @@ def planned_samples(
     model: ModelDescription,
     progress: Progress = lambda done, total: None,
 ) -> PlannedSamples:
-    """Global batches with `plan.samples` samples in all and at least `plan.steps`, but at most one pass over the data.
-
-    Raises UserError for streamed data, and for samples that cannot be measured unless `data.on_error` is skip.
-    """
+    """Return global batches with `plan.samples` samples in all and at least `plan.steps`, but at most one pass over the
+    data. Raises UserError for streamed data, and for samples that cannot be measured unless `data.on_error` is skip."""
     blend, batch = samples.train, config.train.global_batch_size
     if not isinstance(blend, Blend):
         raise UserError(
@@ -80,7 +78,7 @@ def planned_samples(
 def _sizes(
     config: Config, samples: Samples, blend: Blend, progress: Progress
 ) -> tuple[NDArray[np.int64], SizesIndex]:
-    """Samples in the order of training, as positions in an index."""
+    """Return the samples in the order of training, as positions in an index, and that index."""
     batch, wanted = config.train.global_batch_size, config.plan.samples
     steps = min(max(config.plan.steps, -(-wanted // batch)), max(1, len(blend) // batch))
     sampler = blend.sampler(config.seed, batch)
