@@ -1,4 +1,4 @@
-"""From a config to what a run works with: tokenizer, how media are seen, samples, model.
+"""Assembly of what a run works with, from its config: tokenizer, media units, samples, model.
 
 The parts that need no weights come first, so that `data stats` and `data lint` see samples exactly as training does.
 """
@@ -32,7 +32,7 @@ from dilatant.models.sources import load_pretrained_config, parse_config, tower_
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """How samples become tokens, and the samples to train on and to be judged by. Sizes: see `with_sizes`."""
+    """Samples to train on and to evaluate on, and how they become tokens. Sizes: see `with_sizes`."""
 
     tokenizer: Any
     encoding: Encoding
@@ -43,7 +43,7 @@ class Samples:
 
     @property
     def held_out_encoding(self) -> Encoding:
-        """By which held-out samples are measured: each must have a question."""
+        """Encoding by which held-out samples are measured: each must have a question."""
         return replace(self.encoding, held_out=True)
 
 
@@ -75,7 +75,7 @@ def assemble_samples(config: Config) -> Samples:
 
 
 def with_sizes(config: Config, samples: Samples, progress: Progress = lambda done, total: None) -> Samples:
-    """The samples with the sizes of those that are read by index, measured now or known from before.
+    """Return the samples with the sizes of those that are read by index, measured now or known from before.
 
     Raises UserError that names samples which training would refuse, unless these are to be skipped.
     """
@@ -121,8 +121,8 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
 
 
 def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> MultimodalModel:
-    """The model of the config, as it trains: it embeds the samples' tokens, and recomputes activations where the
-    config says so. hollow: on the meta device, for ranks to give memory to their own layers. Raises UserError."""
+    """Build the config's model as it trains: it embeds the samples' tokens, and recomputes activations where
+    configured. hollow: on the meta device, for ranks to allocate their own layers. Raises UserError."""
     units = config.model.units if hollow else None
     model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
     if found := unit_problems(config.parallel, tuple(model.units)):
@@ -141,8 +141,7 @@ def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> Mu
 
 
 def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recompute | None]:
-    """`train.recompute` for every unit; None where that is left to the plan. Raises UserError for units that there are
-    not."""
+    """Return `train.recompute` for every unit; None leaves it to the plan. Raises UserError for unknown units."""
     wanted = config.train.recompute
     if wanted is None or isinstance(wanted, str):
         return dict.fromkeys(units, wanted)
@@ -155,7 +154,7 @@ def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recom
 
 
 def load_model_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer that the config names, or the language model's own. Raises UserError."""
+    """Load the tokenizer that the config names, or the language model's own. Raises UserError."""
     source = config.text
     name = source.tokenizer or source.id
     where = "model" if config.is_whole else "model.language_model"
@@ -163,13 +162,13 @@ def load_model_tokenizer(config: ModelConfig) -> Any:
         raise UserError(
             f"{where}.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one"
         )
-    if source.tokenizer is None:  # an id that is wrong is not the tokenizer's mistake
+    if source.tokenizer is None:  # a wrong id is not a tokenizer error
         load_pretrained_config(name, where, source.trust_remote_code)
     return load_tokenizer(name, source.trust_remote_code)
 
 
 def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
-    """How each encoder sees its media, from configs alone: no weights are read. Raises UserError."""
+    """Return how each encoder sees its media, from configs alone: no weights are read. Raises UserError."""
     if config.is_whole:
         return units_of_whole(open_whole(config), config.processor, tokenizer, config.id)
     vocabulary = _vocabulary(config, len(tokenizer))
@@ -181,7 +180,7 @@ def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
 
 
 def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...]:
-    """What each generator draws, from configs alone. Raises UserError that names the key."""
+    """Return what each generator draws, from configs alone. Raises UserError that names the key."""
     if not config.generators:
         return ()
     encoders = open_whole(config).family.towers if config.is_whole else config.encoders
@@ -205,7 +204,7 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
 
 
 def _as_it_sees(target: TargetConfig, pixels: tuple[int, int, int]) -> ImageProcessor:
-    """How the encoder of a target is shown pictures."""
+    """Return the image processor for the encoder of a target."""
     channels, height, width = pixels
     source = target.encoder if isinstance(target.encoder, str) else None
     return image_processor(source, height=height, width=width, channels=channels)
@@ -223,7 +222,7 @@ def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:
 
 
 def _tower_config(name: str, entry: EncoderConfig) -> Any:
-    """Raises UserError."""
+    """Return the config of an encoder. Raises UserError."""
     where = f"model.encoders.{name}"
     if entry.config is not None:
         config = parse_config(entry.config, where)

@@ -1,4 +1,4 @@
-"""The plan that a run makes for itself: `parallel: auto`."""
+"""Automatic planning (`parallel: auto`): the plan that a run makes for itself."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _LOOK_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that a run may use. launcher: who started a process for each, all of which must be used; empty where
-    the run starts its own."""
+    """Devices that a run may use. launcher: what started a process for each, all of which must be used; empty if the
+    run starts its own ranks."""
 
     nodes: int
     per_node: int
@@ -41,7 +41,7 @@ class Devices:
         return self.nodes * self.per_node
 
     def cluster(self, config: ClusterConfig) -> ClusterConfig:
-        """These devices, with what the config says of such hardware; the groups of the config if they have as many."""
+        """Return these devices with the config's hardware; the config's groups are kept if they have as many."""
         if config.num_devices == self.count:
             return config
         config = config.model_copy(update={"groups": None})
@@ -49,7 +49,7 @@ class Devices:
 
 
 def is_planned_here(config: Config, place: Place | None) -> bool:
-    """Whether the run plans for itself: asked to, or by default where there is more than one device."""
+    """Return True if the run plans for itself: on request, or by default with more than one device."""
     parallel = config.parallel
     if parallel.is_laid_out:
         return False
@@ -59,10 +59,10 @@ def is_planned_here(config: Config, place: Place | None) -> bool:
 
 
 def devices_at_hand(config: Config, place: Place | None) -> Devices:
-    """One device for each process of an outer launcher, else those of this machine."""
+    """Return one device for each process of an outer launcher, else those of this machine."""
     if place is None:
         return Devices(1, devices_per_node(config.cluster))
-    # Machines with unlike numbers of processes count as smaller ones that are alike: links are not taken for faster
+    # Machines with different numbers of processes count as smaller, equal machines: links are not taken for faster
     # than they are.
     alike = math.gcd(place.local_size, place.size)
     return Devices(place.size // alike, alike, place.launcher)
@@ -78,8 +78,8 @@ def choose_plan(
 ) -> TrainingPlan | None:
     """Return the plan to train with and print what it is and why; None for one device, which needs no plan.
 
-    continues: the run resumes from a checkpoint; it keeps its plan if the number of devices is the same. sign: called
-    now and then, for a launcher that waits. Raises UserError.
+    continues: the run resumes from a checkpoint; it keeps its plan if the number of devices is the same. sign:
+    heartbeat, called now and then for a launcher that waits. Raises UserError.
     """
     if devices.count == 1:
         say(console, "one device: nothing to plan")
@@ -112,11 +112,11 @@ def choose_plan(
 
 
 def _kept_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None, str]:
-    """The plan that this run trained with before, or why it does not hold for so many devices."""
+    """Return the plan that this run trained with before, or why it does not fit this many devices."""
     path = folder.path / "plan.json"
     try:
         if load_config(folder.config, trust_remote_code=True).parallel.is_laid_out:
-            return None, ""  # by hand, and now somebody asks for a plan
+            return None, ""  # laid out by hand before, to be planned now
         plan = TrainingPlan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UserError):
         return None, ""
@@ -132,7 +132,7 @@ def _kept_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None, st
 
 
 def _planned_devices(folder: RunFolder, plan: TrainingPlan) -> int:
-    """The devices that the plan was made for, of which it may leave some idle."""
+    """Return the number of devices that the plan was made for, of which it may leave some idle."""
     with suppress(OSError, UserError):
         cluster = load_config(folder.path / "plan" / "config.yaml", trust_remote_code=True).cluster
         return cluster.num_devices or cluster.nodes * (cluster.gpus_per_node or len(plan.plan.ranks))
@@ -145,10 +145,10 @@ def share_plan(
     timeout_seconds: float,
     choose: Callable[[Callable[[], None]], TrainingPlan | None],
 ) -> TrainingPlan | None:
-    """What `choose` found on rank 0, on all ranks of an outer launcher, before any of them builds anything.
+    """Return what `choose` found on rank 0 to all ranks of an outer launcher, before any of them builds anything.
 
-    choose: is handed what it calls now and then while it works. Raises its UserError on all ranks, and one where rank 0
-    gives no sign for `timeout_seconds`.
+    choose: gets a heartbeat function to call while it works. All ranks raise its UserError, and one if rank 0 sends no
+    heartbeat for `timeout_seconds`.
     """
     if rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""Whether the ranks of a run are the devices that its plan took them for."""
+"""Device groups: check that the ranks of a run are on the devices that its plan assumed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dilatant.report.text.wording import ranks_text
 
 
 def unlike_devices(comm: Comm, costs: StepCosts | None) -> str | None:
-    """One line that names ranks of groups of unlike devices which are other devices than planned; None where none is,
-    or the plan knows of no groups. Called by all ranks."""
+    """Return one line that names ranks on other devices than planned, in a plan for groups of unlike devices; None if
+    all are as planned or the plan has no groups. Called by all ranks."""
     cluster = None if costs is None else costs.cluster
     if cluster is None or not cluster.parts:
         return None

@@ -1,4 +1,4 @@
-"""Training through a node trace: pipeline templates for this model against restarts from a checkpoint."""
+"""Failure replay: training through a node trace with pipeline templates, against restarts from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DISK = 1e9
 """Bytes per second at which a node writes or reads a checkpoint: an assumption, as of a local NVMe disk or better."""
 
 SAVE_EVERY = 600.0
-"""Seconds of training between checkpoints where `train.save_steps` says nothing."""
+"""Seconds of training between checkpoints if `train.save_steps` is not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class TemplateSet:
     size: int
 
     def seconds(self, nodes: int) -> float:
-        """A step on `nodes` nodes in equal pipelines, as if everything divided evenly; infinite if none fits."""
+        """Return the step seconds on `nodes` nodes in equal pipelines, as if all divided evenly; infinite if none
+        fit."""
         best = math.inf
         for own, template in self.templates.items():
             pipelines = min(nodes // own, self.microbatches)
@@ -45,8 +46,8 @@ class TemplateSet:
 
 @dataclass(frozen=True, slots=True)
 class FailureReplay:
-    """Replays of one trace, with the most `nodes` that it has at once, the templates that nodes train by and what
-    changes were taken to cost."""
+    """Replays of one trace. nodes: the most that it has at once. plan: templates that nodes train by. recovery: what
+    changes were assumed to cost."""
 
     replays: tuple[Replay, ...]
     nodes: int
@@ -55,10 +56,10 @@ class FailureReplay:
 
 
 def replay_failures(problem: PlanningProblem, trace: NodeTrace, fault_tolerance: int = 1) -> FailureReplay:
-    """Three replays of `trace` with nodes like the problem's (see `compare_recovery`).
+    """Replay `trace` in three ways with nodes like the problem's (see `compare_recovery`).
 
-    A template runs the units one after another, as one chain of layers (Oobleck, thesis 2.4): what it gains is that any
-    number of nodes can train. Raises PlanError when no number of nodes of the trace can.
+    A template runs the units one after another, as one chain of layers (Oobleck, section 2.4 of the thesis): its
+    advantage is that any number of nodes can train. Raises PlanError if no number of nodes of the trace can.
     """
     most = max(alive for _, alive in trace.counts())
     best = best_templates(problem, most)
@@ -77,7 +78,7 @@ def replay_failures(problem: PlanningProblem, trace: NodeTrace, fault_tolerance:
 def recovery_costs(
     problem: PlanningProblem, state_bytes: int, nodes: int, step_seconds: float
 ) -> RecoveryCosts:
-    """What changes cost this run: its links and its state; the rest are the defaults of `RecoveryCosts`."""
+    """Return what changes cost this run, by its links and its state; the rest are the defaults of `RecoveryCosts`."""
     saving = state_bytes / nodes / DISK
     usual = RecoveryCosts()
     return RecoveryCosts(
@@ -90,9 +91,9 @@ def recovery_costs(
 
 
 def best_templates(problem: PlanningProblem, most_nodes: int) -> TemplateSet:
-    """Templates of up to `most_nodes` nodes, for the microbatch size with the fastest step on all of them.
+    """Return templates of up to `most_nodes` nodes, for the microbatch size with the fastest step on all of them.
 
-    Raises PlanError when no number of nodes can hold the model, and for unlike devices.
+    Raises PlanError if no number of nodes can hold the model, and for unlike devices.
     """
     if problem.target.groups:
         raise PlanError(
@@ -149,8 +150,8 @@ def _templates(problem: PlanningProblem, most_nodes: int, size: int, microbatche
     def one(template: Template) -> float:
         return sum(float(seconds[gpus][first:end].sum()) for first, end, gpus in template.stages)
 
-    # The papers' T1 + T2 + T3 is too low, even negative, for fewer microbatches than stages, which a pipeline of many
-    # has. Timed here: one microbatch through all stages, and a bottleneck for each further one.
+    # The papers' T1 + T2 + T3 is too low, even negative, for fewer microbatches than stages, as in long pipelines.
+    # Here: one microbatch through all stages, and the slowest stage's time for each further microbatch.
     timed = {
         nodes: replace(template, seconds=one(template), num_microbatches=1)
         for nodes, template in templates.items()

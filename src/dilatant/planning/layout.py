@@ -1,4 +1,4 @@
-"""The layout of a run: the plan that its config asks for, proven before a process starts."""
+"""Layout of a run: the plan that its config asks for, proven before a process starts."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from dilatant.schedule.validate import validate
 
 MICROBATCHES = 4
 MOST_MICROBATCHES = 1 << 20
-"""More than any step has; a file that names more would fill the memory."""
+"""Limit in plan files, above what any step has; a larger number would fill the memory."""
 SCHEDULE = "eager"
 INTERLEAVED = "interleaved"
 ASSIGNMENT: Policy = "balanced"
-"""Of a run over several ranks whose config and plan file say nothing else."""
+"""Default of a run over several ranks if neither its config nor its plan file says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """A plan, and how its steps are cut and ordered: what is planned, whole.
+    """Plan of a run, and how its steps are cut and ordered.
 
-    schedule: a key of `schedule.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, where a planner said.
-    costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a microbatch, if
-    they cut it; `num_microbatches` are then the least that a step has. zero: who shares optimizer state.
+    schedule: a key of `schedule.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, if a planner
+    predicted it. costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a
+    microbatch, if limited; `num_microbatches` is then the minimum of a step. zero: which ranks share optimizer state.
     """
 
     plan: Plan
@@ -61,7 +61,7 @@ class TrainingPlan:
     zero: Zero = DEFAULT_ZERO
 
     def to_json(self) -> str:
-        """plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
+        """Return the plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
         step = {
             "num_microbatches": self.num_microbatches,
             "row_tokens": self.row_tokens,
@@ -75,7 +75,7 @@ class TrainingPlan:
 
     @classmethod
     def from_json(cls, text: str) -> TrainingPlan:
-        """Read what `to_json` or `dilatant plan` wrote. Raises ValueError when it is something else."""
+        """Read what `to_json` or `dilatant plan` wrote. Raises ValueError for anything else."""
         plan = Plan.from_json(text)
         step = json.loads(text).get("step", {})
         if not isinstance(step, dict):
@@ -83,7 +83,7 @@ class TrainingPlan:
         count, tokens = step.get("num_microbatches", MICROBATCHES), step.get("row_tokens")
         schedule = step.get("schedule", SCHEDULE)
         assignment = step.get("assignment", ASSIGNMENT)
-        zero = step.get("zero", DEFAULT_ZERO)  # which older files do not say
+        zero = step.get("zero", DEFAULT_ZERO)  # absent in older files
         if not isinstance(count, int) or not 1 <= count <= MOST_MICROBATCHES:
             raise ValueError(
                 f"step.num_microbatches is {count!r}; it must be a whole number from 1 to {MOST_MICROBATCHES:,}"
@@ -107,11 +107,11 @@ class TrainingPlan:
 
     @property
     def family(self) -> Family:
-        """The schedule family. One rank gains nothing by more than one microbatch in flight."""
+        """The schedule family. One rank gains nothing from more than one microbatch in flight."""
         return serial if self.schedule == "serial" else FAMILIES[self.schedule]
 
     def microbatching(self, config: Config) -> Microbatching:
-        """How the runtime cuts steps: by this, and by the token budget of the config where that is less."""
+        """Return how the runtime cuts steps: by this plan, and by the config's token budget if that is smaller."""
         return Microbatching(
             self.num_microbatches,
             self.family,
@@ -123,8 +123,8 @@ class TrainingPlan:
 
 
 def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
-    """Every unit's layout. One that is only colocated is a single stage on the first ranks of each of its host's
-    replicas."""
+    """Return every unit's layout. A unit that is only colocated is a single stage on the first ranks of each of its
+    host's replicas."""
     specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
     guests = {
         name: replace(specs[host], ep=1, pp=1, chunks=1, cuts=None)
@@ -135,7 +135,7 @@ def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
 
 
 Cut = Callable[[Specs, Mapping[str, str], Plan], Specs]
-"""Fills in the cuts of a layout (specs, what is colocated) whose plan with equally many layers it is handed."""
+"""Fills in the cuts of a layout (specs, what is colocated), given the layout's plan with equal cuts."""
 
 
 def plan_from_config(
@@ -144,11 +144,11 @@ def plan_from_config(
     made: TrainingPlan | None = None,
     cut: Cut | None = None,
 ) -> TrainingPlan:
-    """The plan that the config asks for, proven to be one that can train `model`; the model may be on the meta device.
+    """Return the plan that the config asks for, proven to be able to train `model`, which may be on the meta device.
 
-    Where it names none, that is `made`, or without it a plan of one rank. Of a plan file, and of `made`, all is taken
-    that the config does not say otherwise. cut: for units that say no cuts; without it, their stages have equally
-    many layers. Raises UserError that lists every problem.
+    If the config names no plan, that is `made`, or without it a plan of one rank. Values of a plan file, or of `made`,
+    hold unless the config sets them. cut: for units without cuts; without it, their stages have equally many layers.
+    Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
     graph, parallel, zero = model.graph, config.parallel, config.train.zero
@@ -165,7 +165,7 @@ def plan_from_config(
         plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
         goes_round = any(unit.chunks > 1 for unit in (parallel.units or {}).values())
         planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
-        if len(plan.ranks) == 1:  # which gains nothing by more in flight
+        if len(plan.ranks) == 1:  # nothing to gain from more in flight
             planned = replace(planned, num_microbatches=1, schedule="serial")
     else:
         planned = _read_plan(parallel.plan)
@@ -174,7 +174,7 @@ def plan_from_config(
     problems += _ranks_left_out(planned.plan)
     if not problems:
         problems = layout_problems(planned.plan, model.units)
-    if not problems and made is None:  # a search may find that nothing is best shared
+    if not problems and made is None:  # a searched plan may share nothing
         problems = _nothing_to_share(config, planned.plan, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)
@@ -195,7 +195,7 @@ def plan_from_config(
 
 
 def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
-    """The plan without what it says of recomputation where the config says it."""
+    """Return the plan without its recomputation for units whose recomputation the config sets."""
     asked = recompute_by_unit(config, model.units)
     return Plan(
         tuple(unit if asked[unit.name] is None else replace(unit, recompute=()) for unit in plan.units)
@@ -203,7 +203,7 @@ def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
 
 
 def zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
-    """Who keeps optimizer state, in one line."""
+    """Describe in one line which ranks keep optimizer state."""
     if planned.zero == "none" or not shares_state(planned.plan, model):
         return "every rank keeps the optimizer state of all that it trains"
     if planned.zero == "node":
@@ -215,7 +215,7 @@ def zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
 
 
 def shares_state(plan: Plan, model: MultimodalModel) -> bool:
-    """Whether any weight that trains is held more than once."""
+    """Return True if any weight that trains is held more than once."""
     trained = {
         name
         for unit in model.units.values()
@@ -238,7 +238,7 @@ def _nothing_to_share(config: Config, plan: Plan, model: MultimodalModel) -> lis
 def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:
     """Prove that the steps of this layout cannot deadlock, on a batch in which every sample has work everywhere.
 
-    It also compiles what every rank needs to order its messages, once and for all of them. Raises UserError.
+    This also compiles what every rank needs to order its messages, once for all of them. Raises UserError.
     """
     plan, count = planned.plan, planned.num_microbatches
     ones = {unit.name: [1] * count * max(len(unit.replicas) for unit in plan.units) for unit in plan.units}
@@ -271,13 +271,13 @@ def _model_spec(model: MultimodalModel) -> ModelSpec:
 
 
 def _unbounded(plan: Plan) -> Cluster:
-    """One node that has all ranks of the plan, and any memory."""
+    """Return a cluster of one node with all ranks of the plan and unlimited memory."""
     link = Link(bandwidth=1.0)
     return Cluster(1, max(plan.ranks, default=0) + 1, float("inf"), link, link)
 
 
 def _ranks_left_out(plan: Plan) -> list[str]:
-    """Training starts a rank for each that the plan uses, numbered from 0."""
+    """Report unused ranks below the highest: training starts one rank for each that the plan uses, numbered from 0."""
     idle = sorted({*range(max(plan.ranks, default=0))} - {*plan.ranks})
     if not idle:
         return []

@@ -1,4 +1,4 @@
-"""What would make a planned step faster, or what more training would cost: each said with its simulated step."""
+"""Advice on a plan: changes that would make its step faster, and what more training would cost, each simulated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dilatant.report.text.wording import bytes_text, counted, listed, percent_te
 from dilatant.schedule.plan_scorer import families_for
 
 NOTABLE = 0.01
-"""The part of a step that a change must save to be advised: less is within the accuracy of any prediction."""
+"""Share of a step that a change must save to be advised: less is within the accuracy of any prediction."""
 
 
 def plan_advice(planned: PlannedRun) -> tuple[str, ...]:
-    """What the search leaves to the user and would make the winner faster; then what unfreezing would cost."""
+    """Advise on changes that the search leaves to the user and that speed up the winner; then on unfreezing."""
     return (
         *_schedules(planned),
         *_recomputation(planned),
@@ -30,7 +30,7 @@ def plan_advice(planned: PlannedRun) -> tuple[str, ...]:
 
 
 def _schedules(planned: PlannedRun) -> list[str]:
-    """Of those that the search would have tried, had the config not named one."""
+    """Advise on schedules that the search would have tried if the config had not named one."""
     winner, named = planned.result.winner, planned.problem.config.parallel.schedule
     others = [name for name in families_for(winner.plan) if name != named] if named else []
     found = compare_schedules(planned.problem, winner, others)
@@ -56,7 +56,7 @@ def _recomputation(planned: PlannedRun) -> list[str]:
 
 
 def _microbatches(planned: PlannedRun) -> list[str]:
-    """Twice or half as many as the plan has, where the config let nobody try."""
+    """Advise on twice or half as many microbatches, unless the search tried these."""
     winner, advice = planned.result.winner, []
     tried = searched_counts(planned.problem, winner.replicas)
     for count in (2 * winner.num_microbatches, winner.num_microbatches // 2):
@@ -73,7 +73,7 @@ def _microbatches(planned: PlannedRun) -> list[str]:
 
 
 def _row_tokens(planned: PlannedRun) -> list[str]:
-    """Twice the token budget, where it cuts microbatches into more than the plan asked for."""
+    """Advise on twice the token budget, if it cuts microbatches into more than the plan asked for."""
     winner, tokens = planned.result.winner, planned.problem.config.row_tokens
     count, asked = winner.microbatches[0], winner.num_microbatches
     if winner.row_tokens is not None or count == asked:
@@ -119,7 +119,7 @@ def _instead(planned: PlannedRun, score: PlanScore) -> str:
 
 
 def _memory(planned: PlannedRun, score: PlanScore) -> str:
-    """As the plan's own is told: both with what is left free."""
+    """Describe the memory of the fullest device as the plan's own is: used and total include the reserve."""
     ranks, cluster = planned.result.winner.plan.ranks, planned.problem.target.cluster
     peaks = zip(score.peak_bytes, cluster.bytes_of(ranks).tolist(), ranks, strict=True)
     peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])

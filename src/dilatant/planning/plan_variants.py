@@ -1,4 +1,4 @@
-"""A plan changed in one way, and what that would make of its step."""
+"""Variants of a plan: one change, and the score of its step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilatant.schedule import FAMILIES
 def compare_schedules(
     problem: PlanningProblem, ranked: RankedPlan, names: Iterable[str] = FAMILIES
 ) -> dict[str, PlanScore]:
-    """The score of the plan under each of these schedule families. A family that cannot run it is left out."""
+    """Return the score of the plan under each of these schedule families. A family that cannot run it is left out."""
     found = {}
     for name in names:
         try:
@@ -28,7 +28,7 @@ def compare_schedules(
 
 
 def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanScore | None:
-    """The score of the plan if activations are kept; None where none are recomputed."""
+    """Return the score of the plan if activations are kept; None if none are recomputed."""
     units = problem.model.spec.units
     if all(unit.recompute in ("none", None) for unit in units):
         return None
@@ -38,9 +38,9 @@ def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanS
 
 
 def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> PlanScore | None:
-    """The score of the plan if every weight of the unit `name` trained.
+    """Return the score of the plan if every weight of the unit `name` trained.
 
-    Costs that were measured or read beside adapters lack the weight gradients of the base: then None.
+    Costs that were measured or read with adapters lack the weight gradients of the base: then None.
     """
     config, measured = problem.config, problem.measured
     model = describe_unfrozen(problem.model, name)
@@ -53,17 +53,17 @@ def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> P
 
 
 def score_with_microbatches(problem: PlanningProblem, ranked: RankedPlan, count: int) -> PlanScore:
-    """The score of the plan with so many microbatches in a step, where `train.row_tokens` allows."""
+    """Return the score of the plan with `count` microbatches per step, where `train.row_tokens` allows."""
     return scorer_of(problem.sharing(ranked.zero), ranked.score.schedule or None)(ranked.plan, count)
 
 
 def score_with_row_tokens(problem: PlanningProblem, ranked: RankedPlan, tokens: int) -> PlanScore:
-    """The score of the plan if a row of the language model may have so many tokens (`train.row_tokens`)."""
+    """Return the score of the plan if a row of the language model may have `tokens` tokens (`train.row_tokens`)."""
     train = problem.config.train.model_copy(update={"row_tokens": tokens})
     return _score(replace(problem, config=problem.config.model_copy(update={"train": train})), ranked)
 
 
 def _score(problem: PlanningProblem, ranked: RankedPlan, schedule: str | None = None) -> PlanScore:
-    """The score of the plan under `schedule`, else its own."""
+    """Return the score of the plan under `schedule`, else its own."""
     score = scorer_of(problem.sharing(ranked.zero), schedule or ranked.score.schedule or None)
     return score(ranked.plan, ranked.num_microbatches, ranked.row_tokens)

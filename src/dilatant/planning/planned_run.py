@@ -1,4 +1,4 @@
-"""A planned run: as the plan that trains, as the report that people read, and as the files of a plan folder."""
+"""Outputs of a planned run: the plan that trains, the report that people read, and the files of a plan folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dilatant.report.text.wording import count_text, counted, origin_text, secon
 
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
-    """What trains as `ranked` was simulated."""
+    """Return the plan that trains as `ranked` was simulated."""
     return TrainingPlan(
         ranked.plan,
         ranked.num_microbatches,
@@ -48,8 +48,8 @@ def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
 
 
 def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | None = None) -> PlanReport:
-    """The report of a planned run, with warnings about its data and its costs, what would make it faster, and why
-    layouts that somebody `asked` for, by their texts, were not chosen."""
+    """Return the report of a planned run, with warnings about its data and its costs, what would make it faster, and
+    why the layouts in `asked`, by their texts, were not chosen."""
     problem, cluster = planned.problem, planned.problem.target.cluster
     samples = problem.samples
     report = search_report(
@@ -94,7 +94,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | No
 
 
 def held_report(report: PlanReport, layout: str = "") -> PlanReport:
-    """The report of a plan that no search compared with all others: held to a layout, or timed as it is."""
+    """Return the report of a plan that was not compared with all others: held to a layout, or timed as it is."""
     held = f"It is the fastest plan like {layout!r} that was simulated; others were not looked at."
     return replace(
         report,
@@ -106,7 +106,7 @@ def held_report(report: PlanReport, layout: str = "") -> PlanReport:
 
 
 def _groups(planned: PlannedRun) -> tuple[str, ...]:
-    """What unlike devices do."""
+    """Return the report's reasons about groups of unlike devices."""
     problem = planned.problem
     spec, samples = problem.model.spec, problem.samples.first(problem.samples.available)
     names = [unit.name for unit in spec.units]
@@ -122,7 +122,7 @@ _REPORT = "report.json"
 
 
 def check_plan_folder(config: Config) -> None:
-    """Raise UserError where the run folder's plan/ holds what no plan wrote."""
+    """Raise UserError if the run folder's plan/ holds files that no plan wrote."""
     folder = Path(config.output_dir) / "plan"
     require_plain(folder.parent, is_run=True)
     foreign = [name for name in ("plan.json", "config.yaml", "costs.yaml") if (folder / name).exists()]
@@ -134,12 +134,11 @@ def check_plan_folder(config: Config) -> None:
 
 
 def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
-    """Write what `dilatant train`, `dilatant simulate` and a reader need into the run folder's plan/; returns that
-    folder."""
+    """Write and return the run folder's plan/: what `dilatant train`, `dilatant simulate` and a reader need."""
     problem, winner = planned.problem, planned.result.winner
     check_plan_folder(problem.config)
     folder = RunFolder(Path(problem.config.output_dir) / "plan")
-    folder.write_text(_REPORT, report.to_json() + "\n")  # first, for it tells that the folder is ours
+    folder.write_text(_REPORT, report.to_json() + "\n")  # first, as it marks the folder as ours
     folder.write_text("plan.json", training_plan(problem, winner).to_json())
     folder.write_config(problem.config)
     folder.write_text("costs.yaml", problem.measured.to_yaml())
@@ -148,7 +147,7 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
 
 
 def _cost_source(problem: PlanningProblem) -> str:
-    """Where the costs are from, for a reader."""
+    """Describe where the costs are from, for a reader."""
     groups = problem.measured.groups
     if len({own.origin for own in groups.values()}) > 1:
         return "; ".join(f"{name}: {origin_text(own.origin)}" for name, own in groups.items())
@@ -158,7 +157,7 @@ def _cost_source(problem: PlanningProblem) -> str:
 
 
 def _searched(planned: PlannedRun) -> str:
-    """Among what the winner is the best."""
+    """Describe the candidates among which the winner is the best."""
     problem, result = planned.problem, planned.result
     degrees = sorted({degree for known in problem.costs.layers.values() for degree in known})
     tensor, context = (sorted({degree[axis] for degree in degrees}) for axis in (0, 1))
@@ -181,7 +180,7 @@ def _either(values: Iterable[object]) -> str:
 
 
 def _decoding(planned: PlannedRun) -> list[str]:
-    """How many processors must decode, and where that is more than there are workers, what helps."""
+    """Say how many processors must decode and, if that is more than there are workers, what helps."""
     cost, config = planned.problem.decoding, planned.problem.config
     if cost is None:
         return []

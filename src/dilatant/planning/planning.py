@@ -49,14 +49,14 @@ from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.timeline import Timeline
 
 ALIKE = 0.02
-"""Divisions of devices whose slowest units differ by less count as one: which of them a batch asks for is no matter."""
+"""Divisions of devices whose slowest units differ by less (relatively) count as equal: a batch may ask for either."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningProblem:
-    """All that a search or a simulation needs. `measured` are the costs as measured or modelled, `costs` as this run
-    meets them (see `costs_in_use`). from_before: they were kept of an earlier measurement. decoding: of its samples on
-    this machine, None where that is not known."""
+    """Input of a search or a simulation. `measured` are the costs as measured or modelled, `costs` as this run meets
+    them (see `costs_in_use`). from_before: they were kept from an earlier measurement. decoding: cost of its samples on
+    this machine, None if unknown."""
 
     config: Config
     target: Target
@@ -69,7 +69,7 @@ class PlanningProblem:
 
     @property
     def policy(self) -> Policy:
-        """How samples are grouped into microbatches."""
+        """Policy that groups samples into microbatches."""
         return self.config.plan.assignment or "balanced"
 
     @property
@@ -77,15 +77,15 @@ class PlanningProblem:
         return self.config.train.global_batch_size
 
     def sharing(self, zero: Zero) -> PlanningProblem:
-        """The same where these share optimizer state."""
+        """Return the problem with optimizer state shared as `zero` says."""
         return replace(self, target=self.target.sharing(zero))
 
     def simulated(self) -> Workload:
-        """The global batches that plans are simulated on."""
+        """Return the global batches that plans are simulated on."""
         return self.samples.first(self.config.plan.steps * self.global_batch)
 
     def forward_seconds(self, samples: int) -> dict[str, tuple[float, float]]:
-        """Forward of a microbatch of mean samples on one device, by layer type: all of it, and what calls cost."""
+        """Return forward seconds of a mean microbatch on one device, by layer type: in all, and of calls alone."""
         simulated, seconds = self.simulated(), defaultdict[str, list[float]](lambda: [0.0, 0.0])
         for unit in self.model.spec.units:
             square, linear, _ = simulated.mean_row(unit.name, samples).tolist()
@@ -98,11 +98,11 @@ class PlanningProblem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedRun:
-    """The answer: the search's result, and the simulated step of its winner that is nearest to the mean. In `problem`
-    optimizer state is shared as under the winner.
+    """Result of planning: that of the search, and the simulated step of its winner that is nearest to the mean. In
+    `problem` optimizer state is shared as under the winner.
 
-    `work` is [samples, units] seconds on one device, of different samples; `stable` says
-    from which global batch on the data ask for the same division of devices, None where there is nothing to divide.
+    work: [samples, units] seconds on one device, of different samples. stable: global batch from which on the data ask
+    for the same division of devices; None if there is nothing to divide.
     """
 
     problem: PlanningProblem
@@ -120,9 +120,9 @@ def planning_problem(
     measure_again: bool = True,
     like: str | None = None,
 ) -> PlanningProblem:
-    """All that is to be known before a search. `say` gets what is being measured. Costs that were kept of the same
-    layers on this hardware stand in where `plan.measure_seconds` are over; without `measure_again` they count, and only
-    what they lack is measured. like: a layout whose degrees are offered, too. Raises UserError."""
+    """Collect all that a search needs. `say` gets what is being measured. Costs kept from earlier measurements of the
+    same layers on this hardware stand in when `plan.measure_seconds` are over; without `measure_again` they count at
+    once, and only what they lack is measured. like: a layout whose degrees are tried, too. Raises UserError."""
     _searched_sizes(config, target_of_run(config))  # before anything is measured
     whole = skeleton(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
@@ -140,8 +140,7 @@ def model_problem(
     say: Callable[[str], None] = lambda text: None,
     measure_again: bool = True,
 ) -> PlanningProblem:
-    """The problem of a model and samples that are at hand; of `config` neither counts. Arguments as of
-    `planning_problem`."""
+    """Return the problem of a given model and samples, whatever `config` names. Arguments as of `planning_problem`."""
     target = target_of_run(config)
     _searched_sizes(config, target)
     measures = config.plan.costs is None and target.is_local and not target.groups
@@ -174,8 +173,8 @@ def _without_context(costs: CostModel) -> CostModel:
 
 
 def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0) -> PlannedRun:
-    """Search for the plan of a run; all_devices: leave none idle if any plan uses all. fault_tolerance: nodes that may
-    be lost at once. Raises PlanError as `plan.search` does."""
+    """Search for the plan of a run. all_devices: leave none idle if any plan uses all. fault_tolerance: nodes that may
+    be lost at once. Raises PlanError like `plan.search`."""
     result = _search(problem, all_devices, fault_tolerance)
     problem = problem.sharing(result.winner.zero)
     work = _work(problem)
@@ -189,7 +188,7 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_toleranc
 
 
 def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[int, float | None]:
-    """Nodes that may be lost at once → the seconds of a step, planned for that; None where no plan allows it."""
+    """Return the seconds of a step by the number of nodes that may be lost at once; None if no plan allows that."""
     found: dict[int, float | None] = {}
     for tolerance in range(most + 1):
         try:
@@ -200,13 +199,13 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
 
 
 def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False) -> WhyNot:
-    """Why the search of this run chose no layout like `asked`."""
+    """Explain why the search of this run chose no layout like `asked`."""
     problem = planned.problem.sharing(asked.zero or planned.result.winner.zero)
     return _why_not(problem, asked, planned.result, all_devices)
 
 
 def plan_like(problem: PlanningProblem, asked: Asked) -> PlannedRun:
-    """The fastest plan like `asked`. Raises UserError that says why there is none."""
+    """Return the fastest plan like `asked`. Raises UserError that says why there is none."""
     problem = problem.sharing(asked.zero or problem.target.rules.zero)
     answer = _why_not(problem, asked, None, False)
     if not answer.plans:
@@ -234,7 +233,7 @@ def _why_not(
 
 
 def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
-    """The first of `plans` as the answer of a "search" that looked at no others."""
+    """Return the first of `plans` as the result of a "search" that looked at no others."""
     winner = plans[0]
     result = SearchResult(
         winner=winner,
@@ -283,8 +282,8 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
 
 
 def searched_row_tokens(config: Config) -> Sequence[int]:
-    """Tokens of a microbatch to try: none where the config says how many microbatches there are, or which published
-    system's plans to look at."""
+    """Return the token limits of a microbatch to try: none if the config sets the number of microbatches, or asks for a
+    published system's plans."""
     if config.parallel.microbatches is not None or config.plan.mode != Mode.BEST:
         return ()
     asked = config.plan.microbatch_tokens
@@ -292,13 +291,13 @@ def searched_row_tokens(config: Config) -> Sequence[int]:
 
 
 def _splits(config: Config) -> bool:
-    """Whether a schedule that the search tries splits backwards: none does that a published system would try."""
+    """Return True if the search tries a schedule that splits backwards; published systems' searches try none."""
     named = config.parallel.schedule
     return config.plan.mode == Mode.BEST if named is None else named in plan_scorer.SPLIT
 
 
 def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
-    """Samples per microbatch to try, of which some divide the global batch. Raises BatchError."""
+    """Return the samples per microbatch to try, of which some divide the global batch. Raises BatchError."""
     count = config.parallel.microbatches
     if count is None:
         return _microbatch_sizes(config)
@@ -306,7 +305,7 @@ def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
 
 
 def _sizes_for_count(batch: int, count: int, devices: int) -> list[int]:
-    """Samples per microbatch with which pipelines on some of the devices have `count` each. Raises BatchError."""
+    """Return samples per microbatch with which pipelines on some devices have `count` each. Raises BatchError."""
     shares = [count * pipelines for pipelines in range(1, devices + 1)]
     sizes = sorted({batch // share for share in shares if batch % share == 0})
     if not sizes:
@@ -322,11 +321,10 @@ def _sizes_for_count(batch: int, count: int, devices: int) -> list[int]:
 def time_plan(
     problem: PlanningProblem, plan: Plan, num_microbatches: int | None = None, row_tokens: int | None = None
 ) -> PlannedRun:
-    """A plan as it is, timed on the cluster of the problem: a "search" among this plan alone.
+    """Time a given plan on the cluster of the problem, as a "search" among this plan alone.
 
-    Without `num_microbatches` the fastest that `plan.microbatch_sizes` allow; row_tokens: as in `Candidate`. Raises
-    UserError for a plan that cannot train this model on this cluster, or a batch that does not divide among its
-    pipelines.
+    Without `num_microbatches`, the fastest that `plan.microbatch_sizes` allow is used; row_tokens: as in `Candidate`.
+    Raises UserError for a plan that cannot train this model here, or a batch that does not divide among its pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
     score = scorer_of(problem)
@@ -343,7 +341,7 @@ def time_plan(
 
 
 def typical_step(problem: PlanningProblem, ranked: RankedPlan) -> plan_scorer.Step:
-    """Of the simulated steps the one whose time is nearest to their mean."""
+    """Return the simulated step whose time is nearest to their mean."""
     own = ranked.plan, ranked.num_microbatches, ranked.row_tokens, ranked.score.schedule or None
     steps = simulated_steps(problem.sharing(ranked.zero), *own)
     mean = float(np.mean([step.seconds for step in steps]))
@@ -357,7 +355,7 @@ def simulated_steps(
     row_tokens: int | None = None,
     schedule: str | None = None,
 ) -> list[plan_scorer.Step]:
-    """One step for every simulated global batch, under `schedule`, else under the best that a search tries."""
+    """Simulate one step for every global batch, under `schedule`, else under the best that a search tries."""
     return plan_scorer.simulated_steps(
         plan,
         num_microbatches,
@@ -374,12 +372,12 @@ def simulated_steps(
 
 
 def costs_of_plan(problem: PlanningProblem, plan: Plan) -> StepCosts:
-    """What the steps of a plan cost by this problem: what `plan.json` hands to training."""
+    """Return what the steps of a plan cost in this problem, which `plan.json` hands to training."""
     return described_costs(plan, problem.model, problem.costs, problem.target)
 
 
 def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
-    """A step that a run measured, as the costs of `problem` predict the very same actions (without gradient sync)."""
+    """Predict a measured step: the very same actions by the costs of `problem` (without gradient sync)."""
     spec, target = problem.model.spec, problem.target
     validate(plan, spec, target.cluster)
     tokens = {unit: np.asarray(counts, dtype=np.float64) for unit, counts in step.tokens.items()}
@@ -396,7 +394,7 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
 
 
 def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
-    """The schedule families that a search of this problem tries."""
+    """Return the schedule families that a search of this problem tries."""
     named = _families(problem)
     if named is not None:
         return tuple(named)
@@ -405,14 +403,14 @@ def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
 
 
 def searched_counts(problem: PlanningProblem, pipelines: int) -> tuple[int, ...]:
-    """The numbers of microbatches that a search tries with so many pipelines."""
+    """Return the numbers of microbatches that a search tries with this many pipelines."""
     sizes = _searched_sizes(problem.config, problem.target)
     return tuple(problem.global_batch // (pipelines * size) for size in sizes
                  if problem.global_batch % (pipelines * size) == 0)  # fmt: skip
 
 
 def _families(problem: PlanningProblem) -> Mapping[str, Family] | None:
-    """The schedule family that the config names; None: those that suit a plan."""
+    """Return the schedule family that the config names; None: those that suit a plan."""
     named = problem.config.parallel.schedule
     return None if named is None else {named: FAMILIES[named]}
 
@@ -422,7 +420,7 @@ def _work(problem: PlanningProblem) -> NDArray[np.float64]:
 
 
 def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> PlanScorer:
-    """The function that scores plans under `schedule`, else under the best that a search of this problem tries."""
+    """Return the function that scores plans under `schedule`, else under the best schedule that a search tries."""
     return plan_scorer.plan_scorer(
         problem.model.spec,
         problem.costs,
@@ -441,8 +439,8 @@ def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> PlanScor
 def _stable_batch(
     problem: PlanningProblem, winner: RankedPlan, work: NDArray[np.float64]
 ) -> StableBatch | None:
-    """How large a batch must be to ask for the same devices per unit: those of one pipeline; where the winner does not
-    keep units apart, of the longest pipelines that could. Nothing is said of unlike devices."""
+    """Return how large a batch must be to ask for the same devices per unit: those of one pipeline; if the winner does
+    not keep units apart, those of the longest pipelines that could. None for unlike devices."""
     devices = problem.target.cluster.num_devices
     budget = devices // winner.replicas if winner.encoders_at is not EncoderPosition.IN_LANGUAGE else devices
     if work.shape[1] == 1 or not work.any() or problem.target.groups:
@@ -455,7 +453,7 @@ def _stable_batch(
 
 
 def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...], ...]:
-    """The ways to divide exactly these devices among the units, of one replica each."""
+    """Return the ways to divide exactly these devices among the units, of one replica each."""
     sizes = [
         {
             tp * cp * stages
@@ -509,7 +507,7 @@ def _microbatch_counts(problem: PlanningProblem, pipelines: int) -> list[int]:
 
 
 def _microbatch_sizes(config: Config, pipelines: int = 1) -> list[int]:
-    """The samples per microbatch that the config allows. Raises BatchError, naming the keys."""
+    """Return the samples per microbatch that the config allows. Raises BatchError, naming the keys."""
     try:
         return microbatch_sizes_for(config.train.global_batch_size, config.plan.microbatch_sizes, pipelines)
     except BatchError as error:

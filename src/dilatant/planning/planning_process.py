@@ -1,7 +1,7 @@
-"""Planning beside the launcher, in a process that ends with it.
+"""Planning process: a run is planned beside the launcher, in a process that ends with it.
 
-Layers are measured on a GPU. A process that has used one keeps a context there until it ends, with hundreds of
-megabytes that the rank on it needs; so the launcher never touches a GPU itself.
+Layers are measured on a GPU. A process that has used a GPU keeps a context there until it ends, with hundreds of
+megabytes that the rank on that GPU needs; so the launcher itself never touches a GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from dilatant.report.text.search_reasons import layout_text
 from dilatant.report.text.wording import count_text, microbatches_text, seconds_text
 
 REASONS = 3
-"""Of a plan's reasons, as many are said before training; all of them are on its page."""
+"""Number of a plan's reasons that are printed before training; its page has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningJob:
-    """config: its `cluster` are the devices at hand. launcher: who started a process for each of them, or empty.
-    folder: of the run."""
+    """Input of the planning process. config: its `cluster` is the devices at hand. launcher: what started a process for
+    each of them, or empty. folder: of the run."""
 
     config: Config
     launcher: str
@@ -51,7 +51,7 @@ class PlanningJob:
 
 @dataclass(frozen=True, slots=True)
 class ChosenPlan:
-    """plan_json: of a `TrainingPlan`. lines: what it is, and why, for the user."""
+    """Result of the planning process. plan_json: of a `TrainingPlan`. lines: what it is, and why, for the user."""
 
     plan_json: str
     lines: tuple[str, ...]
@@ -64,9 +64,9 @@ class _Failure:
 
 
 def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
-    """Plan a run, and write its plan folder, in a process of its own. progress: gets what is being done.
+    """Plan a run and write its plan folder, in a process of its own. progress: called with what is being done.
 
-    Raises UserError for what the user can mend, WorkerFailed for the rest.
+    Raises UserError for what the user can fix, WorkerFailed for the rest.
     """
     warm_up()
     context = multiprocessing.get_context("forkserver")
@@ -102,7 +102,7 @@ def _serve(connection: Connection, job: PlanningJob, shared: str | None) -> None
     try:
         answer: object = _choose(job, connection.send)
     except UserError as error:
-        answer = UserError(str(error))  # of the plan's own errors, some do not survive a pipe
+        answer = UserError(str(error))  # some kinds of UserError cannot be sent through a pipe
     except BaseException as error:
         answer = _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
     with suppress(OSError):  # the launcher is gone
@@ -141,7 +141,7 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
 
 
 def for_devices_here(config: Config) -> tuple[Config, list[str]]:
-    """The config for the devices at hand: those of `cluster.hardware` may be elsewhere."""
+    """Return the config for the devices at hand, and lines to print if those of `cluster.hardware` are elsewhere."""
     cluster = config.cluster
     if cluster.groups:
         names = ", ".join(f"{group.num_devices} of {group.name}" for group in cluster.groups)
@@ -157,8 +157,7 @@ def for_devices_here(config: Config) -> tuple[Config, list[str]]:
 
 
 def check_all_used(planned: PlannedRun, launcher: str) -> None:
-    """A launcher, if that is named, has started a process for each device: each must have something to do. Raises
-    UserError."""
+    """Raise UserError if a launcher is named, which has started one process per device, and a device stays idle."""
     devices, used = planned.problem.target.cluster.num_devices, len(planned.result.winner.plan.ranks)
     if launcher and used != devices:
         layers = ", ".join(f"{unit.name} {len(unit.layers)}" for unit in planned.problem.model.spec.units)
@@ -185,6 +184,6 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
 
 
 def _reasons(report: PlanReport) -> list[str]:
-    """The first of the page's reasons, after its shape, which is said already; then how sure it is."""
+    """Return the first of the page's reasons after its shape, which is printed already; then how sure the plan is."""
     others = report.reasons[1:]
     return [*others[: REASONS - 1], *others[-1:]] if len(others) >= REASONS else [*others]

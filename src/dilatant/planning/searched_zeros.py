@@ -1,4 +1,4 @@
-"""Who may share optimizer state under the plans of a run."""
+"""ZeRO variants of a search: which ranks may share optimizer state under the plans of a run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dilatant.planning.problem.planned_hardware import Target
 
 @dataclass(frozen=True, slots=True)
 class SearchedZeros:
-    """Who may share optimizer state under a plan, those preferred first: plans of all kinds are looked for under
-    `searched`, the best of which is simulated under `glanced`, too."""
+    """ZeRO variants to try, preferred ones first. Plans of all kinds are searched under `searched`; the best is also
+    simulated under `glanced`."""
 
     searched: tuple[Zero, ...]
     glanced: tuple[Zero, ...] = ()
 
 
 def searched_zeros(config: Config, target: Target, fault_tolerance: int = 0) -> SearchedZeros:
-    """What a search tries where `train.zero` says nothing. Published systems' plans are compared as they share by
-    default. Where nodes may be lost none may take state along, and state on the host is not to be there several times.
-    """
+    """Return what a search tries if `train.zero` is not set. Plans of published systems are compared with the default.
+    If nodes may be lost, none may hold the only copy of some state; offloaded state must not be held several times on a
+    host."""
     if config.train.zero is not None:
         return SearchedZeros((config.train.zero,))
     tried: list[Zero] = [DEFAULT_ZERO]
@@ -33,6 +33,6 @@ def searched_zeros(config: Config, target: Target, fault_tolerance: int = 0) -> 
         tried += ["all"] if several and not (config.resilience.enabled or fault_tolerance) else []
     if target.cluster.num_devices <= FEW:
         return SearchedZeros(tuple(tried))
-    # A search on so many devices may take only so long, and what spares memory makes other plans possible.
+    # Search time is limited on many devices; variants that save memory are searched, as they allow other plans.
     searched = tuple(zero for zero in tried if zero != "none")
     return SearchedZeros(searched, tuple(zero for zero in tried if zero not in searched))
