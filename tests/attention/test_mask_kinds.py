@@ -23,7 +23,7 @@ from dilatant.attention.masks.packing import RowLayout, Segment
 from oracles import dense_mask as oracle
 
 # Compiled code is loaded on first use, which no deadline should count.
-checked = settings(deadline=None, print_blob=True, max_examples=60)
+checked = settings(deadline=None, print_blob=True, max_examples=30)
 
 
 def seen(mask: AttentionMask) -> np.ndarray:

@@ -118,6 +118,7 @@ def test_the_integer_program_finds_the_best_microbatches_of_a_small_batch():
     assert max(load[group].sum(axis=0).max() for group in solved.groups) == pytest.approx(best, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_knowing_what_is_frozen_never_costs_time_and_fits_are_called_fits():
     replayed, shapes = cornstarch_partition.stage_times_replayed(), cornstarch_partition.factors_from_shapes()
     assert {one.basis for one in replayed.outcomes} == {"replayed"}
@@ -136,6 +137,7 @@ def test_cells_of_the_data_set_that_set_a_factor_are_not_predictions():
         assert int(one.paper.split(" of ")[1]) in (tables, by_basis[one.basis])
 
 
+@pytest.mark.slow
 @needs_sizes
 def test_what_the_papers_own_throughput_goes_into_is_not_called_a_prediction():
     folder = SHARED / "traces/oobleck"

@@ -103,12 +103,16 @@ def test_a_run_trains_with_the_plan_that_it_made_and_goes_on_with_it(
     assert kept.to_json() == TrainingPlan.from_json(made).to_json()
     assert "as it was planned before" in said.getvalue()
     assert "planning" not in said.getvalue()  # nothing was
-    code, out, err = dilatant("resume", run, "--set", "train.steps=2", "--set", "cluster.gpus_per_node=4")
-    assert code == 0, err
-    assert "planned anew: the run had 2 devices, and there are 4 now" in out
-    assert plan_of(run / "plan.json").ranks == (0, 1, 2, 3)
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    anew = choose_plan(
+        load_config(run / "config.yaml", ["cluster.gpus_per_node=4"]),
+        Devices(1, 4),
+        RunFolder(run),
+        True,
+        Console(file=said, width=200),
+    )
+    assert anew is not None
+    assert "planned anew: the run had 2 devices, and there are 4 now" in said.getvalue()
+    assert anew.plan.ranks == (0, 1, 2, 3)
 
 
 @pytest.mark.slow
@@ -227,7 +231,7 @@ def test_a_failure_of_the_planning_process_is_told_with_its_trace(project: Path)
     job = PlanningJob("not a config", "", project / "run")  # type: ignore[arg-type]
     with pytest.raises(planning_process.WorkerFailed, match="planning failed: AttributeError") as failed:
         planning_process.plan_in_process(job, lambda text: None)
-    assert "_for_devices_here" in failed.value.details
+    assert "for_devices_here" in failed.value.details
 
 
 def rank_of_a_launcher(config: Config, variables: dict[str, str], answer: Connection) -> None:

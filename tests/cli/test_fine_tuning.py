@@ -138,6 +138,7 @@ def test_the_best_checkpoint_stays_is_exported_and_training_ends_without_a_bette
     assert (code, json.loads(out)["step"]) == (0, best), err
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_averages_and_the_best_of_the_undisturbed_one(
     project: Path, dilatant: Dilatant
 ) -> None:

@@ -61,6 +61,7 @@ def drawing(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_layouts_and_resumes_draw_the_same_noise(drawing: Path, dilatant: Dilatant) -> None:
     config = configure(drawing)
     assert dilatant("train", config, "--set", "parallel=single")[0] == 0
@@ -174,6 +175,7 @@ def test_pretrained_nets_and_their_autoencoders_begin_as_they_are(
     assert all(torch.equal(loaded[key], tensor) for key, tensor in autoencoder.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_token_of_the_vocabulary_asks_as_well_as_queries(drawing: Path, dilatant: Dilatant) -> None:
     config = configure(drawing, {"token": "~", "objective": "epsilon"}, steps=2)
     assert dilatant("train", config, "--set", "parallel=single")[0] == 0

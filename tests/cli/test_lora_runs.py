@@ -70,6 +70,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_adapters_go_on_where_they_were(project: Path, dilatant: Dilatant) -> None:
     save_as_the_hub_does("llava", project / "whole")
     tree = whole_with_lora()

@@ -18,6 +18,7 @@ def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return project
 
 
+@pytest.mark.slow
 def test_a_start_without_a_file_shows_the_file_it_stands_for_and_trains_it(
     inside: Path, dilatant: Dilatant
 ) -> None:

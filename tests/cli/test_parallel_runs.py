@@ -65,9 +65,7 @@ def layout(parallel: dict) -> tuple[str, str]:
     return "--set", f"parallel={json.dumps(parallel)}"
 
 
-def test_three_processes_have_the_losses_of_one_and_resume_under_any_layout(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_three_processes_have_the_losses_of_one_and_resume_as_one(project: Path, dilatant: Dilatant) -> None:
     config = project / "config.yaml"
     tree = tiny_config(save_steps=3)
     tree["model"]["language_model"]["config"] |= PHI
@@ -95,16 +93,25 @@ def test_three_processes_have_the_losses_of_one_and_resume_under_any_layout(
     assert report.measured is not None
     # The same actions, in the order in which each rank runs them.
     assert actions(report.measured) == actions(report.timeline)
-    # From three processes into one, and from one process into two that share both units.
     (run / "checkpoints" / "step-00000006").rename(project / "gone")
     code, _, _ = dilatant("resume", run, "--set", "parallel=single")
     assert code == 0
     assert losses(run) == pytest.approx(losses(project / "one"), rel=1e-4)
-    one = project / "one"
-    (one / "checkpoints" / "step-00000006").rename(project / "gone too")
-    code, _, _ = dilatant("resume", one, *layout(COLOCATED))
+
+
+@pytest.mark.slow
+def test_one_process_resumes_as_two_that_share_both_units(project: Path, dilatant: Dilatant) -> None:
+    config = project / "config.yaml"
+    tree = tiny_config(save_steps=3)
+    tree["model"]["language_model"]["config"] |= PHI
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    dilatant("train", config)
+    run = project / "run"
+    undisturbed = losses(run)
+    (run / "checkpoints" / "step-00000006").rename(project / "gone")
+    code, _, _ = dilatant("resume", run, *layout(COLOCATED))
     assert code == 0
-    assert losses(one) == pytest.approx(losses(run), rel=1e-4)
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)  # fp32 sums in another order
 
 
 def test_block_tables_give_the_losses_of_transformers_attention(project: Path, dilatant: Dilatant) -> None:
@@ -116,6 +123,7 @@ def test_block_tables_give_the_losses_of_transformers_attention(project: Path, d
     assert losses(project / "run") == pytest.approx(losses(project / "plain"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_images_may_see_themselves_whole(project: Path, dilatant: Dilatant) -> None:
     """The mask changes what is learned, travels with the export, and is used when the model answers."""
     config = project / "config.yaml"
@@ -232,7 +240,7 @@ def test_a_stage_that_fails_is_named_first_with_its_samples_and_nothing_else(
     assert code == 1
     last = err.strip().splitlines()[-1]
     assert re.search(
-        r"^error: rank 1, language replica 0 stage 0 \(layers 0 to 0\), F of microbatch 0 with samples "
+        r"^error: rank 1, language replica 0 stage 0 \(layers 0 to \d\), F of microbatch 0 with samples "
         r"'train.jsonl:\d+', .*: ValueError: out of paper$",
         last,
     ), last
@@ -247,6 +255,7 @@ def rank_that_never_begins(worker: Worker, config: Config, *_: Any) -> None:
     time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_a_signal_before_training_begins_just_ends_the_command(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_layout_in_part_is_completed_cut_timed_and_trains(
     """Also with degrees that plans are not made with by default: on a CPU tp is 1."""
     tree = tiny_config()
     tree["model"]["language_model"]["config"] |= {"attention_dropout": 0.0, "num_hidden_layers": 4}
-    tree |= {"cluster": {"hardware": "CPU", "gpus_per_node": 6}, "plan": {"steps": 1}}
+    tree |= {"cluster": {"hardware": "CPU", "gpus_per_node": 6}, "plan": {"steps": 1, "measure_seconds": 0}}
     (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     out, plan = tmp_path / "like.json", ("plan", project / "config.yaml")
     report = planned(dilatant, plan[1], "--like", "language: {tp: 2, pp: 2, chunks: 1}", "--out", out)
@@ -161,6 +161,7 @@ def slow_alone(costs: Path) -> None:
     costs.write_text(yaml.safe_dump(tree))
 
 
+@pytest.mark.slow
 def test_context_parallelism_is_planned_where_it_pays_and_trains(project: Path, dilatant: Dilatant) -> None:
     config, costs = project / "config.yaml", project / "costs.yaml"
     wide = (
@@ -190,6 +191,7 @@ def test_context_parallelism_is_planned_where_it_pays_and_trains(project: Path, 
     refused(dilatant("train", config, *trains, *other, "--set", plan), "needs attention over block tables")
 
 
+@pytest.mark.slow
 def test_what_the_plan_recomputes_for_lack_of_memory_is_in_its_file_and_trains(
     project: Path, dilatant: Dilatant
 ) -> None:

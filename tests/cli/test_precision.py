@@ -48,7 +48,7 @@ def test_precision_may_change_where_a_run_goes_on(project: Path, dilatant: Dilat
         assert (weight - saved(run, 6)[name]).norm() <= 0.05 * weight.norm(), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_bf16_run_is_exported_from_its_masters_in_the_format_of_its_sources(
     ranks: int, project: Path, dilatant: Dilatant
 ) -> None:

@@ -123,7 +123,7 @@ def test_going_back_in_a_run_goes_on_from_there_only(project: Path, dilatant: Di
     assert max(record["learning_rates"]["vision"] for record in records(run)[2:]) <= 0.001
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_stops_and_the_run_goes_on(
     project: Path, dilatant: Dilatant, number: signal.Signals
 ) -> None:
@@ -142,6 +142,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on(
     assert [record["step"] for record in records(project / "run")] == list(range(1, done + 3))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(project: Path, dilatant: Dilatant) -> None:
     configure(project, steps=40, save_steps=5)
     dilatant("train", project / "config.yaml", "--set", "output_dir=whole")
@@ -179,6 +180,7 @@ def test_losses_do_not_depend_on_how_samples_are_packed(project: Path, dilatant:
     assert losses(project / "many") == pytest.approx(losses(project / "one"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_export_is_reloaded_by_transformers_alone(project: Path, dilatant: Dilatant) -> None:
     dilatant("train", project / "config.yaml")
     export = project / "run" / "export"

@@ -81,6 +81,7 @@ def test_state_of_three_ranks_goes_on_in_one_process_and_then_in_two_ranks(
     assert any("@" in key for key in weights)
 
 
+@pytest.mark.slow
 def test_a_plan_that_shares_state_across_nodes_for_lack_of_memory_is_simulated_and_trained_so(
     project: Path, dilatant: Dilatant
 ) -> None:

@@ -318,6 +318,7 @@ def test_a_mistake_in_the_program_shows_where_it_happened():
         pool.close()
 
 
+@pytest.mark.slow
 def test_large_tasks_and_large_results_do_not_block_each_other():
     pool = WorkerPool(len, 2)
     try:

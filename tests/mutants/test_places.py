@@ -51,6 +51,7 @@ def test_a_place_that_does_not_fit_is_named(tree: Path, changes: dict[str, str],
     assert problem in found
 
 
+@pytest.mark.slow
 def test_a_change_is_noticed_by_a_test_that_passes_without_it(tree: Path) -> None:
     noticed = try_change(PLACE, tree, ("tests/test_type.py", "tests/test_one.py"), 60.0)
     assert (noticed.verdict, noticed.by) == (run.NOTICED, "tests/test_one.py::test_one")

@@ -213,6 +213,7 @@ def test_a_chain_that_recomputes_only_some_layers_still_fits():
     assert mixed > 5
 
 
+@pytest.mark.slow
 @often
 def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
     """Dense rows, which cost less the more even they are, unlike samples, backwards in halves, and gradients."""

@@ -118,6 +118,7 @@ def test_it_is_no_slower_than_the_search_of_any_way_and_says_what_each_takes(cas
     check(cases, one)
 
 
+@pytest.mark.slow
 @often
 def test_more_memory_never_hurts(cases):
     def one(seed):
@@ -137,6 +138,7 @@ def test_more_memory_never_hurts(cases):
     check(cases, one)
 
 
+@pytest.mark.slow
 @often
 def test_more_devices_never_hurt(cases):
     def one(seed):
@@ -151,6 +153,7 @@ def test_more_devices_never_hurt(cases):
     check(cases, one)
 
 
+@pytest.mark.slow
 @often
 def test_no_simulated_plan_beats_the_bound_whoever_shares_state(cases):
     """Simulated with gradients that are summed, and with memory that holds only some plans."""

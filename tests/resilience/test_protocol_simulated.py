@@ -7,7 +7,15 @@ import pytest
 from faults.simulator import simulate
 
 
-@pytest.mark.parametrize("first", range(0, 10_000, 1_000))
+@pytest.mark.parametrize(
+    "first",
+    [
+        0,
+        1_000,
+        2_000,
+        *(pytest.param(first, marks=pytest.mark.slow) for first in range(3_000, 10_000, 1_000)),
+    ],
+)
 def test_steps_count_once_on_all_survivors_whatever_is_lost(first: int) -> None:
     worlds = [simulate(seed) for seed in range(first, first + 1_000)]
     # The seeds must be hard enough to mean anything.

@@ -79,6 +79,7 @@ def test_losses_are_those_of_one_process_to_the_bit_whoever_leaves_when(
     assert found == losses(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_what_survivors_had_finished_of_a_step_counts_and_counts_once(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
@@ -97,6 +98,7 @@ def test_what_survivors_had_finished_of_a_step_counts_and_counts_once(
     assert found == losses(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_two_steps_that_nobody_was_told_of_are_written_down_by_whoever_is_left(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:

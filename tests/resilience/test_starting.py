@@ -27,6 +27,7 @@ def test_a_machine_that_a_launcher_started_imports_no_torch_to_be_an_agent(tmp_p
     config = EXAMPLES / "quickstart.yaml"
     program = f"""
 import sys
+from pathlib import Path
 import dilatant.resilience.processes.agent_run as agents
 from dilatant.cli.options import read_config
 from dilatant.cli.train import run
@@ -34,7 +35,7 @@ def told(options):
     print(options.host, options.port, options.stands_by, "torch" in sys.modules)
     return 75
 agents.run_agent = told
-sys.exit(run(read_config({str(config)!r}, ["resilience.enabled=true", "resilience.standby=b:1"])))
+sys.exit(run(read_config(Path({str(config)!r}), ["resilience.enabled=true", "resilience.standby=b:1"])))
 """
     placed = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
     done = subprocess.run(

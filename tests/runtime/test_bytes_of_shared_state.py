@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -61,15 +62,21 @@ def _peak(worker: Worker, zero: Any, node_of: list[int], dtype: torch.dtype) -> 
     return weight_bytes + live.peak, weight_bytes + between, parameters
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SHARED = [
+    ("none", [0, 0, 0, 0], 1),
+    ("all", [0, 0, 0, 0], 4),
+    ("all", [0, 0], 2),
+    ("node", [0, 0, 1, 1], 2),
+    ("node", [0, 0, 0], 3),
+]
+OFTEN = ((1, torch.float32), (2, torch.bfloat16), (3, torch.float32))
+
+
 @pytest.mark.parametrize(
-    ("zero", "node_of", "sharing"),
+    ("zero", "node_of", "sharing", "dtype"),
     [
-        ("none", [0, 0, 0, 0], 1),
-        ("all", [0, 0, 0, 0], 4),
-        ("all", [0, 0], 2),
-        ("node", [0, 0, 1, 1], 2),
-        ("node", [0, 0, 0], 3),
+        pytest.param(*SHARED[n], dtype, marks=() if (n, dtype) in OFTEN else pytest.mark.slow)
+        for n, dtype in itertools.product(range(len(SHARED)), (torch.float32, torch.bfloat16))
     ],
 )
 def test_a_rank_takes_what_the_memory_model_says(

@@ -27,7 +27,10 @@ from worker_pool import Worker, WorkerPool
 TWO = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (1, 2), cp=2), Stage(2, 4, (3, 4), cp=2)))
 
 
-@pytest.mark.parametrize("attention", ["causal", "bidirectional", "embedded"])
+@pytest.mark.parametrize(
+    "attention",
+    [*(pytest.param(word, marks=pytest.mark.slow) for word in ("causal", "bidirectional")), "embedded"],
+)
 def test_masks(workers: WorkerPool, attention: str) -> None:
     check_case(workers, case_of(TWO, attention=attention), "none", 1)
 
@@ -53,6 +56,7 @@ def test_masks_by_modality_and_of_one_s_own_on_any_ranks(workers: WorkerPool, at
     check_case(workers, case, "none", 1)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_share_tokens_alike(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (1, 2, 3, 4), tp=2, cp=2), Stage(2, 4, (5, 6), cp=2)))
     check_case(workers, case_of(plan, attention="embedded", loss_chunk=3, recompute="block"), "none", 1)
@@ -176,6 +180,7 @@ def test_states_of_linear_attention_pass_between_ranks(
     check_case(workers, case_of(plan, family, **changes, **HYBRID), "none", 1)
 
 
+@pytest.mark.slow
 def test_states_pass_along_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
     """Pieces are shorter than the kernel of the convolution, and some ranks have none."""
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (1, 2, 3, 4), cp=4),))

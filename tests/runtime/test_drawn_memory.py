@@ -185,7 +185,6 @@ def predicted(case: Drawn) -> np.ndarray:
                 replace(entry, unit=tensor_shard(entry.unit, tp)) if entry.is_divided else entry,
                 torch.device("cpu"),
                 case.dtype,
-                (),
             ),
             degree=(tp, 1),
         )

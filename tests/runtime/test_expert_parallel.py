@@ -92,6 +92,7 @@ def test_stages_on_the_same_ranks_divide_experts_unlike(workers: WorkerPool) -> 
     check_case(workers, expert_case((first, replace(last, ep=1))), "all", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("language", "ep", "recompute"), RECOMPUTED)
 def test_with_split_backward_and_recomputation(
     workers: WorkerPool, language: str, ep: int, recompute: str

@@ -398,6 +398,7 @@ def test_what_was_not_published_is_gone_at_the_end_and_after_a_kill(tmp_path: Pa
     assert not [*tmp_path.glob(".*"), *tmp_path.glob("frozen/.*")]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     code = (
         "import sys, torch\nfrom pathlib import Path\n"

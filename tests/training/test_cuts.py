@@ -34,7 +34,9 @@ def slowest(found: TrainingPlan, tokens: float) -> float:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project without layer costs that other tests measured and kept."""
+    monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
     write_samples(tmp_path, 32)
     return tmp_path
 

@@ -123,10 +123,10 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
 @pytest.mark.parametrize(
     ("policy", "row_tokens", "devices", "dense"),
     [
-        ("random", None, 4, False),
-        ("disttrain", None, 4, False),
+        pytest.param("random", None, 4, False, marks=pytest.mark.slow),
+        pytest.param("disttrain", None, 4, False, marks=pytest.mark.slow),
         ("entrain", None, 4, False),
-        ("balanced", 100, 4, False),
+        pytest.param("balanced", 100, 4, False, marks=pytest.mark.slow),
         ("searched", 100, 4, False),
         (
             "balanced",
@@ -134,7 +134,7 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
             3,
             False,
         ),  # which share the batch by tokens: their replicas divide it in no other way
-        ("balanced", None, 4, True),
+        pytest.param("balanced", None, 4, True, marks=pytest.mark.slow),
         ("balanced", 100, 1, False),  # one device cuts its steps as planned, too
     ],
 )

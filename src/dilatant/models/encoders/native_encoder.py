@@ -117,9 +117,7 @@ class NativeStage(SharesSamples, EncoderStage):
         width = self.geometry.width
         fed, taps = (fed[:, :width], [fed[:, width:]]) if has_taps else (fed, [])
         tower = cast(Any, copy.copy(model))
-        if hasattr(
-            tower, "deepstack_visual_indexes"
-        ):  # block numbers of the whole encoder; the stage may have none
+        if hasattr(tower, "deepstack_visual_indexes"):  # of the whole encoder; the stage may have none
             tower.deepstack_visual_indexes = [block - self.first_block for block in self.taps]
         full = getattr(tower, "fullatt_block_indexes", None)
         if full is not None:

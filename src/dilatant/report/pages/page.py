@@ -19,7 +19,7 @@ _TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
 
 
 def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -> str:
-    """Render a template of report/assets as one HTML file that needs no network and opens from a disk.
+    """Render a template of report/pages/assets as one HTML file that needs no network and opens from a disk.
 
     timelines: from `pack_chart`, one for each `timeline` of the template. values: template variables, all of which are
     escaped; a missing variable is an error rather than a blank. Only the page's own script may run in it.
@@ -28,7 +28,7 @@ def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -
     from markupsafe import Markup
 
     environment = Environment(
-        loader=PackageLoader("dilatant.report", "assets"),
+        loader=PackageLoader("dilatant.report.pages", "assets"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -58,7 +58,7 @@ def write_page(path: str | Path, text: str) -> Path:
 
 @cache
 def _asset(name: str) -> str:
-    return (files("dilatant.report") / "assets" / name).read_text(encoding="utf-8")
+    return (files("dilatant.report.pages") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _script_safe(value: Any) -> str:
