@@ -1,11 +1,11 @@
-"""Analytic layer costs from FLOPs and bytes, for hardware that is not available. A `CostModel` made here has the origin
-"analytic": its seconds are modelled, not measured, and rank plans rather than predict a step time.
+"""Analytic layer costs from FLOPs and bytes, for hardware that is not available. A cost model from this module has the
+origin "analytic": its seconds are modelled, not measured, so they serve to rank plans, not to predict a step time.
 
-A layer's forward takes its multiply-adds and those of attention at the speed of large matrix products, its activation
-traffic and one read of its weights at memory speed, its kernel launches and, under tensor or context parallelism, its
-collectives over the links of its group, all exposed. The input-gradient half repeats the forward's products (attention
-2.5 times, because its backward recomputes the scores), the weight-gradient half repeats them once more. The working
-memory of a backward is half the bytes that the layer kept, as for a Llama block.
+A layer's forward seconds are the sum of its multiply-adds and those of attention at the speed of large matrix products,
+its activation traffic and one read of its weights at memory bandwidth, its kernel launches and, under tensor or context
+parallelism, its collectives over the links of its group, none of which overlaps. The input-gradient half repeats the
+forward's products (attention 2.5 times, because its backward recomputes the scores), the weight-gradient half repeats
+them once more. The working memory of a backward is half the bytes that the layer keeps for it, as for a Llama block.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class LayerShape:
     """Size of a layer for the analytic model, for tp = cp = 1 and per token unless stated otherwise.
 
     `matmul`: multiply-adds (parameters of the matrix products); `leading`: those of products that read the layer's
-    input directly (not differentiated with respect to it if nothing before trains). `attention_width`: heads times head
-    size; `attended_share`: share of token pairs that attend (1/2 if causal); `key_value_width`: width of keys plus
+    input directly (without an input gradient if nothing before the layer trains). `attention_width`: heads times head
+    size; `attended_share`: fraction of token pairs that attend (1/2 if causal); `key_value_width`: width of keys plus
     values. `kept` and `weight_kept`: activation elements kept for the backward and for its weight half; `weight_only`:
     the part of `kept` that only weight gradients need; `traffic`: elements read and written by elementwise kernels.
     `output_width`: elements sent to the next layer for each of `output_share` tokens per input token (less than 1 if a
     projector merges patches). `row_kept`: the part of `kept` that exists for whole rows even if the rest runs in
-    chunks. `routed_width`: numbers per token that are sent to experts on other ranks: its width, times the experts of a
-    token. `parameters` and `launches` are per layer. `collectives`: tensor-parallel regions, each with an all-gather
-    before and a reduce-scatter after it. `trained_share`: share of the products whose weights train when the layer
-    trains. `forward_only`: multiply-adds that never have a backward (an autoencoder that makes targets). `divided`:
-    False if every tensor-parallel rank computes the whole layer.
+    chunks. `routed_width`: elements per token that are sent to experts on other ranks: hidden width times the experts
+    per token. `parameters` and `launches` are per layer. `collectives`: tensor-parallel regions, each with an
+    all-gather before and a reduce-scatter after it. `trained_share`: fraction of the products whose weights train when
+    the layer trains. `forward_only`: multiply-adds that never have a backward (an autoencoder that makes targets).
+    `divided`: False if every tensor-parallel rank computes the whole layer.
     """
 
     matmul: int
@@ -142,8 +142,8 @@ def analytic_cost(
     cp: int = 1,
     gpus_per_node: int | None = None,
 ) -> LayerCost:
-    """Model the cost of one layer on a group of tp * cp devices, by a sample's tokens (before cp splits them).
-    gpus_per_node: None if all devices are on one node."""
+    """Model the cost of one layer on a group of tp * cp devices as a function of a sample's tokens (before cp splits
+    them). gpus_per_node: None if all devices are on one node."""
     if not shape.divided:
         tp = 1
     links = hardware.group_links(tp, cp, gpus_per_node)
@@ -214,9 +214,9 @@ def analytic_costs(
 def collective_seconds(
     shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int, backward: bool = False
 ) -> Quadratic:
-    """Return the seconds that one pass of a layer waits for collectives, by a sample's tokens: all-gathers and
-    reduce-scatters of hidden states (tensor parallelism), and the all-gather of keys and values (context parallelism),
-    whose gradients the backward sends to their ranks in fp32."""
+    """Return the seconds that one pass of a layer waits for collectives, as a function of a sample's tokens:
+    all-gathers and reduce-scatters of hidden states (tensor parallelism), and the all-gather of keys and values
+    (context parallelism), whose gradients the backward sends to their ranks in fp32."""
     result = _exchanged(shape, links.tensor, dtype, tp, cp).scaled(2.0)
     if cp > 1 and shape.key_value_width:
         moved = (cp - 1) / cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / tp
@@ -226,7 +226,7 @@ def collective_seconds(
 
 def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
     """Return the seconds of one pass to send all tokens of a rank to experts on other ranks of its group and back:
-    first counts, then rows there, then rows back."""
+    an exchange of counts, then the rows to the experts, then the rows back."""
     if tp * cp == 1 or not shape.routed_width:
         return ZERO
     moved = 2 * shape.routed_width * BYTES[dtype] / (tp * cp)
@@ -234,18 +234,18 @@ def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, 
 
 
 def kept_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
-    """Return the collective seconds that keeping attention saves in recomputation: all but hidden states' gathers."""
+    """Return the collective seconds that selective recomputation saves: all but the all-gathers of hidden states."""
     exchanged = _exchanged(shape, links.tensor, dtype, tp, cp)
     return collective_seconds(shape, links, dtype, tp, cp) + exchanged.scaled(-1.0)
 
 
 def kept_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
-    """Return a rank's bytes of the reduce-scatters' outputs, which are kept together with attention."""
+    """Return the bytes per rank of the reduce-scatter outputs, which selective recomputation keeps with attention."""
     return Quadratic(b=BYTES[dtype] * shape.collectives * shape.output_width / (tp * cp)) if tp > 1 else ZERO
 
 
 def _exchanged(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
-    """Return the seconds of the all-gathers of hidden states; the reduce-scatters take as long."""
+    """Return the seconds of the all-gathers of hidden states; the reduce-scatters take the same time."""
     if tp == 1:
         return ZERO
     moved = (tp - 1) / tp * shape.output_width * BYTES[dtype] / cp
@@ -253,8 +253,8 @@ def _exchanged(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Q
 
 
 def gathered_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
-    """Return the bytes that running attention holds of other ranks' keys and values of a row, and of their gradients in
-    fp32: two of four groups of heads (see `attention.context_parallel`)."""
+    """Return the bytes of other ranks' keys and values of a row, and of their fp32 gradients, that attention holds
+    while it runs: those of two of four groups of heads (see `attention.context_parallel`)."""
     if cp == 1:
         return ZERO
     return Quadratic(b=shape.key_value_width / tp * (BYTES[dtype] + 4) / 2)

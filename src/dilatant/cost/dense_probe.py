@@ -34,7 +34,7 @@ def dense_seconds(
     alone, together: arguments of `layer` for a row of one sample, and for one of several samples with as many tokens.
     The block runs as the layer calls it, without work that a stage does once for all blocks (the mask, position
     tables), and its backward goes to the input only, since weight gradients are equal in both. The two cases alternate
-    and the median of their ratios counts, so that a temporary slowdown affects both. end: see `cost.profile.measure`.
+    and the median of their ratios is used, so that a temporary slowdown affects both. end: see `cost.profile.measure`.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     calls = [_call_of(layer, block, given) for given in (alone, together)]

@@ -1,4 +1,4 @@
-"""Hardware: specifications of devices and links, from a file shipped with the package or one of the user."""
+"""Hardware: specifications of devices and links, from a file shipped with the package or the user's own file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Hardware:
     """A device type. `peak_flops` per second by dtype, `memory` in bytes, `bandwidth` in bytes per second.
 
     `inside` links devices of one node, `between` links a node to the others through `ports` network ports. `launch`:
-    seconds to start a kernel. The two efficiencies are the shares of peak that large kernels reach. `source`: origin
+    seconds to start a kernel. The two efficiencies are the fractions of peak that large kernels reach. `source`: origin
     of the numbers.
     """
 
@@ -60,8 +60,8 @@ class Hardware:
     source: str = ""
 
     def group_links(self, tp: int, cp: int, gpus_per_node: int | None = None) -> GroupLinks:
-        """Return the links of a stage of tp * cp devices with so many on a node (None: any number). If its
-        context-parallel rings span nodes, each of which it fills, tp rings share a node's ports."""
+        """Return the links of a stage of tp * cp devices with `gpus_per_node` devices per node (None: one node holds
+        all). If its context-parallel rings span nodes, which the stage fills, tp rings share a node's ports."""
         if gpus_per_node is None or tp * cp <= gpus_per_node:
             return GroupLinks(self.inside, self.inside)
         share = min(self.inside.bandwidth, self.between.bandwidth / tp)
@@ -76,7 +76,8 @@ class Hardware:
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Link, float]:
     """Fit a link's `latency + bytes / bandwidth` to the measured seconds of messages of `sizes` bytes, by least squares
-    of relative errors. Returns it and its largest relative error. Raises ValueError if larger messages take no longer.
+    of relative errors. Returns link and largest relative error. Raises ValueError if larger messages
+    take no longer.
     """
     line, error = fit(sizes, seconds, square=False)
     if line.b <= 0.0:
@@ -121,7 +122,7 @@ def read_hardware_file(text: str, where: str) -> dict[str, Any]:
 def load_hardware(name: str, path: Path | None = None) -> Hardware:
     """Load the device called `name` from `path`, by default from the file shipped with the package.
 
-    Raises UserError with the available devices, or with every key of this one that is missing, unknown or no number.
+    Raises UserError that lists the available devices, or each key of this device that is missing, unknown or no number.
     """
     where = str(path) if path is not None else "the built-in hardware file"
     try:

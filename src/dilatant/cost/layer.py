@@ -1,4 +1,4 @@
-"""Layer costs, and the frozen rule: the work that remains of a layer that does not train."""
+"""Layer costs, and the frozen rule: the passes that a layer needs when it, or everything before it, does not train."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ZERO = Quadratic()
 class LayerCost:
     """Seconds and bytes of one layer on one (tp, cp) group, as functions of a sample's tokens; bytes are per rank.
 
-    `first_trainable`: backward of a trainable layer with nothing trainable before it: weight gradients and the input
-    gradients inside the layer, but not the one it would send on. `recompute`: seconds of running the forward again;
+    `first_trainable`: backward of a trainable layer with nothing trainable before it: weight gradients and the
+    gradients inside the layer, but no gradient of the layer's input. `recompute`: seconds of running the forward again;
     `checkpoint_bytes`: bytes kept when activations are recomputed. `weight_bytes`: the part of `activation_bytes` that
     stays from the input-gradient half to the weight-gradient half of a split backward. `output_bytes`: sent to the
     next stage. `parameters`: held by one rank.
@@ -29,7 +29,7 @@ class LayerCost:
     rank.
     `common_bytes`: inputs that all blocks of a stage share and keep (rotary tables); they count once per stage.
     `forward_bytes`: bytes of a forward without a backward, including the input; `frozen_working_bytes`:
-    `working_bytes` of a frozen layer. Zero: as if the layer trains.
+    `working_bytes` of a frozen layer. Zero: the value of a layer that trains is used.
     `dense_seconds`: (tokens, seconds): extra seconds of forward and backward of a row of several samples over one
     sample of as many tokens, if attention computes all pairs of such a row; empty: not measured.
     `splits`: the weight gradient can be computed later. A layer `in_chunks` is always recomputed, and holds
@@ -117,7 +117,7 @@ def trainable_before(trainable: Sequence[bool], upstream: bool = False) -> tuple
 
     `upstream`: whether any parameter of the units that feed this one trains (encoders and projectors for a language
     model). The layer itself does not count; eq. 3.3 of Cornstarch (the thesis) would charge the first trainable layer
-    for an input gradient that nobody needs.
+    for an input gradient that is not needed.
     """
     result, seen = [], upstream
     for flag in trainable:
@@ -147,7 +147,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
     working = cost.working_bytes
     if not trainable and cost.frozen_working_bytes != ZERO:
         working = cost.frozen_working_bytes
-    # A layer that keeps as much when recomputed (a head, an embedding) is not, unless it runs in chunks.
+    # A layer for which recomputation saves nothing (a head, an embedding) is recomputed only if it runs in chunks.
     recomputed = cost.in_chunks or (recompute != "none" and cost.checkpoint_bytes != cost.activation_bytes)
     if recomputed:
         input_gradient = input_gradient + cost.recompute

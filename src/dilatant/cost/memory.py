@@ -32,7 +32,7 @@ class ParameterBytes:
 
     @property
     def own_gradient(self) -> float:
-        """Additional bytes from the last backward to the update, of a weight that other ranks hold too."""
+        """Additional bytes from the last backward to the update, for a weight that other ranks hold as well."""
         return self.summed if self.keeps_gradients else 0.0
 
     @property

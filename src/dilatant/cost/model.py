@@ -48,7 +48,7 @@ class CostModel:
 
     @property
     def unmeasured(self) -> list[str]:
-        """Return the layer types of a measured model that are modelled, because measuring ended before them."""
+        """Return the layer types of a measured model that are modelled, because time ran out before them."""
         errors = {kind: [cost.fit_error for cost in own.values()] for kind, own in self.layers.items()}
         if self.origin != "measured" or all(error is None for own in errors.values() for error in own):
             return []  # an analytic model, or a file without fit errors
@@ -160,7 +160,7 @@ class CostModel:
 
 
 def save_costs(costs: CostModel, path: Path) -> None:
-    """Write the cost model as YAML, atomically because others may be reading the file. Raises OSError."""
+    """Write the cost model as YAML, atomically because other processes may be reading the file. Raises OSError."""
     write_named(path, costs.to_yaml())
 
 
@@ -181,7 +181,7 @@ def save_group_costs(costs: CostModel, group: str, path: Path) -> CostModel:
 
 
 def load_costs(path: Path, hardware: str | None = None) -> CostModel:
-    """Read a cost model. Raises UserError if it is not one, or if it is for other hardware than `hardware`."""
+    """Read a cost model. Raises UserError if the file is no cost model, or is for other hardware than `hardware`."""
     try:
         text = read_text(path, MOST_BYTES)
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """Layer profiling: measure forward, input gradient and weight gradient at several token counts, and fit the costs.
 
-This room knows no model: it takes functions that build a layer and its inputs. Importing this module imports no torch;
-measuring does.
+This package contains no model code: callers pass functions that build a layer and its inputs. Importing this module
+imports no torch; measuring does.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class LayerProbe:
     one rank's shard. `inputs(tokens)`: makes its positional and keyword arguments for one sample of `tokens` tokens
     (before cp splits them); the first floating-point tensor among the positional ones is its input.
     `keep`: a `context_fn` of torch's `checkpoint` that keeps attention, whose first context has `nbytes`.
-    `tokens`: its own token counts to measure at. `square`: False if nothing grows with the square of the tokens,
-    because more tokens are more images that do not attend to each other. `checkpoint_share`: share of the input that
-    is kept for recomputation, under tensor parallelism the rank's tokens. `before_chunks(layer)`: the part that runs on
-    whole rows while the rest runs in chunks. `blocks(layer)`: the blocks in it that get tensors shared by all blocks of
-    a stage. `dense`: given for a block whose attention computes extra pairs in a row of several samples. `modelled`:
-    its modelled cost, which divides the time budget among probes and replaces measurements that are left out.
+    `tokens`: token counts to measure at instead of the common ones. `square`: False if nothing grows with the square of
+    the tokens, because more tokens are more images that do not attend to each other. `checkpoint_share`: fraction of
+    the input that is kept for recomputation, under tensor parallelism the rank's tokens. `before_chunks(layer)`: the
+    part that runs on whole rows while the rest runs in chunks. `blocks(layer)`: the blocks in it that get tensors
+    shared by all blocks of a stage. `dense`: set for a block whose attention computes extra pairs in a row of several
+    samples. `modelled`: modelled cost, which divides the time budget among probes and replaces omitted measurements.
     """
 
     kind: str
@@ -148,8 +148,8 @@ def _measured(
     pairs: _Pairs,
     ratio: float,
 ) -> LayerCost | None:
-    """Return the fitted cost of a layer; None if time runs out before all token counts are measured. ends: times at
-    which this layer should end, and all must. pairs: is extended by the measurements. ratio: of earlier layers."""
+    """Return the fitted cost of a layer; None if time runs out before all token counts are measured. ends: end of this
+    layer's time, and of all measuring. pairs: measurements are appended to it. ratio: of earlier layers."""
     layer, counts = probe.build(), sorted(probe.tokens or tokens)
     measured: list[Measurement] = []
     for count, end in zip(counts, divided(ends[0], [*map(probe.expected, counts)]), strict=True):
@@ -180,7 +180,7 @@ def _dense_seconds(
 def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = True) -> LayerCost:
     """Fit the cost of a layer; `fit_error` is the largest relative error over its forward and backward seconds.
 
-    Weight gradients get no quadratic term: they do not grow that way, so it would be noise that longer rows amplify.
+    Weight gradients get no quadratic term: they grow linearly, so the term would be noise that longer rows amplify.
     """
     counts = [entry.tokens for entry in measured]
     errors: list[float] = []
@@ -350,7 +350,7 @@ def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> in
 
 
 def _working_bytes(device: torch.device, forward: Callable[[], torch.Tensor]) -> int:
-    """Return the peak bytes of a backward beyond those at its begin, without weight gradients."""
+    """Return the peak bytes of a backward beyond those at its start, without weight gradients."""
     import torch
 
     for _ in range(2):  # the first one allocates the weight gradients
@@ -396,9 +396,9 @@ def _saved_bytes(
 ) -> tuple[int, int, int]:
     """Return the bytes that autograd saves, the part that a split backward keeps for its weight half, and the output's.
 
-    Counted by storage, so that views are not counted twice, and without parameters. The weight half needs the inputs of
-    all linear layers and the gradients of their outputs; for experts with stacked weights, approximately all that is
-    saved inside them and the gradient of their output.
+    Bytes are counted per storage, so that views are not counted twice, and without parameters. The weight half needs
+    the inputs of all linear layers and the gradients of their outputs; for experts with stacked weights, approximately
+    all that is saved inside them and the gradient of their output.
     """
     import torch
 

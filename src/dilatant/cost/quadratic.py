@@ -44,10 +44,9 @@ class Quadratic:
 def fit(tokens: Sequence[float], values: Sequence[float], square: bool = True) -> tuple[Quadratic, float]:
     """Fit the non-negative quadratic that is nearest in relative error. Returns it and its largest relative error.
 
-    Relative, because in absolute errors the longest sample would decide alone; non-negative, because a negative
-    coefficient predicts nonsense outside the measured range. Each coefficient needs a distinct value of `tokens`: with
-    one value only b is fitted, with two, or without `square`, b and c. Raises ValueError without measurements or for
-    values that are not positive.
+    Absolute errors would let the longest sample decide alone; a negative coefficient would predict nonsense outside the
+    measured range. Each coefficient needs a distinct value of `tokens`: with one value only b is fitted, with two, or
+    without `square`, b and c. Raises ValueError without measurements or for values that are not positive.
     """
     x, y = np.asarray(tokens, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if len(x) == 0 or len(x) != len(y) or (x <= 0).any():
