@@ -1,4 +1,4 @@
-"""Messages between stages: derived from Plan, Assignment and Schedule, never written down.
+"""Messages between stages: derived from Plan, Assignment and Schedule, never stored.
 
 Both ends of a directed edge derive the same messages in the same order from the same three values, and compute every
 shape from the sample numbers.

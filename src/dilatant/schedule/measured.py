@@ -15,7 +15,7 @@ class MeasuredAction:
     """One action as it ran on one rank.
 
     The rank began the action at `start` (seconds since the epoch), waited `waited_seconds` for rows, longest for rank
-    `waited_for` (None if for nothing), and computed for `seconds`. `samples` are positions in the global batch.
+    `waited_for` (None if it did not wait), and computed for `seconds`. `samples` are positions in the global batch.
     """
 
     rank: int

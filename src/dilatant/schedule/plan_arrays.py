@@ -1,7 +1,7 @@
 """A Plan as arrays: the order of stages, their ranks and their unit replicas.
 
-Code that walks a plan many thousand times (families, the simulator) reads these arrays. They hold nothing that `Plan`
-does not say.
+Code that walks a plan many thousand times (families, the simulator) reads these arrays. They hold no information beyond
+that of `Plan`.
 """
 
 from __future__ import annotations

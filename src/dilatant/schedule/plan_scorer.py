@@ -135,7 +135,7 @@ def step_costs(
 
 
 def origin_text(costs: CostModel) -> str:
-    """Say in words where the costs come from."""
+    """Describe the origin of the costs as text."""
     if costs.groups:
         return ", ".join(dict.fromkeys(map(origin_text, costs.groups.values())))
     if costs.origin == "measured":

@@ -25,7 +25,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One unit of work on a rank: `kind` on `stage` for `microbatch` (its number within the stage's unit replica).
+    """One computation on a rank: `kind` on `stage` for `microbatch` (its number within the stage's unit replica).
 
     `samples` names the part of the microbatch worked on; None means the whole microbatch. Parts exist where an encoder
     microbatch is consumed by several language-model microbatches (deferral).
@@ -66,10 +66,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The ordered actions of every rank, `actions[rank]`. Receives and sends are derived, never written.
+    """The ordered actions of every rank, `actions[rank]`. Receives and sends are derived, never stored.
 
-    Schedule families keep the actions as arrays and create `Action` values when a rank is accessed, so a schedule of a
-    hundred thousand actions costs milliseconds until somebody reads it.
+    Schedule families keep the actions as arrays and create `Action` values when a rank is accessed, so building a
+    schedule of a hundred thousand actions takes milliseconds if its actions are not read.
     """
 
     actions: Mapping[int, tuple[Action, ...]]

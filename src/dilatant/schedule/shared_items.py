@@ -48,9 +48,8 @@ def _of_chain(
 
 
 def fullest_share(tokens: NDArray[np.float64], items_per_token: float, ranks: int) -> float:
-    """Return the fraction of all tokens on the fullest of `ranks` ranks. The items are the fewest that
-    `items_per_token` gives, dealt evenly; with 0, whole samples are dealt largest first (as `models.shared_samples`
-    deals them)."""
+    """Return the fraction of all tokens on the fullest of `ranks` ranks. There are `items_per_token` items per token,
+    rounded, dealt evenly; with 0, whole samples are dealt largest first (as `models.shared_samples` deals them)."""
     total = float(tokens.sum())
     if not total:
         return 1.0 / ranks

@@ -1,8 +1,8 @@
 """The frozen rule: which stages have a backward at all, and which have weight gradients.
 
 A layer has a weight gradient if it trains. It passes an input gradient on if anything before it, on any path through
-any unit, trains. (Cornstarch, the thesis, eq. 3.2, with the exclusive prefix: the layer itself does not count, and the
-language model looks back at all encoders and projectors.) A stage with neither runs forward only.
+any unit, trains. (Cornstarch, the thesis, eq. 3.2, with the exclusive prefix: the layer itself is excluded; all
+encoders and projectors precede the language model.) A stage with neither runs forward only.
 """
 
 from __future__ import annotations

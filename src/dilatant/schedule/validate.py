@@ -36,10 +36,10 @@ def validate(
 
     Checked: the assignment fits the plan and puts no sample into a unit twice (exactly `samples[unit]`, if given); the
     parts of every microbatch cover it once and are the same on all stages of its replica; every rank of a stage runs
-    every action exactly once, with a backward exactly where `trainability` asks for one (without it, where the schedule
-    has one, for all microbatches alike); and some order of all actions respects rank order and data edges, else the
-    cycle of waits is printed. With `look_ahead`, such an order must exist even if every directed edge buffers at most
-    that many unconsumed messages.
+    every action exactly once, with a backward exactly where `trainability` has one (without `trainability`: for all
+    microbatches of a stage or none); and some order of all actions respects rank order and data edges, else the cycle
+    of waits is printed. With `look_ahead`, such an order must exist even if every directed edge buffers at most that
+    many unconsumed messages.
     """
     problems = schedule_problems(
         plan, assignment, schedule, trainability, samples=samples, look_ahead=look_ahead

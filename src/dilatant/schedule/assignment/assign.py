@@ -39,10 +39,10 @@ class Microbatches:
     `microbatches[unit]`, keyed by column number or name, has one tuple of sample numbers per requested microbatch, in
     execution order (more if a policy's microbatches were split to fit the capacity); each sample occurs once in every
     unit. Empty microbatches (fewer samples than microbatches, or Entrain's K_eff) are not run. `seconds` is the
-    simulated step, None for policies that do not simulate; `lower_bound` a time that no assignment beats;
-    `load_bound[unit]` the least that a unit's largest microbatch can take and `largest_load[unit]` what it takes, in
-    seconds per stage. `depths` are the in-flight microbatches by stage that the result assumes. `wall_seconds` is
-    ignored in comparisons.
+    simulated step, None for policies that do not simulate; `lower_bound` a time that no assignment beats.
+    `largest_load[unit]` is the load of a unit's largest microbatch in seconds per stage, and `load_bound[unit]` its
+    lower bound. `depths` are the in-flight microbatches by stage that the result assumes. `wall_seconds` is ignored in
+    comparisons.
     """
 
     microbatches: Mapping[int | str, tuple[Microbatch, ...]]
@@ -77,16 +77,16 @@ def assign_microbatches(
 ) -> Microbatches:
     """Group samples into microbatches.
 
-    `seconds[sample, unit]` is what a sample costs each stage of a unit, forward and backward together, 0 where it has
-    no work there; `names` names the columns. `shape` describes the pipeline, by default four stages per unit, all
-    feeding the last, backward twice the forward, eager 1F1B. In each microbatch the sum of `weight[sample]` (for
-    example row tokens) is at most `capacity`. Policies:
+    `seconds[sample, unit]` is the time of a sample on each stage of a unit, forward plus backward, 0 where it has no
+    work; `names` names the columns. `shape` describes the pipeline, by default four stages per unit, all feeding the
+    last, backward twice the forward, eager 1F1B. In each microbatch the sum of `weight[sample]` (for example row
+    tokens) is at most `capacity`. Policies:
 
     - `random`: equal counts, in an order drawn from `seed`.
     - `disttrain`: random groups in the order of DistTrain's inter-microbatch reordering (Alg. 3, repaired; its variant
       for interleaved 1F1B where that runs, section 6.2), if the simulated step gets faster.
-    - `entrain`: Alg. 4 of Entrain (the thesis, 4.5) with pairwise deferral, at the requested K and at K_eff, whichever
-      simulates faster. The unit that the others feed defers; the units that it feeds follow it.
+    - `entrain`: Alg. 4 of Entrain (the thesis, 4.5), pairwise deferral at `num_microbatches` and at K_eff, whichever
+      simulates faster. Samples are deferred in the unit that the others feed; later units use its microbatches.
     - `balanced`: each sample, largest first, to the microbatch whose largest load grows least.
     - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
       `evaluations` simulated steps.
@@ -284,7 +284,7 @@ def _loads(problem: _Problem, slot_of: NDArray[np.int64]) -> NDArray[np.float64]
 
 def _disttrain(problem: _Problem) -> _Found:
     """Return random groups, reordered if that shortens the simulated step. No order is always the best for interleaved
-    pipelines, so the order for 1F1B with as many stages is tried, too."""
+    pipelines, so the order for 1F1B with the same number of stages is tried, too."""
     from dilatant.schedule.assignment.disttrain import inter_reorder
 
     shape, slot_of = problem.shape, _random(problem)
@@ -352,7 +352,7 @@ def _searched(problem: _Problem, evaluations: int | None) -> _Found:
 
 
 def _shallowest(problem: _Problem, found: _Found) -> _Found:
-    """Return the same microbatches with the fewest in flight that cost no time, from the shape's depths down to 1F1B's.
+    """Return the same microbatches at the smallest in-flight depths, between 1F1B's and the shape's, that cost no time.
     A shape with a schedule family keeps the family's depths."""
     if problem.shape.family is not None:
         return found

@@ -59,7 +59,7 @@ def place_two_units(order, first, second, slot_of, num_slots):
 
 @njit(cache=True, nogil=True)
 def place_units(order, share, speed, weight, room, slot_of):
-    """Generalise `place_two_units` to any number of units, slots of different `speed`, and limited `room`.
+    """Greedy placement for any number of units, slots of different `speed`, and limited `room` per slot.
     `share [units, samples]`. Returns the first sample for which no slot has room, or -1."""
     num_units, num_slots = len(share), len(speed)
     load = np.zeros((num_slots, num_units))

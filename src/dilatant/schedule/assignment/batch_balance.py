@@ -13,12 +13,12 @@ from dilatant.schedule.assignment.assign import Policy, assign_microbatches
 
 @dataclass(frozen=True, slots=True)
 class BatchBalance:
-    """Wait fractions of batches in `groups` divided by an `assign_microbatches` policy, if work is proportional to
+    """Wait fractions of batches that an `assign_microbatches` policy divides into `groups`, if work is proportional to
     tokens.
 
     `waits[unit]` is the fraction of time that the mean group idles while the largest works on the unit. `step_waits` is
     the same over all devices if each unit has devices in proportion to its work and a step ends with the last of them;
-    the policies minimise it, if need be at the cost of a unit that is not the last.
+    the policies minimise it, if need be at the cost of a unit that does not end last.
     """
 
     groups: int

@@ -1,10 +1,10 @@
 """The Assignment of a step: samples over the replicas of every unit, and over the microbatches of each replica.
 
-The replicas of the *anchor*, the unit that the encoders feed (the language model), each take a share of the samples and
-group it by one of the microbatch policies. Every other unit follows: a replica serves a fixed run of anchor replicas,
-and its k-th microbatch holds the samples of their k-th microbatches. So units may have any numbers of replicas: with
-fewer encoder replicas than language-model replicas, the encoder's microbatches are that much larger (DistTrain 5.1);
-with more, several encoder replicas share one language-model replica's microbatch.
+The replicas of the *anchor*, the unit that the encoders feed (the language model), each take a part of the samples and
+group them by one of the microbatch policies. Every other unit follows: a replica serves a fixed range of anchor
+replicas, and its k-th microbatch holds the samples of their k-th microbatches. So units may have any numbers of
+replicas: with fewer encoder replicas than language-model replicas, the encoder's microbatches are that much larger
+(DistTrain 5.1); with more, several encoder replicas share one language-model replica's microbatch.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ def assign(
 ) -> Assignment:
     """Assign samples to the microbatches of every replica of every unit.
 
-    `seconds[unit][sample]` is what a sample costs a typical stage of the unit, forward and backward together, 0 where
+    `seconds[unit][sample]` is the time of a sample on a typical stage of the unit, forward plus backward, 0 where
     it has no work there: such a sample is absent from that unit's microbatches (without work anywhere, it stays in the
     anchor's). `num_microbatches` is the count of every anchor replica, or one count each. `speed` is the anchor
     replicas' relative throughput, by default in proportion to these counts (`compose_pipelines` gives a slow pipeline
     fewer). `anchor` defaults to the unit that most others feed. `backward[unit]` is backward seconds per forward second
-    (default 2), `fixed[unit]` what a microbatch costs a stage beyond its samples (default 0). `family` is the schedule
-    that will run, which policies that simulate use; eager 1F1B by default. `pace[unit][replica]` is the seconds of a
-    stage there relative to the unit's first replica; by default from its number of layers alone. With a token budget,
-    the `weight[sample]` of an anchor's microbatch add up to at most `capacity`; a larger sample is alone in its
-    microbatch. A replica then gets as many microbatches as that takes, and at least its count. Raises UserError if a
-    unit is missing or lists differ in length.
+    (default 2), `fixed[unit]` the seconds per microbatch and stage in addition to those of its samples (default 0).
+    `family` is the schedule that will run, which policies that simulate use; eager 1F1B by default.
+    `pace[unit][replica]` is the seconds of a stage there relative to the unit's first replica; by default from its
+    number of layers alone. With a token budget, the `weight[sample]` of an anchor's microbatch add up to at most
+    `capacity`; a larger sample is alone in its microbatch. A replica then gets as many microbatches as the budget
+    requires, and at least its count. Raises UserError if a unit is missing or lists differ in length.
     """
     names = [unit.name for unit in plan.units]
     missing = [name for name in names if name not in seconds]

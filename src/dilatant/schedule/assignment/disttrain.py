@@ -1,8 +1,8 @@
 """DistTrain's reordering: samples over data-parallel groups, and microbatches over the step.
 
 Both algorithms contain repairs that the paper's printed versions need: samples are sorted descending, groups are
-returned as group numbers, and the first interval is estimated from what happens downstream of the first microbatch
-instead of being read off an order that does not exist yet.
+returned as group numbers, and the first interval is estimated from the first microbatch's work downstream, because the
+order from which the paper reads it does not exist yet.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class _FirstRank:
         return np.asarray(self.graph.kind[self.ops] == BACKWARD)
 
     def begun(self) -> NDArray[np.int64]:
-        """Return, per microbatch, the number of forwards before the first backward. Without backwards, forwards of as
-        many microbatches as there are stages on the path are counted."""
+        """Return, per microbatch, the number of forwards before the first backward. Without backwards, as many forwards
+        are counted as the path has stages."""
         backward = np.flatnonzero(self.is_backward)
         return np.bincount(self.slot[self.ops[: backward[0] if len(backward) else self.path]], minlength=1)
 

@@ -31,8 +31,8 @@ def entrain_microbatches(
 ) -> tuple[tuple[Microbatch, ...], tuple[Microbatch, ...]]:
     """Return encoder and language microbatches in execution order; `encoder`, `language`: `[samples]` seconds.
 
-    A language microbatch holds the samples of the encoder microbatch in the same place, less those deferred to the next
-    place, plus those deferred from the one before. Several encoders count as one, with the sum of their seconds.
+    A language microbatch holds the samples of the encoder microbatch in the same place, without those deferred to the
+    next place, plus those deferred from the previous place. The seconds of several encoders are added up.
     """
     members = _stratified(encoder, language, num_microbatches)
     load = np.asarray([language[batch].sum() for batch in members])

@@ -25,10 +25,10 @@ class PipelineShape:
     """A pipeline of one replica per unit.
 
     `stages[unit]` is a count; `feeds[unit]` are the units that consume its output; `backward[unit]` is backward seconds
-    per forward second, 0 for a unit with nothing trainable in or before it; `fixed_seconds[unit]` is what a microbatch
-    costs each stage beyond its samples; `depths` are the in-flight microbatches by stage, in unit order (None: eager
-    1F1B's). `family` is the schedule that runs, instead of 1F1B of these depths. `ranks` hold the stages, in unit
-    order; stages on equal ranks take turns. By default every stage has its own rank.
+    per forward second, 0 for a unit with nothing trainable in or before it; `fixed_seconds[unit]` is the time per
+    microbatch and stage in addition to that of its samples; `depths` are the in-flight microbatches by stage, in unit
+    order (None: eager 1F1B's). `family` is the schedule that runs, instead of 1F1B of these depths. `ranks` lists the
+    rank of each stage, in unit order; stages on equal ranks take turns. By default every stage has its own rank.
     """
 
     stages: tuple[int, ...]
@@ -128,8 +128,8 @@ def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: B
 def step_bound(shape: PipelineShape, seconds: NDArray[np.float64]) -> float:
     """Return a lower bound of the step's seconds, whatever the microbatches, order and depths.
 
-    A stage does all its unit's work after the least that must precede its first microbatch and before the least that
-    must follow its last; and every sample passes all its stages forward and backward, one after another.
+    A stage does all its unit's work between the least work that must precede its first microbatch and the least that
+    must follow its last; every sample passes all its stages forward and backward, one after another.
     """
     cost = np.where(seconds > 0, seconds + np.asarray(shape.fixed_seconds), 0.0)
     ratio = np.asarray(shape.backward)

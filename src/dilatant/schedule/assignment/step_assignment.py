@@ -26,7 +26,7 @@ class Microbatching:
 
     `num_microbatches` is per replica of the anchor (the language model); the token budget may require more.
     `row_tokens` is that budget, the most anchor tokens in one microbatch; a longer sample is alone in its own. `alone`
-    puts every sample into a microbatch of its own, after grouping them as usual for balance.
+    puts every sample into a separate microbatch, after grouping samples as usual for balance.
     """
 
     num_microbatches: int = 1
@@ -44,8 +44,8 @@ DEPENDS_ON_FAMILY: frozenset[Policy] = frozenset({"disttrain", "entrain", "searc
 def assign_step(
     plan: Plan, costs: StepCosts, samples: Workload, how: Microbatching, anchor: str
 ) -> Assignment:
-    """Return the Assignment of a global batch, balanced in the seconds of `costs` under the frozen rule (a unit without
-    backward counts forwards only), with quadratic attention, fixed costs per microbatch and the token budget. Policies
+    """Return the Assignment of a global batch, balanced in the seconds of `costs` under the frozen rule (only forwards
+    for a unit without backward), with quadratic attention, fixed costs per microbatch and the token budget. Policies
     that simulate do so under the family that runs.
 
     Samples stay in their global batch. Raises UserError as `assign` does.
@@ -81,7 +81,7 @@ def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str
         stages = _stages_of(plan, unit.name, 0)
         square, linear, _ = (costs.seconds[stages, 0] + costs.seconds[stages, 1]).mean(axis=0)
         tokens, squares = _sizes(samples, unit.name)
-        # Keep samples with tokens above 0 seconds: 0 means that a sample has no work here.
+        # A sample with tokens must get more than 0 seconds: 0 means that it has no work here.
         seconds[unit.name] = np.where(tokens > 0, np.maximum(square * squares + linear * tokens, 1e-12), 0.0)
     return seconds
 

@@ -71,7 +71,7 @@ def half_eager(plan: Plan, assignment: Assignment, trainability: Trainability | 
 
 
 def serial(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Run each microbatch forward and backward before the next begins: one rank gains nothing by more in flight."""
+    """Run each microbatch forward and backward before the next begins: a single rank gains nothing by pipelining."""
     return pipelined(plan, assignment, (1,) * len(plan.stages()), trainability)
 
 
@@ -257,7 +257,7 @@ def _in_rounds(
     backward: NDArray[np.float64],
     fed: bool,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return interleaved virtual times `[stages, pieces]`; `forward` and `backward` are those that consumers allow.
+    """Return interleaved virtual times `[stages, pieces]`; `forward` and `backward` are the times that consumers allow.
 
     The clock ticks once per stage of a rank, so the `num_stages / groups` stages share `half`. Rounds are counted as if
     full: a short last round leaves gaps in the clock, not cycles in the order.

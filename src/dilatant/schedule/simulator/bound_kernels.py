@@ -1,4 +1,4 @@
-"""Compiled loops over the messages of a step alone, cached on disk; importing this module imports numba.
+"""Compiled longest paths along messages, ignoring the order on ranks, cached on disk; importing this imports numba.
 
 Arguments are a `ScheduleGraph`'s; edges are by position in `order`, and edge numbers below `num_messages` are messages.
 """

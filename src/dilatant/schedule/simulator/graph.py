@@ -69,8 +69,8 @@ class ScheduleGraph(Ops):
     """Ops with their predecessors.
 
     `row_op[row]` is the op of a packed row. `edge_source` and `edge_target` (op numbers) are first the `num_messages`
-    edges that carry rows or gradients, then order edges of ranks that do not lead a stage they run. The last five
-    arrays are the same graph by position in `order`.
+    edges that carry rows or gradients, then order edges of ranks that are not the first rank of a stage they run. The
+    last five arrays are the same graph by position in `order`.
     """
 
     row_op: NDArray[np.int32]
@@ -150,7 +150,7 @@ def _ops(
     packed: PackedActions,
     lead: NDArray[np.int32] | None,
 ) -> Ops:
-    """Return the ops of a packed schedule; `lead[stage]` is the index of the leading rank, None if every rank leads."""
+    """Return the ops of a packed schedule; `lead[stage]`: index of its first rank; None: all rows are on those."""
     kind, stage, piece, offsets = packed.kind, packed.stage, packed.piece, packed.offsets.astype(np.int32)
     if lead is not None:
         leads = lead[stage] == _rank_of_row(packed)
@@ -225,7 +225,7 @@ def _data_edges(ops: Ops, slots: _Slots) -> tuple[NDArray[np.int32], NDArray[np.
 
 
 def _unled_rows(packed: PackedActions, row_op: NDArray[np.int32]) -> list[str]:
-    """List rows of non-leading ranks for which the first rank of the stage has no such action."""
+    """List rows whose action is missing on the first rank of the stage."""
     row_rank = _rank_of_row(packed)
     problems = []
     for row in np.flatnonzero(row_op < 0).tolist():
@@ -238,8 +238,8 @@ def _unled_rows(packed: PackedActions, row_op: NDArray[np.int32]) -> list[str]:
 def _order_edges(
     ops: Ops, row_op: NDArray[np.int32], lead: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return (sources, targets) of the order on ranks that do not lead all they run, without what leaders' orders
-    imply."""
+    """Return (sources, targets) of the order on ranks that are not the first of all their stages, without edges that
+    the orders of first ranks imply."""
     row_rank = _rank_of_row(ops.packed)
     inner = np.flatnonzero((row_rank[1:] == row_rank[:-1]) & (row_op[1:] >= 0) & (row_op[:-1] >= 0))
     earlier, later = row_op[inner], row_op[inner + 1]

@@ -258,9 +258,9 @@ def port_contention(
 ):
     """Return ends of all ops and, by message, the seconds from its op's end until it arrives.
 
-    Ops are processed in the order of their ends, at which their messages queue: on each link (`way`) of its pair a
-    message waits for those before it, and takes `size * load`. `offsets`, `edges`: CSR of edges by source. `size`,
-    `rest`, `pair`: by message (messages are the first edges). A message arrives `rest` after its last link.
+    Ops are processed in the order of their ends, when their messages join queues: on each link (`way`) of its stage
+    pair a message waits for earlier ones, then takes `size * load`. `offsets`, `edges`: CSR of edges by source. `size`,
+    `rest`, `pair`: by message (messages are the first edges). A message arrives `rest` seconds after its last link.
     """
     num_ops = len(seconds)
     num_messages = len(size)
@@ -346,7 +346,7 @@ def _pop(heap, count, end):
 @njit(cache=True, nogil=True)
 def binding(order, previous, offsets, source, end, start, arrival_of_edge, edge):
     """Return, for every op (by op number), the op whose end decided its start, -1 at time zero or without predecessors.
-    Between equals the list predecessor wins: an op that did not have to wait is bound by its own rank."""
+    On ties the list predecessor wins: an op that did not have to wait is bound by its own rank."""
     n = len(order)
     binder = np.empty(n, dtype=np.int32)
     for i in range(n):

@@ -47,7 +47,7 @@ def peak_bytes(
     ]
     whole, groups = members, {tuple(held_by) for held_by in members}
     if sum(map(len, groups)) == len({rank for held_by in groups for rank in held_by}):
-        # Every rank is in one group, whose ranks all hold the same as its first.
+        # Every rank is in one group; all ranks of a group hold the same bytes as its first.
         members = [held_by[:1] for held_by in whole]
     row_rank = np.repeat(np.arange(num_ranks), np.diff(packed.offsets))
     op = graph.row_op

@@ -72,7 +72,7 @@ def piece_sums(
 def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
     """Return each message's sums, `[messages, 3]` as in `piece_sums`, for the unit whose stage made its rows.
 
-    A gradient has the rows of the forward message that it answers.
+    A gradient has the rows of the forward message in the other direction.
     """
     pieces, arrays = graph.packed.pieces, graph.arrays
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]

@@ -36,8 +36,8 @@ def simulate(
     """Return the exact timeline of `schedule`.
 
     `seconds` is a function of an action, or an array `[ops]` in the op order of `build`. `lag` is the seconds a message
-    travels, one number or `[messages]` in the edge order of `build`. `size` asks for the memory sweep. Raises
-    ScheduleError for a schedule that cannot run. `predict` makes all of these from a cost model.
+    travels, one number or `[messages]` in the edge order of `build`. With `size`, the memory sweep runs, too. Raises
+    ScheduleError for a schedule that cannot run. `predict` computes these arguments from a cost model.
     """
     return run(build(plan, assignment, schedule), seconds, lag=lag, size=size)
 
@@ -159,8 +159,8 @@ def _phases(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Return, per rank, the row whose start ends warm-up, the last row before drain, and the end of its pipelines.
 
-    Warm-up lasts until a rank's first backward; the drain begins after its last forward. A rank without backward has
-    neither beyond its first action: idling after its last action means that it had less work than the others.
+    Warm-up lasts until a rank's first backward; the drain begins after its last forward. A rank without backward has no
+    drain, and its warm-up ends when its first action begins: idling after its last one means less work than others had.
     """
     row_offsets = graph.packed.offsets
     kind = graph.kind[graph.row_op]
