@@ -24,8 +24,8 @@ _KEY = re.compile(r"(?P<name>.+)@(?P<intervals>\d+:\d+(?:[+,]\d+:\d+)*)")
 class Box:
     """A part of the weight `name`, whose full shape is `whole`.
 
-    The box's tensor concatenates what the intervals of each dimension select. Intervals of one dimension neither
-    overlap nor touch. Raises ValueError if they do, or if they exceed the weight.
+    The box's tensor holds the elements of all intervals, concatenated in each dimension. Intervals of one dimension
+    neither overlap nor touch. Raises ValueError if they do, or if they exceed the weight.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Box:
         return f"{self.name}@{intervals_text(self.intervals)}"
 
     def meet(self, other: Box) -> Box | None:
-        """Return the intersection of two boxes of a weight, None if empty. ValueError for boxes of unlike weights."""
+        """Return the intersection with another box, None if empty. Raises ValueError if the weights differ."""
         if (self.name, self.whole) != (other.name, other.whole):
             raise ValueError(f"{self.key} and {other.key} are of unlike weights")
         if self.intervals == other.intervals:

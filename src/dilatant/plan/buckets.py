@@ -1,7 +1,7 @@
 """Gradient buckets: atoms that are reduced together, and their division among ranks that shard optimizer state.
 
 A bucket is one flat vector of elements, atom after atom. Where its holders shard the state (ZeRO stage 1), the bucket
-is cut at the row borders nearest to equal shares, so that every share consists of boxes.
+is cut at the row borders nearest to equal shards, so that every shard consists of boxes.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def make_buckets(
 
 
 def shares(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
-    """Cut a bucket's cells into `count` consecutive shares, at the row borders nearest to equal shares.
+    """Cut a bucket's cells into `count` consecutive shards, at the row borders nearest to equal shards.
 
-    Each end of a share is less than a row away from the equal cut; a share may be empty.
+    Each end of a shard is less than a row away from the equal cut; a shard may be empty.
     """
     total = sum(box.size for box in boxes)
     divided: list[tuple[Box, ...]] = []
@@ -96,10 +96,10 @@ class BucketShare:
     """A bucket from the point of view of its holder `rank`.
 
     sharing: the ranks, including this one, that divide the optimizer state; `sizes` are the numbers of elements in
-    their shares, in that order. own: this rank's share; cells: for each box of `own`, the index of the bucket's cell
-    that contains the box. alike: the ranks, including this one, that hold the same share. speaks: True if this rank is
-    the share's primary owner, which counts the share in norms and writes it into checkpoints. even: True if every node
-    has equally many holders, so that all nodes cut the same shares; otherwise only this node has these shares.
+    their shards, in that order. own: this rank's shard; cells: for each box of `own`, the index of the bucket's cell
+    that contains the box. alike: the ranks, including this one, that hold the same shard. speaks: True if this rank is
+    the shard's primary owner, which adds the shard to norms and writes it into checkpoints. even: True if every node
+    has equally many holders, so that all nodes cut the same shards; otherwise the shards are specific to this node.
     """
 
     bucket: Bucket
@@ -118,17 +118,17 @@ class BucketShare:
 
     @property
     def width(self) -> int:
-        """Elements in the longest share; the other shares are padded to this length."""
+        """Elements in the longest shard; the other shards are padded to this length."""
         return max(self.sizes)
 
     @property
     def begins(self) -> int:
-        """Offset of this rank's share in the bucket, in elements."""
+        """Offset of this rank's shard in the bucket, in elements."""
         return sum(self.sizes[: self.sharing.index(self.rank)])
 
 
 def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> BucketShare:
-    """Return the share of `bucket` that `rank` holds under `zero`. node_of: rank → node."""
+    """Return the shard of `bucket` that `rank` holds under `zero`. node_of: rank → node."""
     sharing: tuple[int, ...]
     alike: tuple[int, ...]
     if zero == "none":

@@ -23,7 +23,7 @@ class Holding:
     """The holders of one weight.
 
     boxes: rank → its part. silent: non-contributing ranks, whose full gradient another rank of their stage computes as
-    well; so that it counts once, they send zeros and receive the sum. All other ranks' gradients are summed.
+    well; to add the gradient only once, they send zeros and receive the sum. All other ranks' gradients are summed.
     """
 
     boxes: Mapping[int, Box]
@@ -40,11 +40,11 @@ Holdings = dict[str, Holding]
 
 Split = Callable[[HeldWeight, Stage, int], tuple[Intervals | None, bool]]
 """(weight, stage, index among its ranks) → the intervals held there, None for the whole weight; and True if gradients
-are partial. A full gradient on ranks that compute the same counts at tensor-parallel index 0 only."""
+are partial. Of ranks that compute the same full gradient, only that of tensor-parallel index 0 is added."""
 
 
 def unsplit(weight: HeldWeight, stage: Stage, place: int) -> tuple[Intervals | None, bool]:
-    """Let every rank hold the whole weight and compute its full gradient."""
+    """Return the split in which every rank holds the whole weight and computes its full gradient."""
     return None, False
 
 

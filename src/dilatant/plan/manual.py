@@ -25,7 +25,7 @@ def plan_from_specs(
 
     layers: unit → its number of layers, in the order of computation. feeds: unit → units that use its output.
     colocated: unit → the unit on whose ranks it runs, stage by stage (an encoder with the language model, or with
-    another encoder); other units get ranks of their own (Cornstarch's modality parallelism). Ranks are numbered unit by
+    another encoder); other units get separate ranks (Cornstarch's modality parallelism). Ranks are numbered unit by
     unit, replica by replica, stage by stage; stage `chunk * pp + group` is on the ranks of `group`. Without `cuts`,
     stages get equal numbers of layers.
 
@@ -37,7 +37,7 @@ def plan_from_specs(
         raise list_problems("this layout cannot be planned:", problems)
     units: dict[str, UnitPlan] = {}
     next_rank = 0
-    # Units with ranks of their own come first: colocated units need their hosts' ranks.
+    # Units with separate ranks come first: colocated units need their hosts' ranks.
     for name in sorted(layers, key=lambda name: name in colocated):
         spec = specs[name]
         cuts = spec.cuts or even_cuts(layers[name], spec.num_stages)
@@ -73,7 +73,7 @@ def cut_by_seconds(
     """Return the specs with missing cuts filled in so that the slowest stage is as fast as possible, as a search cuts.
 
     units: seconds of layers. samples: unit → samples in its mean microbatch. A one-stage unit on the ranks of another
-    unit counts in that unit's first stage. Raises UserError when the costs lack a layer type or degree.
+    unit is added to that unit's first stage. Raises UserError when the costs lack a layer type or degree.
     """
 
     def cut(name: str, spec: ParallelSpec) -> ParallelSpec:
@@ -92,7 +92,7 @@ def cut_by_seconds(
 
 
 def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelSpec] | None:
-    """Give specs without cuts the cuts of `before`; `plan` is the plan of the specs.
+    """Copy the cuts of `before` into specs without cuts; `plan` is the plan of the specs.
 
     Returns None unless both plans have the same ranks and degrees in the same places.
     """
@@ -113,7 +113,7 @@ def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelS
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return each stage's first layer when stages get equal numbers of layers, earlier ones one fewer if need be."""
+    """Return each stage's first layer when stages get equal numbers of layers, earlier ones one fewer if needed."""
     return tuple(num_layers * stage // num_stages for stage in range(num_stages))
 
 

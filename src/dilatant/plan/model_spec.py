@@ -12,7 +12,7 @@ class LayerSpec:
     """One layer: logical name, type in the cost model, parameters, whether it trains and tensor parallelism divides it.
     `tied`: parameters shared with the unit's first layer; a rank with both layers holds them once. `experts`: number of
     experts, which own `expert_parameters` of the parameters; expert-parallel ranks divide them. `fixed`: parameters
-    that are frozen although the layer trains, as beside adapters. `largest`: parameters of its largest trainable
+    that are frozen although the layer trains, as with adapters. `largest`: parameters of its largest trainable
     weight. `four_bit`: parameters stored in four bits."""
 
     name: str
@@ -67,8 +67,8 @@ class UnitSpec:
     """A unit's layers in order, and the units that consume its output.
 
     `recompute`: which activations its blocks recompute in the backward, as in `train.recompute`; None lets the plan
-    choose. `items_per_token`: context-parallel ranks divide indivisible items (images, clips), this many per token: 1
-    if they divide tokens, 0 if whole samples. `is_cut`: True if the unit may be cut into stages.
+    choose. `items_per_token`: number of indivisible items (images, clips) per token, which context-parallel ranks
+    divide: 1 if they divide tokens, 0 if they divide whole samples. `is_cut`: True if the unit may be cut into stages.
     """
 
     name: str

@@ -69,7 +69,7 @@ class Replica:
 class UnitPlan:
     """All replicas of one unit, and the units that consume its output (`feeds`, empty for the last unit).
 
-    `recompute` says for every layer what its backward recomputes; empty if the config decides.
+    `recompute` lists the recomputation mode of every layer; empty if the config decides.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Plan:
         return hash(self.units)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"units": self.units}  # derived values are not sent
+        return {"units": self.units}  # derived values are not pickled
 
     def shifted(self, first: int) -> Plan:
         """Return the plan with `first` added to every rank."""

@@ -63,8 +63,8 @@ def map_ranks(
     """Build the plan of chains: units in the order of `layers` (unit → number of layers), edges from `feeds`.
 
     groups: for each chain, the cluster group whose devices it takes; empty for a homogeneous cluster. Several chains
-    may hold one unit: its replicas are concatenated, and recompute what any of the chains does. No tensor-parallel
-    group crosses a node. Raises PlanError when the chains do not fit the cluster in this order.
+    may hold one unit: its replicas are concatenated, and each layer recomputes the most that any of the chains does. No
+    tensor-parallel group crosses a node. Raises PlanError when the chains do not fit the cluster in this order.
     """
     found: _Ranks = {}
     for group, (own, first) in enumerate(zip(cluster.groups, cluster.firsts)):

@@ -22,7 +22,7 @@ class Roles:
 
 
 def roles_of(model: ModelSpec) -> Roles:
-    """Assign roles to a model's units. With two units, the second is the language model, unless the first is named so.
+    """Assign roles to a model's units. Of two units, the second is the language model, unless the first is called that.
 
     Raises PlanError for graphs other than encoders, one language model, generators.
     """

@@ -49,7 +49,7 @@ def _of_chain(
 
 def fullest_share(tokens: NDArray[np.float64], items_per_token: float, ranks: int) -> float:
     """Return the fraction of all tokens on the fullest of `ranks` ranks. There are `items_per_token` items per token,
-    rounded, dealt evenly; with 0, whole samples are dealt largest first (as `models.shared_samples` deals them)."""
+    rounded, dealt evenly; with 0, whole samples are dealt largest first (as in `models.parallel.shared_samples`)."""
     total = float(tokens.sum())
     if not total:
         return 1.0 / ranks

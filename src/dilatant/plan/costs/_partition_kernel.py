@@ -47,8 +47,8 @@ def min_max_cuts(costs, num_stages):
         largest = max(largest, prefix[k + 1] - prefix[k])
 
     # The optimum lies in [low, high]. Both ends always move onto sums of consecutive layers, so they meet exactly
-    # on the optimum after a finite number of steps. Filling stages up to the even share plus one layer always
-    # suffices. The factors absorb the rounding of the division.
+    # on the optimum after a finite number of steps. Filling stages up to the mean plus one layer always suffices. The
+    # factors absorb the rounding of the division.
     low = max(largest, prefix[layers] / num_stages * (1.0 - 1e-15))
     high = min(prefix[layers], (low + largest) * (1.0 + 1e-14))
     while low < high:
@@ -74,8 +74,8 @@ def min_max_cuts(costs, num_stages):
         else:
             low = overflow
 
-    # First the earliest feasible cuts, from the right; then, from the left, each cut moves as near to the even
-    # share as the bottleneck allows.
+    # First the earliest feasible cuts, from the right; then, from the left, each cut moves as near to the even split as
+    # the bottleneck allows.
     earliest = np.empty(num_stages, np.int64)
     end = layers
     for stage in range(num_stages - 1, -1, -1):

@@ -16,7 +16,7 @@ def partition_layers(costs: Sequence[float] | np.ndarray, num_stages: int) -> tu
     `costs[k]` is one forward plus one backward of layer k in any unit of measure. Costs that follow the frozen rule
     (`dilatant.cost`) make the cut respect frozen layers. Every stage gets a layer. The largest stage sum is the
     smallest possible (exact for integers below 2**53, else up to the rounding of prefix sums); among such cuts, each is
-    as near to the even share as that bottleneck allows.
+    as near to the even split as that bottleneck allows.
 
     Raises PlanError when there are fewer layers than stages or a cost is negative or not finite.
 
@@ -45,8 +45,8 @@ def partition_layers_in_memory(
 ) -> tuple[int, ...]:
     """Partition as `partition_layers` does, into `len(in_flight)` stages of which each fits its memory; exact.
 
-    Per layer, `state_bytes` is static memory (parameters, gradients, optimizer state) and `activation_bytes` what one
-    microbatch keeps until its backward, both on one device. Stage s keeps `in_flight[s]` microbatches: its distance to
+    Per layer, `state_bytes` is static memory (parameters, gradients, optimizer state) and `activation_bytes` the memory
+    of one microbatch until its backward, both on one device. Stage s keeps `in_flight[s]` microbatches: its distance to
     the end along its own path (Cornstarch v3 4.4). `capacity_bytes` is one number or one per stage.
 
     Raises DoesNotFitError, naming `unit` and the missing bytes, when no cut fits.

@@ -15,8 +15,8 @@ class PlanScore:
 
     `idle_seconds[cause]` sums over ranks; `bubble` is the idle fraction of all rank seconds. `peak_bytes` is per rank
     in the order of `Plan.ranks`, the maximum over simulated steps. `schedule` names the best family and depth.
-    `num_microbatches` is what a language-model replica ran in a step, the mean over steps and replicas: more than
-    requested where a token budget cut microbatches; 0 where no step was simulated.
+    `num_microbatches` is the mean number per step and language-model replica: more than requested where a token budget
+    cut microbatches; 0 where no step was simulated.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Stable batch size: samples per batch from which on the data's ratio of work between units fixes the allocation."""
+"""Stable batch size: smallest batch that reliably prefers the same device allocation as the whole data."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Method = Literal["delta", "trials"]
 
 @dataclass(frozen=True, slots=True)
 class StableBatch:
-    """The number of samples from which on a random batch prefers the same devices per unit.
+    """The smallest number of samples with which random batches prefer the same devices per unit as the whole data set.
 
     `batch` is that number, rounded up; None if not even `largest` samples suffice. `allocation`: the devices of each
     unit that the whole data set prefers; `shares`: the units' fractions of all work (ratio of means). `confidence`: the
     probability that a batch of `batch` samples (of `largest`, if `batch` is None) prefers the same; with `method`
-    "trials", what the trials certify. `equivalents`: allocations whose slowest unit is within the tolerance of the
-    best; a batch that prefers one of them counts as agreeing, and simulation should choose. `seen`: with `method`
-    "trials", all allocations found, by batch size.
+    "trials", the probability that the trials certify. `equivalents`: allocations whose slowest unit is within the
+    tolerance of the best; a batch that prefers one of them agrees, and simulation should choose among them. `seen`:
+    with `method` "trials", all allocations found, by batch size.
     """
 
     batch: int | None
@@ -58,7 +58,7 @@ class StableBatch:
 
 
 def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[Allocation, ...]:
-    """Return all ways to allot exactly `budget` devices, unit u getting one of `sizes[u]` (its tp * cp * pp products).
+    """Return all allocations of exactly `budget` devices; unit u has one of `sizes[u]` (its tp * cp * pp products).
 
     Raises TooFewDevicesError when the smallest sizes exceed `budget`, PlanError when no combination adds up.
     """
@@ -89,11 +89,11 @@ def minimum_stable_batch(
     largest: int | None = None,
     seed: int = 0,
 ) -> StableBatch:
-    """Return Entrain's b_min: the batch size from which on random batches prefer the same allocation.
+    """Return Entrain's b_min: the smallest batch size at which random batches prefer the same allocation.
 
     `work` is [samples, units] seconds on one device. With `rule` "fastest", a batch prefers the allocation whose
     slowest unit is fastest; with "nearest", the one nearest to proportional (as printed in the thesis). `allocations`
-    must contain only those that some plan can have: 9:7 devices with tensor degree 2 do not exist.
+    must contain only those that some plan can have: tensor degree 2 excludes 9:7 devices.
 
     "delta": a batch of n disagrees when the mean of some linear function of its samples changes sign; by the central
     limit theorem this has probability Phi(-sqrt(n) * distance / deviation). The result is the smallest n for which
@@ -102,8 +102,8 @@ def minimum_stable_batch(
     result varies between runs by a factor of 2 to 4, more near a breakpoint, where the printed loop does not end; here
     it ends at `largest`, by default the number of samples.
 
-    Allocations within `tolerance` (relative, slowest unit) of the best count as equal: telling nearly equal allocations
-    apart would take endless samples without benefit.
+    Allocations within `tolerance` (relative, slowest unit) of the best are treated as equal: distinguishing nearly
+    equal allocations would take endless samples without benefit.
 
     Raises PlanError for work that is negative, not finite, or all zero.
 
@@ -203,7 +203,7 @@ def _borders(
     """Return linear functions of a batch's mean work that are positive while the chosen allocation wins.
 
     At least one function of each row must change sign before the rival wins, so each row bounds that probability by the
-    sum over its functions, and the best row counts.
+    sum over its functions, and the best row is used.
 
     "fastest": the rival's slowest unit must be faster than the chosen one's, so for any unit j some unit k has w_j /
     rival_j < w_k / chosen_k. "nearest": the squared distances differ by a linear function.

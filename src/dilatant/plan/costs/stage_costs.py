@@ -28,13 +28,13 @@ class StageCosts:
     `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes` and
     `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part of them that a split
     backward keeps for W, memory held only while the stage runs, and the output to the next stage. The following are
-    bytes per rank, `[stages]`: `static_bytes` lasts the whole step and includes the rank's part of sharded optimizer
-    state; its part `gradient_bytes` exists only from the stage's first weight gradients on; `sum_bytes` is used after
-    the stage's last backward, to sum its largest gradient; `own_gradient_bytes` lasts from then to the update, for a
-    rank's own gradients kept beside the sums. `late_bytes` `[stages, 2, 3]` is used by a backward that has reached the
-    beginning of the stage, beyond what is kept: by a whole backward that makes the first weight gradients, including
-    those of later layers, and by an input-gradient half, including what later layers keep for W. `items_per_token`
-    `[stages]`: as in `UnitSpec`.
+    bytes per rank, `[stages]`: `static_bytes` is held for the whole step and includes the rank's part of sharded
+    optimizer state; its part `gradient_bytes` exists only from the stage's first weight gradients on; `sum_bytes` is
+    used after the stage's last backward, to sum its largest gradient; `own_gradient_bytes` is held from then to the
+    update, for local gradients kept in addition to the sums. `late_bytes` `[stages, 2, 3]` is used by a backward that
+    has reached the stage's beginning, in addition to kept bytes: row 0 by a whole backward that makes the first weight
+    gradients, including those of later layers; row 1 by an input-gradient half, including the activations that later
+    layers keep for W. `items_per_token` `[stages]`: as in `UnitSpec`.
     """
 
     seconds: NDArray[np.float64]
@@ -55,7 +55,7 @@ class LayerTable:
     """Costs of one unit's layers at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]` unless noted.
     A stage holds `common_bytes`, a part of `kept_bytes`, only once. `static_bytes [layers]` assumes unsharded optimizer
     state, of which `shared_bytes [layers]` can be sharded; `tied_bytes`, `tied_shared_bytes [layers]`: the part that a
-    holder of the first layer has anyway; `backward [layers]`: True if the layer or anything before it trains."""
+    holder of the first layer already has; `backward [layers]`: True if the layer or anything before it trains."""
 
     seconds: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
@@ -76,7 +76,7 @@ class LayerTable:
         return self.static_bytes[layers] - self.shared_bytes[layers] * (1.0 - 1.0 / ranks)
 
     def twice(self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)) -> NDArray[np.float64]:
-        """Return the part of `static_shared_by` that a rank with the first layer counts there (tied weights)."""
+        """Return the part of `static_shared_by` that a rank with the first layer already holds (tied weights)."""
         return self.tied_bytes[layers] - self.tied_shared_bytes[layers] * (1.0 - 1.0 / ranks)
 
 
@@ -207,7 +207,7 @@ def stage_costs(
 
 def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the peak [3] of a stage's layers, [layers, 3] each, beyond all kept bytes of the stage.
-    While a layer runs, the layers behind it keep no activations, in the forward not yet, in the backward no more."""
+    While a layer runs, later layers keep no activations: not yet in the forward, no longer in the backward."""
     behind = np.cumsum(kept[::-1], axis=0)[::-1] - kept
     return np.asarray(np.maximum(own - behind, 0.0).max(axis=0))
 
@@ -219,7 +219,7 @@ def _late(
     gradients: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Return [2, 3]: the bytes of the first of a stage's largest layers beyond all kept bytes, as in `_transient`. Row
-    0 adds the gradients [layers] of the layers behind it, row 1 what these keep for weight gradients [layers, 3]."""
+    0 adds the gradients [layers] of later layers, row 1 the activations [layers, 3] that they keep for W."""
     first = int(own[:, 1].argmax())
     held = own[first] - kept[first + 1 :].sum(axis=0)
     made = np.array([0.0, 0.0, gradients[first + 1 :].sum()])
@@ -227,14 +227,14 @@ def _late(
 
 
 def _sum_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """Return the bytes to sum the stage's largest gradient among holders: a flat copy, and with sharded state a second.
-    The second is ordered by shares and exists before the gradient itself is freed."""
+    """Return the buffer bytes to sum the stage's largest gradient over its holders: a flat copy and, with sharded
+    state, a second one, which is ordered by shard and exists before the gradient itself is freed."""
     return _largest_sum(entry, plan, model, rules) * (1.0 if rules.zero == "none" else 2.0)
 
 
 def _own_gradient_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """Return the bytes beside the gradients at the end of a step if own gradients are kept until the update.
-    They are a flat copy of each gradient with other holders, and the second copy (`_sum_bytes`) of the last."""
+    """Return the bytes in addition to the gradients at the end of a step if local gradients are kept until the update:
+    a flat copy of each gradient with other holders, and the second copy (`_sum_bytes`) of the last."""
     if not rules.keeps_gradients:
         return 0.0
     copies = sum(held for held, _ in _summed(entry, plan, model))
@@ -243,7 +243,7 @@ def _own_gradient_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules:
 
 
 def _largest_sum(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """Return the bytes of the largest gradient that other ranks hold, too."""
+    """Return the bytes of the stage's largest gradient that other ranks hold as well."""
     return rules.summed * max((largest for _, largest in _summed(entry, plan, model)), default=0.0)
 
 

@@ -14,10 +14,10 @@ from dilatant.plan.plan import PlacedStage, Plan
 
 
 def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArray[np.float64], ...]:
-    """Return for every stage of `plan.stages()` [layers]: the ranks that divide the state held by one of its ranks.
+    """Return for every stage of `plan.stages()` [layers]: the number of ranks that shard the state of its ranks.
 
-    The rank with the fewest counts. Holders with different tensor parallelism count by their part: two ranks with half
-    a layer each are one more, two ranks with all of an undivided layer are two.
+    The minimum over the stage's ranks is used. Holders are weighted by the part that they hold: two ranks with half a
+    layer each are one, two ranks with all of an undivided layer are two.
     """
     placed = plan.stages()
     if rules.zero == "none":
@@ -72,8 +72,8 @@ def ranks_together(
     beside: NDArray[np.float64],
     of_experts: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Return [layers]: the number of ranks that, sharding all of a layer's state, would hold equally much each.
-    `beside` ranks share the state outside experts, `of_experts` ranks that of experts."""
+    """Return [layers]: the number of ranks that would divide all of a layer's state to the same size per rank, if
+    `beside` ranks shard the state outside experts and `of_experts` ranks that of experts."""
     outer = np.array([layer.held_beside_experts(tp) for layer in layers])
     inner = np.array([layer.held_of_experts(tp, ep) for layer in layers])
     share = outer / beside + inner / of_experts

@@ -26,10 +26,10 @@ BY_STAGE = ("gradient_bytes", "sum_bytes", "own_gradient_bytes")
 class StepCosts:
     """Costs of every stage of a plan, with the data to turn them into the seconds of a step.
     item_tokens: unit → tokens of one item (image, clip), for units whose items do not attend to each other; a sample's
-    square is then that of one item, times their number. media_pairs: corrections of squares by media masks. dense: as
-    in `Workload`. cluster: source of link speeds for messages and gradients; None counts neither. sync: seconds for
-    gradients and updated weights, from `plan.sync_time`. origin: text on the source of the numbers ("measured on
-    H100")."""
+    square is then its number of items times the square of one item. media_pairs: corrections of squares by media masks.
+    dense: as in `Workload`. cluster: source of link speeds for messages and gradients; None: both take no time. sync:
+    seconds for gradients and updated weights, from `plan.costs.sync_time`. origin: text on the source of the numbers
+    ("measured on H100")."""
 
     stages: StageCosts
     item_tokens: Mapping[str, float] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class StepCosts:
         return replace(self, stages=replace(self.stages, seconds=self.stages.seconds * factors))
 
     def to_document(self) -> dict[str, Any]:
-        """Return plain values for JSON, which `from_document` reads back to the very same numbers."""
+        """Return plain values for JSON, which `from_document` reads back to exactly the same numbers."""
         return {
             "origin": self.origin,
             "stages": {
@@ -136,7 +136,7 @@ def _check_numbers(costs: StepCosts) -> None:
 def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     """Return default costs: a token takes each stage one second forward, and two backward if there is a backward.
 
-    backward: by stage number, as `Trainability.backward`. Suitable for shares of work, not for predictions.
+    backward: by stage number, as `Trainability.backward`. Suitable for ratios of work, not for predictions.
     """
     count = len(plan.stages())
     seconds = np.zeros((count, len(KIND_ORDER), 3))

@@ -48,7 +48,7 @@ def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: Paramete
 
     Holders are the context-parallel ranks of every replica of the layer. Without sharded state, they all-reduce. With
     sharded state, the ranks that share it reduce-scatter, all-reduce each part with the holders of the same part
-    elsewhere, and all-gather the updated weights (`runtime.gradient_sync`).
+    elsewhere, and all-gather the updated weights (`runtime.state.gradient_sync`).
     """
     sums: list[_Ring] = []
     gathers: list[_Ring] = []
@@ -91,8 +91,8 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
     """Return seconds by rank until all its rings are done.
 
     Each ring passes `(n - 1) / n` of its bytes per round through each of its n members: over the links inside nodes,
-    and in and out of each node once, spread over the ports of its members there. Small rings are bound by latency, with
-    as many messages as a tree is high. All rings run at the same time, so the loads of one port add up. The slowest
+    and in and out of each node once, spread over the ports of its members there. Small rings are latency-bound, with as
+    many messages as the height of a tree. All rings run at the same time, so the loads of one port add up. The slowest
     device on a ring decides.
     """
     inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
@@ -136,7 +136,7 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
 
 def least_sync(holders: int, tp: int, cluster: Cluster, rules: ParameterBytes) -> tuple[float, float]:
     """Return (rounds, bytes per second), whose quotient is a lower bound of the sync seconds per byte of gradients.
-    The bound applies beside the backward, for `holders` holders in stages of `tp` ranks, for any spread over nodes."""
+    It applies to sums that overlap the backward, for `holders` holders in stages of `tp` ranks, over any nodes."""
     rounds = 2 if rules.zero == "none" else 1
     link = cluster.between if holders * tp > cluster.gpus_per_node else cluster.inside
     return rounds * (holders - 1) / holders, link.bandwidth

@@ -28,8 +28,8 @@ class MeanCosts:
     `seconds`: forward plus backward; `backward`: its backward part; `work`: lower bound of `seconds` for any grouping
     of samples, and `forward` its forward part; `light`, `heavy`: seconds of the lightest and of the heaviest sample
     alone; `light_split`, `heavy_split`: the part of these that delays other stages when backwards are split. Bytes per
-    rank: `static` for the whole step (`twice` of them only if the first layer is on another rank), `kept` per
-    microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
+    rank: `static` for the whole step (including `twice`, which are needed only if the first layer is on another rank),
+    `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
     seconds: NDArray[np.float64]
@@ -51,7 +51,7 @@ class MeanCosts:
         return replace(self, static=self.static - self.twice) if stages == 1 else self
 
     def by_stage(self, cuts: tuple[int, ...]) -> MeanCosts:
-        """Sum the layers of each stage. While a layer runs, the layers behind it keep no activations."""
+        """Sum the layers of each stage. While a layer runs, later layers keep no activations."""
         at = np.array(cuts)
         kept = np.cumsum(self.kept)
         transient = np.maximum.reduceat(self.transient + kept, at) - kept[[*at[1:] - 1, -1]]
@@ -71,7 +71,7 @@ class MeanCosts:
     def ahead_of(self, others: Sequence[MeanCosts], one_ahead: bool) -> MeanCosts:
         """Add all layers of other units to the first layer.
         Their kept bytes count once per microbatch in flight in the first stage, and once more if it may run
-        `one_ahead`. The heaviest samples are not added: they may be others in those units."""
+        `one_ahead`. The heaviest samples are not added: those units may have other heaviest samples."""
         first = {}
         for one in fields(self):
             column, more = getattr(self, one.name).copy(), [getattr(other, one.name) for other in others]
@@ -161,8 +161,8 @@ class UnitLayers:
         return LEVELS if any(map(self._free.__getitem__, units)) else LEVELS[:1]
 
     def expert_degrees(self, unit: str, tp: int, cp: int) -> tuple[int, ...]:
-        """Return the values of `ep` that may pay off for a unit on tp * cp ranks. These are 1, and inside a node, where
-        costs know the links, degrees that divide experts further than tp divides features."""
+        """Return the values of `ep` that may pay off for a unit on tp * cp ranks. These are 1 and, inside a node and if
+        costs include links, degrees that divide experts further than tp divides features."""
         counts = self._experts[unit]
         if not counts or tp * cp > self.gpus_per_node:
             return (1,)
@@ -213,7 +213,7 @@ class UnitLayers:
         return self._unshared[key]
 
     def _unevenness(self, unit: str, cp: int, samples: float) -> NDArray[np.float64]:
-        """Return the fullest context-parallel rank's row as a multiple of the mean microbatch's even share: [3]."""
+        """Return the fullest context-parallel rank's row as a multiple of an even part of the mean microbatch: [3]."""
         each = self.model.unit(unit).items_per_token
         if cp == 1 or each == 1.0:
             return np.ones(3)
@@ -248,8 +248,8 @@ class UnitLayers:
         return tuple(level if there else "none" for there in self.recomputable(unit) & where)
 
     def _ranks_sharing(self, unit: str, tp: int, cp: int, ep: int) -> NDArray[np.float64]:
-        """Return [layers]: the ranks that shard the optimizer state of what one rank holds (see `shared_by`).
-        They include the ranks of its stage with the same parameters."""
+        """Return [layers]: the number of ranks that shard the optimizer state of one rank's layers (see `shared_by`),
+        including the ranks of its stage with the same parameters."""
         layers = self.model.unit(unit).layers
         if self.rules.zero == "none":
             return np.ones(len(layers))

@@ -35,7 +35,7 @@ def squares_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Samples as seen by the units: `tokens[unit]` is [samples].
+    """Measured samples: `tokens[unit]` [samples] are the tokens of each sample in a unit.
 
     `squares[unit]` [samples] replaces tokens² where other pairs of tokens attend (see `squares_of`). `dense[unit]` is
     for units whose attention computes the masked area between samples of a packed row: the cost of a row of several

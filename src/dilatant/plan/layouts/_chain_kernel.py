@@ -56,7 +56,7 @@ def room_behind(capacity, static, transient, kept, microbatches, chunks, unlimit
         if kept[group] * microbatches > free:
             flying = free // (kept[group] / chunks)
             if chunks > 1:
-                # Forwards of chunks before the first backward, see `schedule.families.interleaved`.
+                # Forwards of chunks before the first backward, see `schedule.families.families.interleaved`.
                 flying = (flying - (chunks - 1) * groups - 1) // 2 + 1
             room = min(room, flying - 1 - (groups - 1 - group))
     return int(room)

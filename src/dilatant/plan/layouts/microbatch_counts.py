@@ -1,4 +1,4 @@
-"""Numbers of microbatches that a search tries for a number of pipelines, cut by samples or by tokens."""
+"""Microbatch counts that a search tries for a number of pipelines, by samples or tokens per microbatch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def microbatch_counts(
 def _is_tried_by_tokens(space: Space, replicas: int, divides_none: bool) -> bool:
     """Return True if token budgets are tried for this number of pipelines.
 
-    On many devices they are tried only if no size divides the batch, for the most pipelines of each size in devices.
+    On many devices this requires that no size divides the batch, and the most pipelines of this size in devices.
     """
     devices = space.cluster.num_devices
     return devices <= MANY or (divides_none and devices // replicas > devices // (replicas + 1))

@@ -22,9 +22,9 @@ class Option:
     `MeanCosts`; with `chunks`, a group has that many stages. `room`: how many stages may follow the chain before its
     in-flight microbatches overflow memory (negative: it does not fit). `gradient_bytes` [groups]: bytes that a rank
     syncs. `light` [stages] and `heavy`: seconds of the lightest sample in each stage and of the heaviest in all;
-    `light_split` and `heavy_split`: see `MeanCosts`. `recompute`, `degrees`: as in `Chain`; `ep`: of the unit that is
-    cut. `total`: seconds until the first microbatch has passed the chain, of which `slowest` belong to the steady state
-    and `forwards` to forwards. `lightest` and `lightest_split` are the sums of `light` and `light_split`.
+    `light_split` and `heavy_split`: see `MeanCosts`. `recompute`, `degrees`: as in `Chain`; `ep`: degree of the unit
+    that is cut. `total`: seconds until the first microbatch has passed the chain, of which `slowest` belong to the
+    steady state and `forwards` to forwards. `lightest` and `lightest_split` are the sums of `light` and `light_split`.
     """
 
     tp: int
@@ -73,8 +73,8 @@ class Option:
 class ChainTimes(NamedTuple):
     """Contribution of a chain to the step of equal pipelines, in seconds.
     stages: lower bound of its stages after the arrival of the first microbatch; path: lower bound of the heaviest
-    sample's way through the chain; `_split`: the same with split backwards. exposed_sync: gradient sync of a rank after
-    its last backward, on rings over neighbouring replicas."""
+    sample's time through the chain; `_split`: the same with split backwards. exposed_sync: gradient sync of a rank
+    after its last backward, on rings over neighbouring replicas."""
 
     stages: float
     path: float

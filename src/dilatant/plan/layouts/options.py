@@ -32,8 +32,8 @@ class OptionTable:
 
     def shared_by(self, replicas: int, devices: int) -> OptionTable:
         """Return the options of `replicas` chains that shard optimizer state among each other as the rules say.
-        devices: devices of one chain; on one node only chains that fit there as a whole count. `stage_costs` computes
-        the actual sharding of a plan."""
+        devices: devices of one chain; inside a node only chains that fit on one node shard together. `stage_costs`
+        computes the actual sharding of a plan."""
         zero, node = self.units.rules.zero, self.units.gpus_per_node
         count = 1 if zero == "none" else replicas if zero == "all" else min(replicas, node // devices)
         if count <= 1:

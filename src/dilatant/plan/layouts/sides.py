@@ -1,4 +1,4 @@
-"""Sides: chains of several units side by side, on all devices or fewer; only Pareto-optimal ones are kept."""
+"""Sides: parallel chains of several units, on all devices or fewer, reduced to the Pareto-optimal ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilatant.plan.layouts.option import Option
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """Chains that run side by side, before or after the language model."""
+    """Chains that run in parallel, before or after the language model."""
 
     options: tuple[Option, ...] = ()
     gpus: int = 0
@@ -32,7 +32,7 @@ class Side:
 
 
 def side_by_side(each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
-    """Return [devices up to `budget`]: the Pareto-optimal ways to run one option of each list on at most that many
+    """Return [devices up to `budget`]: the Pareto-optimal combinations of one option of each list on at most that many
     devices."""
     sides: Mapping[int, Sequence[Side]] = {0: [Side()]}
     for options in each:

@@ -139,7 +139,7 @@ class Space:
         return self.table.units.of_samples(unit, tp, cp).reshape(-1, self.global_batch)
 
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
-        """Return [devices]: the Pareto-optimal ways to run one option of each list on at most that many devices."""
+        """Return [devices]: the Pareto-optimal combinations of one option of each list on at most that many devices."""
         key = budget, tuple(tuple(options) for options in each)
         if key not in self._sides:
             self._sides[key] = side_by_side(each, budget)

@@ -1,4 +1,4 @@
-"""Ways: layouts of units with replicas of their own beside the language model, reduced to the Pareto-optimal ones."""
+"""Ways: layouts of units with their own number of replicas next to the language model; only Pareto-optimal ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One way to run some of the units; `left`: free devices of each group."""
+    """One combination of layouts of some of the units; `left`: free devices of each group."""
 
     options: tuple[Option, ...]
     counts: tuple[int, ...]
@@ -64,8 +64,8 @@ class Row:
 
 
 def undominated(own: Sequence[Way], alone: bool) -> list[Way]:
-    """Return the Pareto-optimal ways by slowest stage, fill and, unless the unit is alone on its group, devices.
-    Of equal ways the one on the fewest devices is kept."""
+    """Return the Pareto-optimal layouts by slowest stage, fill and, unless the unit is alone on its group, devices.
+    Of equal layouts the one on the fewest devices is kept."""
     order = sorted(own, key=lambda one: (one.slowest, one.total, one.devices, one.times.exposed_sync))
     kept: list[Way] = []
     least: list[tuple[float, int]] = []  # (fill, devices) of the kept ways
@@ -131,7 +131,7 @@ def _beaten(rows: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[n
 def least_by_devices(
     own: Sequence[Way], counts_devices: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return (devices, least seconds of any way on at most that many), ascending; devices are 0 if not counted."""
+    """Return (devices, least seconds of any layout on at most that many), ascending; devices are 0 if not counted."""
     order = sorted((one.devices if counts_devices else 0, one.times.least) for one in own)
     devices, seconds = zip(*order)
     return np.array(devices), np.minimum.accumulate(seconds)
@@ -141,7 +141,7 @@ def least_by_devices(
 class Ways:
     """Layouts of all such units together; arrays are [ways]. Seconds: slowest stage, fill of encoders (`before`) and of
     generators (`after`), and gradient sync (`sync`). at_home: devices used of the language model's group. `by_devices`:
-    for each unit, `least_by_devices` of all its ways."""
+    for each unit, `least_by_devices` of all its layouts."""
 
     options: list[tuple[Option, ...]]
     counts: list[tuple[int, ...]]
@@ -154,7 +154,7 @@ class Ways:
     room: float
 
     def least(self, free: int) -> float:
-        """Return a lower bound in seconds of all ways that use at most `free` devices of the language model's group."""
+        """Return a lower bound in seconds of layouts that use at most `free` devices of the language model's group."""
         found = 0.0
         for devices, seconds in self.by_devices:
             fitting = int(np.searchsorted(devices, free, side="right"))

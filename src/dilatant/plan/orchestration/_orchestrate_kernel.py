@@ -17,8 +17,8 @@ ANY_DEPTH = -(1 << 40)
 
 
 class Ways(NamedTuple):
-    """Layouts of a module, by rising GPUs. seconds: of the whole module for one sample; share: fraction of the layers
-    in the largest stage."""
+    """Layouts of a module, by ascending GPUs. seconds: of the whole module for one sample; share: fraction of the
+    layers in the largest stage."""
 
     gpus: NDArray[np.int64]
     replicas: NDArray[np.int64]
@@ -38,7 +38,7 @@ class Held(NamedTuple):
 
 @njit(cache=True)
 def frontier(ways, held, capacity, divided, samples, after, most, keep_stages):
-    """Return (kept rows, their options): Pareto-optimal layouts whose replicas divide `divided`, by rising GPUs.
+    """Return (kept rows, their options): Pareto-optimal layouts whose replicas divide `divided`, by ascending GPUs.
 
     `samples` are those of a language-model microbatch, `most` the microbatches of a step. With `keep_stages` an option
     with fewer stages is not dominated, because modules before it keep fewer microbatches.

@@ -86,8 +86,8 @@ def orchestrate(
     keeps as many microbatches as there are stages from it to the end of the longest path through the modules.
 
     Source: DistTrain 5.1-5.2. Rounding its convex relaxation loses 0.8 to 10 %; here dominated options are dropped and
-    the rest is joined with bounds. Raises BatchError when the global batch is no multiple of the microbatch size,
-    DoesNotFitError or TooFewDevicesError when nothing fits.
+    the others are combined by branch and bound. Raises BatchError when the global batch is no multiple of the
+    microbatch size, DoesNotFitError or TooFewDevicesError when nothing fits.
     """
     started = time.perf_counter()
     from dilatant.plan.orchestration._orchestrate_kernel import ANY_DEPTH, join
@@ -136,7 +136,7 @@ Options = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """All (replicas, tp, pp) of one module on at most the allowed GPUs, by rising GPUs."""
+    """All (replicas, tp, pp) of one module on at most the allowed GPUs, by ascending GPUs."""
 
     module: ModuleCost
     gpus: np.ndarray

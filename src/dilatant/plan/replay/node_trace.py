@@ -158,7 +158,7 @@ def _json_line(number: int, line: str) -> tuple[int, float, str, list[str]]:
 
 
 def _counted(counts: Iterable[tuple[float, int]], seed: int) -> tuple[list[Change], float]:
-    """Return changes that lead from count to count; nodes that leave are drawn among those alive."""
+    """Return changes that produce these counts; nodes that leave are drawn among those alive."""
     draw = random.Random(seed)
     alive: list[int] = []
     changes: list[Change] = []

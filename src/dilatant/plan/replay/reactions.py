@@ -1,4 +1,4 @@
-"""Reactions: the ways to continue training after a change of membership, which a replay compares."""
+"""Reactions: strategies for continuing training after a change of membership, which a replay compares."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def from_templates(
         idle = len(alive) - number
         joined = sorted(alive - running)
         dropped = joined[len(joined) - min(idle, len(joined)) :] if idle else []
-        if idle > len(dropped):  # idle some nodes that held layers, the last of the last pipelines
+        if idle > len(dropped):  # also idle nodes with layers, from the end of the last pipelines on
             order = [node for nodes in reversed(old) for node in reversed(nodes) if node in alive]
             dropped = [*dropped, *order[: idle - len(dropped)]]
         if not old:
@@ -112,10 +112,10 @@ def compare_recovery(
     layer_bytes: Sequence[int] | None = None,
     costs: RecoveryCosts | None = None,
 ) -> tuple[Replay, ...]:
-    """Replay one trace three times: pipelines from templates, restarts from a checkpoint, and templates at no cost.
+    """Replay one trace three times: pipelines from templates, restarts from a checkpoint, and free recovery.
 
     Templates need checkpoints only for losses that no replica survives; these are saved in the background, so
-    `costs.checkpoint_seconds` counts for the restarts alone. The last replay is an upper bound of the first.
+    `costs.checkpoint_seconds` applies only to the restarts. The last replay is an upper bound of the first.
     """
     costs = costs or RecoveryCosts()
     samples = num_microbatches * samples_per_microbatch
@@ -143,7 +143,7 @@ def without_cost(reaction: Reaction) -> Reaction:
 
 
 def from_rates(step_seconds: Callable[[int], float]) -> Reaction:
-    """React by node count alone: `step_seconds(nodes)`, infinite where training is impossible; for measured tables."""
+    """Return a reaction by node count alone, for tables: `step_seconds(nodes)`, infinite if training is impossible."""
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         return RunningPipelines((tuple(sorted(alive)),), step_seconds(len(alive)))

@@ -56,7 +56,7 @@ class RecoveryCosts:
 
 @dataclass(frozen=True, slots=True)
 class RunningPipelines:
-    """The pipelines of a cluster at some moment, as node ids of each.
+    """The running pipelines of a cluster, each as its node ids.
 
     `step_seconds` is infinite while the cluster cannot train. `moved_bytes` is the most that any node sent or received
     for this change; `kept`: the training state survived on the nodes; `restarted`: all processes restart. When a step
@@ -252,7 +252,7 @@ class _Run:
         return done.steps * self._samples_per_step
 
     def _progress(self, available: float) -> _Progress:
-        """Return what fits into `available` seconds: steps, and a checkpoint after every `checkpoint_steps`."""
+        """Return the steps that fit into `available` seconds with a checkpoint after every `checkpoint_steps`."""
         assert self.current is not None
         step, every, saving = (
             self.current.step_seconds,

@@ -16,12 +16,12 @@ from dilatant.plan.search.candidates import Candidate
 from dilatant.plan.search.estimate import bound, chain_times, estimate
 
 MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
-"""Fractions of device memory that DistTrain's search is given in turn."""
+"""Fractions of device memory that DistTrain's search may use, tried in turn."""
 
 
 def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
     """Yield DistTrain's optimum for every microbatch size, with replicas of its own for every unit.
-    DistTrain's model assumes equal layers, so a result that fits by its totals may not fit as cut or as simulated.
+    DistTrain's model assumes equal layers, so a result whose totals fit may not fit after cutting or in simulation.
     Optima for less memory follow, and optima with more recomputation where the model leaves recomputation open."""
     for size in sizes:
         found: dict[tuple[ModuleAllocation, ...], Orchestration] = {}

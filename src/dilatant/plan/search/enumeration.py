@@ -21,7 +21,7 @@ from dilatant.plan.search.shapes import shapes
 FEWEST = 6
 """Minimum number of simulated candidates of each kind, however many devices there are."""
 NEAR, WORTH = 1.1, 0.98
-"""Units get replicas of their own only if the estimate is below this multiple of the best other step: NEAR on more than
+"""Units get separate replicas only if the estimate is below this multiple of the best other step: NEAR on more than
 FEW devices, WORTH on many."""
 
 
@@ -36,7 +36,7 @@ def enumerate_candidates(
 ) -> list[Candidate]:
     """Return all candidates of a mode, lowest estimate first; with `all_devices` only those on the most devices.
     May omit candidates that surely take more than `most_seconds` or `far` times the best estimate and, with a finite
-    `far` or on more than FEW devices, candidates with own replicas per unit that are not notably faster."""
+    `far` or on more than FEW devices, candidates with separate replicas per unit that are not notably faster."""
     found = list(_candidates(space, mode, sizes, microbatches, most_seconds, far))
     if mode is Mode.BEST:
         if far < math.inf or space.cluster.num_devices > FEW:
@@ -69,7 +69,7 @@ def _candidates(
 
 
 def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that are among the FEWEST best on at most as many devices as they use, best first.
+    """Return, best first, the candidates that are among the FEWEST best of those on at most as many devices.
     A search on fewer devices would simulate them, so with these included more devices never make a plan slower."""
     taken: list[int] = []
     chosen = []

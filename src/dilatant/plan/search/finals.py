@@ -62,7 +62,7 @@ class Finals:
     """Simulated candidates: `ranked` has the plans that fit memory, `rejected` the overflows in bytes with their text.
     skipped: least bound of the candidates not simulated because one of their options had overflowed. seconds: candidate
     → simulated step, infinite if no plan of it fits. Only plans with each layer on `copies` nodes of `ranks_per_node`
-    devices count. ceiling: seconds of an already known plan."""
+    devices are considered. ceiling: seconds of an already known plan."""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ class _Dual:
 
 def _device_seconds(space: Space) -> NDArray[np.float64]:
     """Return the least device seconds of each sample in each unit, over all degrees: [units * samples]. A row of
-    several dense samples counts at least the sum of their squares, times the minimum weight of a dense square."""
+    several dense samples costs at least the sum of their squares, times the minimum weight of a dense square."""
     units = space.table.units
     return np.concatenate(
         [

@@ -1,7 +1,7 @@
 """Placed units: candidates in which units have their own number of replicas, or devices of their own kind.
 
-DistTrain's disaggregation finds one closed-form optimum with own replicas per unit and puts encoders on other devices
-than the language model's; here all candidates are searched, and the other devices may be of another kind.
+DistTrain's disaggregation finds one closed-form optimum with separate replicas per unit and puts encoders on other
+devices than the language model's; here all candidates are searched, and the other devices may be of another kind.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def placed_candidates(
     most_seconds: float = math.inf,
 ) -> Iterator[Candidate]:
     """Yield candidates with some units on other device groups than the language model; one space for each group.
-    Each layout of the language model, and of the units beside it, is joined with the most promising chains of the other
-    units, whose numbers of replicas may differ. The bound covers all these chains. Estimates above `most_seconds` are
-    omitted."""
+    Each layout of the language model, and of the units on its group, is joined with the most promising chains of the
+    other units, whose numbers of replicas may differ. The bound covers all these chains. Estimates above `most_seconds`
+    are omitted."""
     others = _others(spaces[0])
     for home in range(len(spaces)):
         for where in itertools.product(range(len(spaces)), repeat=len(others)):

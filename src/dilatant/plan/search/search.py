@@ -95,7 +95,7 @@ def search(
 
     Stages are cut aware of freezing, and within memory where the unconstrained cut does not fit; if none fits and the
     model leaves recomputation open, as few layers as possible recompute. Candidates are simulated by `scorer` on the
-    samples of `workload`, lowest estimate first, until `finalists` of them fitted memory or no other can be faster;
+    samples of `workload`, lowest estimate first, until `finalists` of them fit memory or no other can be faster;
     then the best are tried in other rank orders. Devices that the fastest plan does not use are reported as idle. This
     search includes Algorithm 1 of Cornstarch and Algorithm 3 of Entrain (the thesis).
 
@@ -137,7 +137,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """The arguments of `search` with these names. ceiling: seconds of an already known plan; only faster ones count."""
+    """The arguments of `search` with these names. ceiling: seconds of a known plan; only faster ones are accepted."""
 
     mode: Mode
     sizes: Sequence[int]

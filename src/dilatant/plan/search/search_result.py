@@ -17,7 +17,7 @@ from dilatant.plan.search.finals import Finals, RankedPlan
 
 @dataclass(frozen=True, slots=True)
 class SearchedGroup:
-    """Counts of the candidates with one encoder position and number of pipelines.
+    """Numbers of candidates with one encoder position and number of pipelines.
     Of all `candidates`, `simulated` were simulated, of which `overflowed` exceeded memory; `cut` were omitted because
     their bound is above the winner, `left` because others were more promising. bound: the least of all; seconds: the
     fastest that fits, or None; zero: sharding of optimizer state."""

@@ -204,7 +204,7 @@ class _Shape:
 
     def _before(self, encoders_at: EncoderPosition, budget: int, behind: int, left: int) -> Sequence[Side]:
         """Return the encoders' sides on at most `left` devices of the budget, with `behind` stages after the encoders.
-        In a shared space, sides that only smaller numbers of devices make undominated are included."""
+        In a shared space, sides that are Pareto-optimal only for fewer devices are included."""
         sides = self._sides_before(encoders_at, budget, behind)
         return _all(sides[: left + 1]) if self.space.shared else sides[left]
 

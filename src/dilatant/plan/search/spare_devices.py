@@ -34,8 +34,8 @@ def promising(space: Space, found: Sequence[Candidate], best: float) -> list[Can
 def with_leftovers(plan: Plan, candidate: Candidate, space: Space) -> Iterator[Plan]:
     """Yield the plan with one more pipeline on its idle devices, for all degrees that leave less than one group idle.
 
-    The language model has one stage per group of ranks, cut for itself, with all encoders in the first. Slower
-    pipelines get fewer samples of each step (`schedule.distribute`). Yields nothing for models with generators.
+    The language model has one stage per group of ranks, cut independently, with all encoders in the first. Slower
+    pipelines get fewer samples (`schedule.assignment.distribute`). Yields nothing for models with generators.
     """
     roles, cluster = space.roles, space.cluster
     if roles.generators:

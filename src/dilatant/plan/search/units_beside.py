@@ -1,4 +1,4 @@
-"""Units with their own number of replicas beside the language model's pipelines, on any device group."""
+"""Units with their own number of replicas next to the language model's pipelines, on any device group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilatant.plan.search.candidates import Candidate
 from dilatant.plan.search.estimate import chain_times, computed_seconds
 
 MOST_WAYS = 4
-"""On many devices, most ways to run the units with own replicas that are kept for each language-model layout."""
+"""On many devices, most layouts of the units with separate replicas that are kept for each language-model layout."""
 
 SURELY = 1.0 - 1e-9
 """Tolerance for sums in a different order."""
@@ -24,7 +24,7 @@ SURELY = 1.0 - 1e-9
 
 @dataclass(eq=False)
 class UnitsBeside:
-    """Joins units with own replicas to candidates of the language model's device group, `home`.
+    """Adds units with separate replicas to candidates of the language model's device group, `home`.
     `away`: unit → its device group, which may be `home` for devices left there. `spaces`: the spaces of all groups."""
 
     spaces: Sequence[Space]
@@ -96,7 +96,7 @@ class UnitsBeside:
         return (*(self.home for _ in near.options), *self.away.values())
 
     def _known(self, near: Candidate, behind: int) -> Ways | None:
-        """Return the ways to run the units beside such pipelines, with `behind` stages after the encoders."""
+        """Return the layouts of the other units next to such pipelines, with `behind` stages after the encoders."""
         ways = None
         for far in (0, behind):
             key = near.replicas, near.num_microbatches, near.row_tokens, far
@@ -174,7 +174,7 @@ class UnitsBeside:
 
 
 def _counts(replicas: int, size: int) -> list[int]:
-    """Return the possible replicas of a unit beside `replicas` language models: a divisor, or a multiple.
+    """Return the possible replicas of a unit next to `replicas` language models: a divisor, or a multiple.
     A multiple shares each microbatch of `size` samples."""
     parts = [part for part in range(1, replicas + 1) if replicas % part == 0]
     return [*parts, *(replicas * share for share in range(2, size + 1) if size % share == 0)]

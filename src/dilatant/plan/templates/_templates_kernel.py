@@ -6,7 +6,7 @@ stage that is as slow. The paper's T1 + T2 + T3 at Nb microbatches is
     sum(t) + (Nb - S + k* - 1) tau + sum(t_k for k >= k*)
   = sum(t_k for k < k*) + sum(2 t_k - tau for k >= k*) + (Nb - 1) tau
 
-so for a fixed tau each stage adds a term of its own, and the number of stages is not part of the state. tau is one of
+so for a fixed tau each stage adds a separate term, and the number of stages is not part of the state. tau is one of
 the sums of consecutive layers, sorted in `candidates`.
 """
 
@@ -63,9 +63,9 @@ def _chain(prefix, widths, fits, node, gpus, low, high, after, tau, best, choice
     `high`, cost 2 t - tau), preceded by stages of at most `high` that cost t. `prefix[w, k]` is the time of the first k
     layers on widths[w] GPUs. No stage crosses a node of `node` GPUs, which depends on r alone, so one table serves
     every node count up to `gpus`. A stage at `level` that begins at layer i ends at fits[w, level, i] at the latest.
-    With several levels, levels count stages from the end (their memory differs); a single level does not count. choice
-    encodes the first stage as ((next part * widths) + w) * (layers + 1) + end. Entries that no pipeline can reach stay
-    IMPOSSIBLE: more layers before them than the other GPUs can run.
+    With several levels, levels count stages from the end (their memory differs); a single level does not number them.
+    choice encodes the first stage as ((next part * widths) + w) * (layers + 1) + end. Entries that no pipeline can
+    reach stay IMPOSSIBLE: more layers before them than the other GPUs can run.
     """
     layers = prefix.shape[1] - 1
     levels = fits.shape[1]
@@ -165,7 +165,7 @@ def _follow(prefix, widths, choice, level, gpus, stages, times):
 
 @njit(cache=True)
 def _pipeline_time(times, num_stages, num_microbatches):
-    """Return T1 + T2 + T3 of a chain; of equally slow stages the last counts."""
+    """Return T1 + T2 + T3 of a chain; of equally slow stages the last is k*."""
     total = 0
     slowest = -1
     tail = 0

@@ -8,7 +8,7 @@ from dilatant.plan.plan import Plan
 def copies_on_nodes(plan: Plan, ranks_per_node: int) -> dict[str, int]:
     """Return unit → copies of its scarcest layer that share no node; losing one node fewer loses no layer of the unit.
 
-    Ranks lie on nodes in order. A copy whose stage spans several nodes is lost with any of them.
+    Ranks are assigned to nodes in order. A copy whose stage spans several nodes is lost with any of them.
     """
     return {
         unit.name: min(

@@ -93,8 +93,8 @@ def reinstantiate(
     """Choose pipelines for the present nodes, and place nodes in them so that the fewest bytes move.
 
     `pipelines` are the running pipelines as node ids in pipeline order, each an instance of the template of its length;
-    `lost` nodes are gone, `joined` nodes are new and empty. `layer_bytes[k]` is what a holder of layer k must receive
-    (weights and optimizer state; default 1 each).
+    `lost` nodes are gone, `joined` nodes are new and empty. `layer_bytes[k]` are the bytes of layer k that a holder
+    must receive (weights and optimizer state; default 1 each).
 
     The composition is the fastest (`compose_pipelines`), or one within a fraction `slack` of its time; among these, one
     that moves the fewest bytes. Up to `budget` compositions as fast as the fastest are compared, and as many slower

@@ -60,16 +60,16 @@ def plan_templates(
 
     The objective is that of Oobleck (the thesis, 2.4.1.2), whose text is read as follows. The two halves of eq. 2.1
     meet at layer k (no layer is dropped). In eq. 2.2 the slowest stage runs on its own GPUs and its index counts from
-    0. Of equally slow stages the last one counts, which makes the longest path through the schedule (eq. 2.3). The
-    number of microbatches is given rather than tied to the number of stages, because four per stage would let the
-    amount of work depend on the result. Several subproblem optima need not make an optimal whole, so the search is
+    0. Of equally slow stages the last one is used, which makes the longest path through the schedule (eq. 2.3). The
+    number of microbatches is a parameter instead of depending on the number of stages, because four per stage would let
+    the amount of work depend on the result. Several subproblem optima need not make an optimal whole, so the search is
     exact over whole plans instead of a memo of best parts. Times become integers of 2**-k seconds, fine enough to be
     exact for integers and for sums of equal layers.
 
     T1 + T2 + T3 is the length of one path, hence at most the time of 1F1B; rank finalists by simulation. With fewer
     microbatches than stages T2 can be negative, which favours slow first stages: the definition is kept, but plan with
-    at least as many microbatches as layers and let `compose_pipelines` go from there. Separate measurements of layers
-    of one kind differ by noise, which only enlarges the search: see `seconds_by_layer_type`.
+    at least as many microbatches as layers and let `compose_pipelines` convert to the actual number. Separate
+    measurements of layers of one kind differ by noise, which only enlarges the search: see `seconds_by_layer_type`.
 
     With `memory`, every stage fits its GPUs: the s-th stage from the end of a 1F1B pipeline keeps s microbatches. Node
     counts whose unconstrained optimum fits cost nothing extra; for the others the search counts stages from the end,
