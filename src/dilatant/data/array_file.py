@@ -1,7 +1,7 @@
 """Array files: named numpy arrays in one checksummed file, memory-mapped by every process that reads it.
 
 Only bytes covered by a checksum are trusted. After a whole file was verified once, its state (inode, size, times) is
-recorded in a file beside it; later opens verify only the header as long as that state is unchanged.
+recorded in a file next to it; later opens verify only the header as long as that state is unchanged.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _is_whole(path: Path, file: BinaryIO, mapped: mmap.mmap, digest: str) -> boo
 
 def _remember(file: BinaryIO, beside: Path, state: str) -> None:
     try:
-        os.fsync(file.fileno())  # or a crash could leave this mark beside a file that never reached the disk
+        os.fsync(file.fileno())  # or a crash could leave this mark for a file that never reached the disk
         with tempfile.NamedTemporaryFile(dir=beside.parent, prefix=f".{beside.name}-", delete=False) as mark:
             mark.write(state.encode())
         os.replace(mark.name, beside)

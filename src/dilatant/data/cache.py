@@ -40,10 +40,10 @@ class Cache:
         make: Callable[[], Arrays],
         valid: Callable[[Arrays], bool] = lambda _: True,
     ) -> Arrays:
-        """Return the arrays cached under a name and key, or compute them and replace what the name had.
+        """Return the arrays cached under a name and key, or compute them and replace that name's entry.
 
         One process computes while the others wait for its lock. valid: returns whether cached arrays may still be used.
-        Raises UserError if a named folder cannot be written or a script has no main guard; also what `make` raises.
+        Raises UserError if a named folder cannot be written or a script has no main guard; and errors of `make`.
         """
         found = self.known(name, key)
         if found is not None and valid(found):

@@ -41,7 +41,7 @@ def in_pieces(
     """Apply a job to every piece and yield the results in order.
 
     job: picklable. named: returns the name of a piece for messages. workers: number of processes; 0 works in this
-    process; None starts here and moves to all cores that this process may use once enough work remains. piece_seconds:
+    process; None starts in this process and moves to all available cores if enough work remains. piece_seconds:
     time limit for one piece in a worker process. Raises any UserError of the job.
     """
     head = list(islice(pieces, FEW + 1))

@@ -51,8 +51,8 @@ class Media:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One message of a conversation. `content` keeps text and media in reading order. extras: the message's other keys
-    as key → JSON text, which chat templates may read (`tool_calls`, `reasoning_content`). carries_loss: False for an
-    assistant's turn that is only context."""
+    as key → JSON text, which chat templates may read (`tool_calls`, `reasoning_content`). carries_loss: False if an
+    assistant's turn is only context."""
 
     role: Role
     content: tuple[str | Media, ...]
@@ -64,9 +64,9 @@ class Turn:
 class Sample:
     """A conversation. `id` is unique in its source and names the place that the sample was read from.
 
-    unplaced: media that the record lists beside the conversation. Markers in the text say where they belong; which
-    marker belongs to which encoder depends on the model, so they are placed when the sample is encoded.
-    tools: the tools that the assistant may call, as JSON text for chat templates; "" for none.
+    unplaced: media that the record lists outside the conversation. Markers in the text set their positions; which
+    marker belongs to which encoder depends on the model, so media are placed when the sample is encoded. tools: the
+    tools that the assistant may call, as JSON text for chat templates; "" for none.
     unused: the record's columns, and keys inside them, that the sample does not use.
     """
 
@@ -147,8 +147,8 @@ class EncodedSample:
     media: unit → encoder input name → [encoder rows, ...]; a unit without items, or not loaded, is absent.
     sizes: unit → tokens that the unit processes ("language" included); always known.
     draw: the sample's number in training order, which keys its randomness. source: the number of its data set, if data
-    are read by index. targets, content: `target_tokens` and `content_digest` by the index; None computes them here.
-    made_seconds: time spent on reading and decoding.
+    are read by index. targets, content: `target_tokens` and `content_digest` from the index; if None, they are
+    computed. made_seconds: time spent on reading and decoding.
     """
 
     id: str

@@ -55,7 +55,7 @@ class DataIdentity:
 
     def require(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Raise UserError naming the changes if the data differ from `before`, an earlier `by_source`. File names and
-        places may differ. Nothing is compared if either side is unknown."""
+        locations may differ. Nothing is compared if either side is unknown."""
         if before and self.names and (found := self._changes(before)):
             raise UserError(
                 f"the training data changed since the checkpoint was written: {'; '.join(found)}. Going on would "

@@ -20,7 +20,7 @@ from dilatant.data.text.encoding import Encoding
 PIECE = 64
 """Samples measured per work item if samples can be read one by one."""
 BLOCK_PIECE = 8192
-"""Most samples per work item if samples are read in blocks; a group is only cut if it is longer."""
+"""Most samples per work item if samples are read in blocks; only a longer group is cut."""
 
 
 class Measurable(Protocol):

@@ -34,7 +34,7 @@ MAX_HOURS = 4
 MAX_PIXELS = 8192 * 8192
 """Pixels of a frame."""
 LACKING = 0.05
-"""Share of the frames in its header that a file may lack, as headers round; the last frame stands in for those."""
+"""Fraction of the frames in its header that a file may lack, as headers round; the last frame is repeated instead."""
 
 Frame = NDArray[np.uint8]
 T = TypeVar("T")
@@ -124,8 +124,8 @@ def _pictures(media: Media) -> list[Media]:
 
 @contextmanager
 def _animation(stream: BinaryIO) -> Iterator[tuple[Any, int] | None]:
-    """Yield the animation that Pillow reads and its orientation; None if the stream is no picture, rewound to its
-    start."""
+    """Yield the animation that Pillow reads and its orientation; None, with the stream rewound to its start, if it is
+    no picture."""
     from PIL import UnidentifiedImageError
 
     try:

@@ -49,7 +49,7 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
 
 @contextmanager
 def as_media_error(media: Media, problem: str) -> Iterator[None]:
-    """Convert every error inside to a MediaError: decoders raise any exception on unexpected bytes."""
+    """Context manager that converts every error to a MediaError: decoders raise any exception on unexpected bytes."""
     try:
         yield
     except MediaError:

@@ -111,7 +111,7 @@ class AudioUnit:
     def windows(self, size: MediaSize) -> int:
         """Return the number of encoder rows of one item."""
         samples = size.seconds * self.processor.sampling_rate
-        # Seconds are a quotient of integers, so a rounding error above a full window counts as a full window.
+        # Seconds are a quotient of integers, so a rounding error above a full window is ignored.
         return max(1, math.ceil(samples / self.processor.window_samples - 1e-6))
 
     def encoder_tokens(self, size: MediaSize) -> int:

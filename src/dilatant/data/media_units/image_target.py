@@ -20,8 +20,8 @@ class ImageTarget:
     """Target of one generator: how the language model requests an image, and the format of the image.
 
     The text holds `start`, which the assistant writes, and then `tokens_per_item` placeholder tokens, whose outputs
-    condition the generator. processor: makes images of one size. marker: stands for an image in an assistant's text.
-    latents: cached latents, which replace decoded images.
+    condition the generator. processor: makes images of one size. marker: placeholder of an image in an assistant's
+    text. latents: cached latents, which replace decoded images.
     """
 
     name: str

@@ -34,7 +34,7 @@ class ImageProcessor(Protocol):
 
 
 MOST_PIXELS = 1 << 14
-"""Longest side of an encoder's image in pixels: more is taken for a mistake and would use gigabytes per image."""
+"""Longest side of an encoder's image in pixels: more is a mistake and would use gigabytes per image."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ LONGEST_ASPECT = 200
 @dataclass(frozen=True, slots=True)
 class PatchProcessor:
     """Qwen-VL's processing with Pillow and numpy: an image is resized so that both sides are multiples of `merge`
-    patches and the area is between `min_pixels` and `max_pixels`; a still image counts as `frames` equal frames."""
+    patches and the area is between `min_pixels` and `max_pixels`; a still image is treated as `frames` equal frames."""
 
     patch: int = 14
     merge: int = 2

@@ -55,7 +55,7 @@ def processor_settings(
             "sampling_rate": processor.sampling_rate,
             "hop_length": processor.hop_length,
             "n_fft": processor.fft_length,
-            # transformers only has windows of whole seconds; the exact window is saved beside it.
+            # transformers only has windows of whole seconds; the exact window is saved in addition.
             "chunk_length": -(-processor.window_samples // processor.sampling_rate),
             "n_samples": processor.window_samples,
             "nb_max_frames": processor.window_frames,

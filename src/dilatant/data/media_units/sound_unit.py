@@ -75,7 +75,7 @@ class SoundUnit:
     def features(self, wave: NDArray[np.float32], frames: int) -> NDArray[np.float32]:
         """Return a wave's features, float32 [frames + trailing, mel bins], as in a window padded with silence."""
         processor, wanted = self.processor, self._with_trailing(frames)
-        # Longer than any used frame reaches, because the features mirror the signal at the end of the window.
+        # The padding exceeds the reach of any used frame, because the features mirror the signal at the window's end.
         length = wanted if wanted == self.longest else wanted + 4
         window = np.zeros(length * processor.hop_length, np.float32)
         kept = min(len(wave), frames * processor.hop_length)

@@ -66,10 +66,10 @@ class SamplerState:
 class Sampler:
     """The training order of samples from several sources, in global batches.
 
-    lengths: samples of each source. weights: the share of each source. Indices count through the concatenated
-    sources. Every source is reshuffled in each of its passes, and a pass contains every sample once; a batch may span
-    two passes. With `shuffle` off, each source keeps its order.
-    blocks: given for sources that are read in blocks. Such a source is shuffled in two steps, first the blocks and
+    lengths: samples of each source. weights: the fraction of samples from each source. Indices are positions in the
+    concatenated sources. Every source is reshuffled in each of its passes, and a pass contains every sample once; a
+    batch may span two passes. With `shuffle` off, each source keeps its order.
+    blocks: set for sources that are read in blocks. Such a source is shuffled in two steps, first the blocks and
     then the samples within a window of as many blocks as the reader caches, so that a pass reads each block once.
     """
 
@@ -152,7 +152,7 @@ class Sampler:
 
 
 def choose_sources(weights: Sequence[float], drawn: Sequence[int], count: int) -> NDArray[np.int64]:
-    """Choose the source of each of the next `count` samples, int64 [count]: the source furthest behind its share."""
+    """Choose the source of each of the next `count` samples, int64 [count]: the source furthest behind its weight."""
     if len(weights) == 1:
         return np.zeros(count, np.int64)
     share = np.array(weights) / sum(weights)
@@ -172,9 +172,9 @@ class _BlockOrder:
     seed: int
     stream: tuple[int, ...]
     first: NDArray[np.int64]
-    """Where each block starts in the source."""
+    """Start of each block in the source."""
     ends: NDArray[np.int64]
-    """Where each block ends in the shuffled order."""
+    """End of each block in the shuffled order."""
     lengths: NDArray[np.int64]
     window_ends: NDArray[np.int64]
 

@@ -20,13 +20,13 @@ SUFFIXES: Mapping[str, Form] = {
     ".arrow": "arrow",
 }
 ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-"""Files in which `datasets` describes the data beside them."""
+"""Files in which `datasets` describes the data next to them."""
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Split → the words in file and folder names that mean it."""
+"""Split → the words in file and folder names that denote the split."""
 
 
 def find_files(

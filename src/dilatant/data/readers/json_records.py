@@ -111,7 +111,7 @@ def _line_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64]:
 
 
 def _is_json(text: mmap.mmap, span: NDArray[np.int64]) -> bool:
-    """Return True if a line is valid JSON by itself. A line above `MOST_BYTES` is not parsed and counts as valid."""
+    """Return True if a line is valid JSON by itself. A line above `MOST_BYTES` is not parsed but treated as valid."""
     if span[1] - span[0] > MOST_BYTES:
         return True  # reading the record reports its size
     try:
@@ -161,7 +161,7 @@ def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
     if len(elements):
         start[:] = _address(elements[0]) - _address(text)
     if len(elements) > 1:
-        # Most writers put the same separator between all elements. If it does not fit, each element's address is taken.
+        # Most writers put the same separator between all elements. If it does not fit, elements are located by address.
         gap = _address(elements[1]) - _address(elements[0]) - int(length[0])
         start[1:] += np.cumsum(length[:-1] + gap)
         codes = np.frombuffer(text, np.uint8)

@@ -27,7 +27,7 @@ from dilatant.data.readers.record_fields import (
 from dilatant.data.sample import FileSlice, Frames, Media, MediaKind, Turn
 
 FILE_COLUMNS = ("file_name", "file_names", "filename", "file_path", "filepath", "file", "path")
-"""Columns of file names whose suffix tells the kind of media."""
+"""Columns of file names whose suffix determines the media kind."""
 ITEM_OPTIONS = frozenset(
     (
         *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
@@ -37,14 +37,14 @@ ITEM_OPTIONS = frozenset(
 )
 """Keys by which other tools set how a single item is sampled or resized."""
 FRAME_RATES = ("sample_fps", "fps", "raw_fps")
-"""The options that give the frame rate of a list of frames; the first one present counts."""
+"""The options that give the frame rate of a list of frames; the first one present is used."""
 _SOURCES = ("bytes", "path", "url", "data", "file_name")
 _NUMBERED_MARKER = re.compile(r"<image[ _]?(\d+)>")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
 
 
 class ListedMedia:
-    """The items of a record's media columns. Typed content without a source takes the next; iteration the rest."""
+    """Items of a record's media columns. Typed content without a source takes the next item, iteration the rest."""
 
     def __init__(self, fields: Fields) -> None:
         self._record = fields.record
@@ -91,7 +91,7 @@ class ListedMedia:
 
     def placed(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
         """Replace `<image 1>` in the user's turns by the image of the column `image_1`. Without such columns, the
-        number counts the images of a list, if every number has an image there and no text has the plain marker."""
+        number is a position in a list of images, if all numbers have one and no text has the plain marker."""
         texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
         numbered = self._numbered or dict(enumerate(self._waiting["image"], 1))
         named = {int(number) for text in texts for number in _NUMBERED_MARKER.findall(text)}

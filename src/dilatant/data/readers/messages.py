@@ -41,7 +41,7 @@ PAIR: tuple[Role, Role] = ("user", "assistant")
 ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value", "parts")
 LOSS_KEYS = ("weight", "loss", "train", "trainable", "loss_mask", "loss_weight", "loss_scale")
-"""Keys by which a message says whether it carries loss: 0 or false, 1 or true."""
+"""Keys that set whether a message carries loss: 0 or false, 1 or true."""
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _MEDIA_TYPES: Mapping[str, MediaKind] = {
     name: kind for kind in MEDIA_COLUMNS for name in (kind, f"{kind}_url", f"input_{kind}")

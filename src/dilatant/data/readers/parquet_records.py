@@ -27,7 +27,7 @@ CACHE_BYTES = 256 << 20
 BLOCK_BYTES = 32 << 20
 """Bytes of a block, estimated from the sizes in the file's footer."""
 OPEN_GROUPS = 4
-"""Row groups that may be partly read at a time: neighbours in training order may lie in several groups."""
+"""Row groups that may be partly read at a time: neighbours in training order may be in several groups."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ class Records(Protocol):
 class Reader:
     """The samples of one source by index: `len(reader)`, `reader[index]`. Picklable.
 
-    fingerprint: changes when the files (names, sizes or times) or the way of reading them change. label: the user's
-    name for the source. split: the subset of the samples that this reader has, after `limit`; None for all.
+    fingerprint: changes when the files (names, sizes or times) or the options for reading them change. label: the
+    user's name for the source. split: the subset of the samples that this reader has, after `limit`; None for all.
     home: the folder of the data; None for the hub. media_dir: base folder of relative media paths; None for the folder
     of the file that names them. passed_over: descriptions of files that are not read.
     Indexing raises UserError naming the invalid record.
@@ -134,7 +134,7 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
     """Open the reader of a source.
 
     cache_dir: folder of the cached file scans; default: the user's cache. held_out: the source is for evaluation, which
-    never uses the split `train` of a folder unless it is named. Raises UserError if nothing is there, the format is
+    uses the split `train` of a folder only if the user names it. Raises UserError if nothing is there, the format is
     unknown, no sample is found, or a `cache_dir` cannot be written.
     """
     records: Records
@@ -200,7 +200,7 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
                 raise UserError(f"{str(file)!r} is {FORMS[form]}, but 'format' says {source.format!r}")
     kinds = sorted({form for form in forms if form is not None})
     if len(kinds) > 1 and Path(str(source.path)).is_dir():
-        # JSON beside other files often only describes them, but the user has to decide that.
+        # JSON next to other files often only describes them, but the user has to decide that.
         raise UserError(
             f"{source.path!r} holds {' and '.join(FORMS[kind] for kind in kinds)} files; name the data by a pattern, "
             f"for example {source.path}/*{next(suffix for suffix, form in SUFFIXES.items() if form != 'json')}"

@@ -56,7 +56,7 @@ class Record:
 
 
 class Fields:
-    """The columns of a record. Empty ones (null, an empty text or list) count as absent.
+    """The columns of a record. Empty ones (null, an empty text or list) are treated as absent.
 
     columns: the record's names for `images`, `question` and so on. A column that the user names replaces the default
     ones, which then are unused. Raises SampleError for a named column that the record lacks.
@@ -134,7 +134,7 @@ class Fields:
         mine = self._values[first]
         if is_list(mine) and isinstance(
             mine[0], FileSlice
-        ):  # a path in a tar's JSON repeats the member beside it
+        ):  # a path in a tar's JSON repeats the member next to it
             there = [first]
         for other in there[1:]:
             if as_list(self._values[other]) != as_list(mine):
@@ -173,7 +173,7 @@ def scalar(record: Record, name: str, value: Any) -> str:
 
 
 def is_blank(value: Any) -> bool:
-    """Return True for what files write where there is nothing: null, an empty text or object, a list of these."""
+    """Return True for values that files write for nothing: null, an empty text or object, a list of these."""
     if isinstance(value, list | tuple):
         return all(item is None or item == "" for item in value)
     return value is None or (isinstance(value, str | bytes | dict) and len(value) == 0)

@@ -1,7 +1,7 @@
 """Records: parse a record of any known format into a `Sample`.
 
 The columns tell the format: `messages` (OpenAI, TRL) or `conversations` (LLaVA, ShareGPT), `texts` (FineVision),
-`prompt` and `completion` (TRL), or a question and an answer in columns of their own (Alpaca, VQA).
+`prompt` and `completion` (TRL), or a question and an answer in separate columns (Alpaca, VQA).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTEXT_COLUMNS = ("context", "hint")
 PREFERENCE_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
 """Columns of preference data: a better and a worse answer (DPO and its variants)."""
 DESIRED_COLUMNS = ("label", "kto_tag")
-"""Columns that say whether an answer is a good one (KTO)."""
+"""Columns that mark an answer as good or bad (KTO)."""
 GROUNDING_MARKERS = ("<bbox>", "<ref-object>")
 MOST_CHARACTERS = 16 << 20
 """Characters of the texts of one sample: more than any model reads at once."""
@@ -60,7 +60,7 @@ def parse_record(
 
     prompt: the question to ask if the record has an answer but no question.
     columns: the record's names for `images`, `audios`, `videos`, `question`, `answer`, `messages` and the like.
-    Raises SampleError naming the record and what was found in it.
+    Raises SampleError naming the record and the columns that it has.
     """
     fields = Fields(record, columns or {})
     _refuse_preferences(fields)
@@ -131,8 +131,8 @@ def _refuse_preferences(fields: Fields) -> None:
 
 
 def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
-    """Raise SampleError for answers that must not be learned as they are: KTO's `label: false` beside an answer, and
-    texts with ms-swift's markers for `objects`, which each model writes in a format of its own."""
+    """Raise SampleError for answers that must not be learned as they are: KTO's `label: false` with an answer, and
+    texts with ms-swift's markers for `objects`, which each model writes in its own format."""
     for name in DESIRED_COLUMNS:
         if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
             fields.refuse(

@@ -17,7 +17,7 @@ _STREAM = (0x5EED, 1)
 @dataclass(frozen=True, slots=True)
 class Split:
     """One side of a source: the held-out samples or the rest. size: number of held-out samples (1 or more) or their
-    share (below 1); at least one sample in either case. seed: selects the samples."""
+    fraction (below 1); at least one sample in either case. seed: selects the samples."""
 
     size: float
     seed: int

@@ -258,7 +258,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _target(member: tarfile.TarInfo, name: str) -> str:
-    """Return the name of the member that a link leads to; "" for what is no link."""
+    """Return the name of the member that a link points to; "" for a member that is no link."""
     if member.islnk():
         return posixpath.normpath(member.linkname)
     if member.issym() and not member.linkname.startswith("/"):

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MEDIA = "\U0010fffd"
-"""Stands for a media item in text until it is tokenized."""
+"""Placeholder of a media item in text until it is tokenized."""
 _EDGE = "\U0010fffc"
-"""Stands where an assistant's span starts or ends. No token crosses from prompt to answer, so the ids of a prompt are
+"""Mark at the start and end of an assistant's span. No token crosses from prompt to answer, so the ids of a prompt are
 the same in training and in generation."""
 BREAK = "\U0010fff8"
-"""Stands inside a word that spells a token but must not become it: no token crosses or contains this character."""
+"""Mark inside a word that spells a token but must not become it: no token crosses or contains this character."""
 RESERVED = re.compile(f"[{MEDIA}{_EDGE}{PROBE}{BREAK}{OPEN}{CLOSE}\ud800-\udfff]")
 """Characters that a text must not hold: those reserved here, and lone surrogates, which are not valid text."""
 
@@ -218,7 +218,7 @@ class ChatTokenizer:
         self, text: str, latest: int | None, messages: Sequence[Message], tools: str, earliest: int
     ) -> int | None:
         """Return the end in `text` of the generation prompt after `messages`, between `earliest` and `latest`; `latest`
-        without a prompt. The model must also generate what the template writes between that prompt and the answer."""
+        without a prompt. The model must also generate text that the template writes between prompt and answer."""
         if not any(message.role == "user" for message in messages):
             return latest
         most = len(text) if latest is None else latest

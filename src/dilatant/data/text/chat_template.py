@@ -208,7 +208,7 @@ def read_template(path: str) -> str:
 
 @cache
 def _try(template: ChatTemplate, name: str) -> None:
-    """Render the template in a process of its own. Raises UserError if rendering it in this process is not safe."""
+    """Render the template in a separate process. Raises UserError if rendering it in this process is not safe."""
     asked = json.dumps([template.text, dict(template.special_tokens)])
     command = [sys.executable, "-P", "-m", template_trial.__name__, str(TRIAL_BYTES), str(TRIAL_SECONDS)]
     try:

@@ -84,7 +84,7 @@ def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
 
 
 def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding) -> tuple[Media, ...]:
-    """Return the media without those that markers in the last answer stand for, which are the last of their kind."""
+    """Return the media without those of the markers in the last answer, which are the last of their kind."""
     markers = encoding.markers["assistant"]
     left = list(unplaced)
     for marker in () if markers is None else markers[0].findall(answer):

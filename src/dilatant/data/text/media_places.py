@@ -25,7 +25,7 @@ from dilatant.data.text.encoding import ESCAPE, IN_PIECES, Encoding, Unit
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a clip's tokens without text between; the first piece counts all encoder tokens of the clip."""
+    """A run of a clip's tokens without text between; all encoder tokens of the clip belong to the first piece."""
 
     tokens: int
     is_first: bool
@@ -33,7 +33,7 @@ class Piece:
 
 @contextmanager
 def naming(sample: Sample, media: Media) -> Iterator[None]:
-    """Convert errors of an item's header or size inside to SampleError."""
+    """Context manager that converts errors of an item's header or size to SampleError."""
     try:
         yield
     except MediaError as error:
@@ -46,7 +46,7 @@ def naming(sample: Sample, media: Media) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Rules for markers that are words of a text. listed: kinds of media that the sample lists beside its text; their
+    """Rules for markers that are words of a text. listed: kinds of media that the sample lists outside its text; their
     markers are not words. tokens: tokens of the tokenizer, which a word must not become."""
 
     listed: frozenset[MediaKind]

@@ -43,7 +43,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     if not tokenizer("A word.", add_special_tokens=False).input_ids:
         # transformers makes an empty tokenizer of a folder with a config but no tokenizer files.
         raise _no_tokenizer(name)
-    # A transformers processor prefers the template in these files to that of its tokenizer.
+    # A transformers processor prefers the template in these files over its tokenizer's.
     for file in ("processor_config.json", "chat_template.json"):
         template = _settings(name, file).get("chat_template")
         if isinstance(template, str | dict):

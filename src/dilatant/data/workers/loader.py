@@ -27,8 +27,8 @@ class GlobalBatch:
 
     samples: in the sampler's order. position: the sampler's state after this batch, which a checkpoint written after
     this step must hold. epoch: passes over the data at that position. problems: the errors of the skipped samples.
-    wait_seconds: how long the trainer waited for this batch. slowest: the samples that took longest to read and decode,
-    slowest first, with their seconds; only samples that this process uses.
+    wait_seconds: seconds that the trainer waited for this batch. slowest: the samples that took longest to read and
+    decode, slowest first, with their seconds; only samples that this process uses.
     """
 
     samples: tuple[EncodedSample, ...]

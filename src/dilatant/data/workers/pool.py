@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Status of a sample that a thread waits for in `Source.take`. place: the worker that makes it, "" if none does.
+    """Status of a sample that a thread waits for in `Source.take`. place: the worker that makes the sample, "" if none.
     attempt: 1, or more after a worker died while making it."""
 
     sample: str
@@ -82,8 +82,8 @@ class Source(Protocol):
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
         """Wait for a sample and return it, or a UserError if the sample is bad. Each draw can be taken once.
 
-        A sample that is waited for goes before all others and may exceed the memory budget. Raises WorkerError if it
-        cannot be made for a reason other than the sample, and ValueError for a draw that was not requested.
+        A sample that is waited for has priority over all others and may exceed the memory budget. Raises WorkerError if
+        the sample is not the cause of a failure, and ValueError for a draw that was not requested.
         """
         ...
 

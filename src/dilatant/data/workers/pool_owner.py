@@ -41,7 +41,7 @@ FAILED_STARTS = 3
 DEATHS_KEPT = 16
 TICK_SECONDS = 0.5
 REASON = "reason"
-"""Name of the file in the socket folder that says why a pool was given up."""
+"""Name of the file in the socket folder with the reason why a pool was given up."""
 
 _log = logging.getLogger(__name__)
 
@@ -137,8 +137,8 @@ class _Crew:
             return [hand.process.pid for hand in self.hands]
 
     def _start(self, hand: _Hand) -> None:
-        """Start a worker. Raises OSError or EOFError after several tries: that a fork server has just exited may only
-        show when it does not answer; the next try starts a new one."""
+        """Start a worker. Raises OSError or EOFError after several tries: a fork server that has just exited may only
+        be noticed when it does not answer; the next try starts a new one."""
         for attempt in range(1, START_TRIES + 1):
             try:
                 return self._start_once(hand)
@@ -203,8 +203,8 @@ class _Crew:
             hand.pipe = None
 
     def _tick(self, hand: _Hand) -> None:
-        """Ping the worker, or kill it after too long a silence. Silence is counted in ticks, so that a pause of this
-        process does not count against the worker."""
+        """Ping the worker, or kill it after too long a silence. Silence is measured in ticks, so that a pause of this
+        process is not charged to the worker."""
         if hand.pipe is None:
             return
         if not hand.is_asked:

@@ -145,7 +145,7 @@ class PoolSource:
     def forget(self, dataset: str) -> None:
         with self._asked.changed:
             self._asked.forget(dataset)
-            if not self._asked.entries:  # else what workers still make is dropped when it comes
+            if not self._asked.entries:  # otherwise samples still being made are dropped on arrival
                 for link in self._links:
                     if link.entries:
                         self._send(link, framed(Forget()))
@@ -183,7 +183,7 @@ class PoolSource:
             else:
                 link.connection.sendall(data)
         except OSError:
-            # The thread sees the connection end after it has read the answers that came before.
+            # The thread notices the end of the connection after it has read the earlier answers.
             with suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
 
@@ -284,7 +284,7 @@ class PoolSource:
             self._arena.release(entry.slot)
         self._asked.discharge(entry)
 
-    # Ends of workers.
+    # Loss of workers.
 
     def _connect(self, link: _Link) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -300,7 +300,7 @@ class PoolSource:
         self._send(link, framed(Hello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
 
     def _lose(self, link: _Link, why: str = "", is_late: bool = False) -> None:
-        """Handle a lost worker; its place will get another process. why: set if the worker may live and is given up."""
+        """Handle a lost worker; its place will get another process. why: reason, if it may live and is given up."""
         assert link.connection is not None
         begun, _ = self._begun(link)
         pid, lost = link.pid, list(link.entries.values())
@@ -385,7 +385,7 @@ class PoolSource:
             self._asked.again(entry)
 
     def _drop_late(self) -> None:
-        """Give up workers that the system does not let exit. One that is silent to this rank may serve other ranks."""
+        """Give up workers that the system does not let exit. One that ignores this rank may serve other ranks."""
         now = self._awake.now()
         for link in self._links:
             if not link.entries or link.connection is None:

@@ -185,7 +185,7 @@ def _copies(buffer: memoryview) -> list[tuple[int, Note]]:
 
 
 class Frames:
-    """Splits a byte stream into message bodies. longest: maximal bytes of a message."""
+    """Splits a byte stream into message bodies. longest: maximum bytes of a message."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest

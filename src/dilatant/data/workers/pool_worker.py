@@ -65,7 +65,7 @@ def work(
 
 
 def _answer_owner(owner: Connection, folder: str, shared: str | None) -> None:
-    """Answer the owner's pings. Exit when the owner is gone or says that this worker was replaced, even if the main
+    """Answer the owner's pings. Exit when the owner is gone or reports that this worker was replaced, even if the main
     thread is waiting for a file."""
     try:
         while owner.recv_bytes() == PING:
@@ -87,7 +87,7 @@ class _Rank:
         self.asked: deque[Ask] = deque()
 
     def notes(self, ticket: int, since: float, sample: str = "") -> None:
-        """Note for the rank what this process is making, readable after its death. ticket: -1 for another rank's."""
+        """Write the current request into the rank's arena, to be read after a crash. ticket: -1 for another rank's."""
         if self.arena is not None:
             with memoryview(self.arena) as arena, arena[self.note : self.note + NOTE_BYTES] as note:
                 write_note(note, ticket, since, sample)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Ahead(Generic[T]):
     """Iterate over `source` in a background thread, with one item ready and the next one in production.
 
-    An exception of `source` is raised in the consumer when its turn comes; the iterator is then exhausted.
+    An exception of `source` is raised in the consumer at its position; the iterator is then exhausted.
     """
 
     def __init__(self, source: Generator[T], name: str) -> None:

@@ -30,7 +30,7 @@ from dilatant.data.workers.request_queue import Asked, Awake, Entry
 IN_HAND = 3
 """Requests that a producer holds: one being made and the next ones queued."""
 TRIES = 3
-"""Lost producers, or exceeded time limits, after which a sample is given up; nodes also fail without its fault."""
+"""Lost producers, or exceeded time limits, after which a sample is given up; nodes also fail for other reasons."""
 FAILED_STARTS = 3
 LATE_SECONDS = 5.0
 """Time beyond a sample's time limit after which its producer is killed."""
@@ -60,7 +60,7 @@ class _Hand:
 class RaySource:
     """A `Source` whose producers use one processor each of the cluster that this process is connected to.
 
-    budget_bytes: memory for samples that are being made, or are ready and not taken. most: maximal producers.
+    budget_bytes: memory for samples that are being made, or are ready and not taken. most: maximum number of producers.
     decode_seconds: time limit for a sample. on_wait: called by the thread in `take` after every ten seconds of waiting.
     """
 
@@ -206,7 +206,7 @@ class RaySource:
         self._asked.answered(entry, message, memoryview(held))
         self._asked.discharge(entry)
 
-    # Ends of producers.
+    # Loss of producers.
 
     def _lose(self, hand: _Hand, how: str, is_late: bool = False) -> None:
         """Send a lost producer's requests again, and start another producer."""

@@ -22,13 +22,13 @@ from dilatant.data.workers.pool_wire import Encoded, Failed, Refused
 UNKNOWN_BYTES = 1 << 20
 """Assumed size of a sample without an estimate."""
 REPORT_SECONDS = 10.0
-"""Interval at which a waiting `take` reports what it waits for."""
+"""Interval at which a waiting `take` reports its `Waiting` status."""
 STOOD_STILL_SECONDS = 5.0
 """Gap between two turns of the watching thread that shows that the process was suspended."""
 
 
 class Awake:
-    """Tracks since when this process has run without a pause; a peer's lateness does not count during a pause."""
+    """Tracks since when this process has run without a pause; during a pause, a peer is not considered late."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,8 +46,8 @@ class Awake:
 @dataclass(eq=False)
 class Entry:
     """A pending request. holder, ticket: the worker that has it, and its number there. slot: its answer's arena offset.
-    charge: bytes of the budget. losses, late: how often its worker died, or exceeded the time limit. shunned: the place
-    of the last such worker."""
+    charge: its bytes in the budget. losses, late: number of times its worker died, or exceeded the time limit. shunned:
+    the place of the last such worker."""
 
     request: Request
     name: str
@@ -163,7 +163,7 @@ class Asked:
         return entry
 
     def discharge(self, entry: Entry) -> None:
-        """Return the request's charge: no worker holds the request."""
+        """Credit the request's bytes back to the budget, because no worker holds the request any more."""
         self.charged -= entry.charge
         entry.slot, entry.charge, entry.holder = None, 0, None
 
