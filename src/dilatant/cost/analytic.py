@@ -226,7 +226,7 @@ def collective_seconds(
 
 def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
     """Return the seconds of one pass to send all tokens of a rank to experts on other ranks of its group and back:
-    an exchange of counts, then the rows to the experts, then the rows back."""
+    an exchange of row counts, then the rows to the experts, then the rows back."""
     if tp * cp == 1 or not shape.routed_width:
         return ZERO
     moved = 2 * shape.routed_width * BYTES[dtype] / (tp * cp)

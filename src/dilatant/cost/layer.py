@@ -27,7 +27,7 @@ class LayerCost:
     `working_bytes`: temporary bytes of a backward besides activations, such as gradients of some of them.
     `expert_exchange`: seconds of one pass to send tokens to experts on other ranks and back, if every token left its
     rank.
-    `common_bytes`: inputs that all blocks of a stage share and keep (rotary tables); they count once per stage.
+    `common_bytes`: inputs that all blocks of a stage share and keep (rotary tables), added once per stage.
     `forward_bytes`: bytes of a forward without a backward, including the input; `frozen_working_bytes`:
     `working_bytes` of a frozen layer. Zero: the value of a layer that trains is used.
     `dense_seconds`: (tokens, seconds): extra seconds of forward and backward of a row of several samples over one

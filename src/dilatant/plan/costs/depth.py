@@ -9,7 +9,7 @@ def path_depths(plan: Plan) -> tuple[int, ...]:
     """Return by stage number the number of stages from it to the end of its path, itself included (S - s on a chain).
 
     For a stage on several paths the longest is used. The result is 1F1B's number of in-flight microbatches (Cornstarch
-    v3 4.4: each encoder together with the language model is a pipeline of its own).
+    v3 4.4: each encoder forms a separate pipeline with the language model).
     """
     behind: dict[str, int] = {}
     for unit in reversed(plan.units):

@@ -139,7 +139,7 @@ class OptionTable:
                     left = 0.0  # several stages share the device
                 gains = flying * np.cumsum(more[first:end][::-1])[::-1]
                 again[first:end] = gains > left
-            again[0] |= bool(asked.extra)  # extra units count in the first layer
+            again[0] |= bool(asked.extra)  # the first layer includes extra units
             mixed = replace(
                 layers,
                 seconds=np.where(again, layers.seconds, free.seconds),

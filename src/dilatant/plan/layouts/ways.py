@@ -68,7 +68,7 @@ def undominated(own: Sequence[Way], alone: bool) -> list[Way]:
     Of equal layouts the one on the fewest devices is kept."""
     order = sorted(own, key=lambda one: (one.slowest, one.total, one.devices, one.times.exposed_sync))
     kept: list[Way] = []
-    least: list[tuple[float, int]] = []  # (fill, devices) of the kept ways
+    least: list[tuple[float, int]] = []  # (fill, devices) of the kept layouts
     for one in order:
         fill, devices = one.total, 0 if alone else one.devices
         if not any(total <= fill and fewer <= devices for total, fewer in least):

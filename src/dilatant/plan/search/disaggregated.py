@@ -1,4 +1,4 @@
-"""Disaggregated candidates: DistTrain's search, which gives every unit replicas of its own."""
+"""Disaggregated candidates: DistTrain's search, which gives every unit separate replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
 
 
 def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
-    """Yield DistTrain's optimum for every microbatch size, with replicas of its own for every unit.
+    """Yield DistTrain's optimum for every microbatch size, with separate replicas for every unit.
     DistTrain's model assumes equal layers, so a result whose totals fit may not fit after cutting or in simulation.
     Optima for less memory follow, and optima with more recomputation where the model leaves recomputation open."""
     for size in sizes:

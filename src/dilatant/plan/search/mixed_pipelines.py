@@ -127,7 +127,7 @@ def _scaled(option: Option, share: float) -> Option:
 
 
 def _sum_between_groups(options: Sequence[Option], groups: Sequence[int], spaces: Sequence[Space]) -> float:
-    """Return the exposed seconds of gradient sync between groups; the fullest node sends all through its ports."""
+    """Return the exposed seconds of gradient sync between groups, through the ports of the node with the most ranks."""
     slowest = 0.0
     for option, group in zip(options, groups, strict=True):
         cluster = spaces[group].cluster

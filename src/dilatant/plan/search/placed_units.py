@@ -1,4 +1,4 @@
-"""Placed units: candidates in which units have their own number of replicas, or devices of their own kind.
+"""Placed units: candidates in which units have a different number of replicas, or kind of devices.
 
 DistTrain's disaggregation finds one closed-form optimum with separate replicas per unit and puts encoders on other
 devices than the language model's; here all candidates are searched, and the other devices may be of another kind.

@@ -69,7 +69,7 @@ class _Shape:
     def beside(
         self, budget: int, encoders_at: EncoderPosition, allocation: tuple[int, ...] | None = None
     ) -> Iterator[Candidate]:
-        """Yield candidates with encoders on devices of their own, on all devices or fewer.
+        """Yield candidates with encoders on separate devices, on all devices or fewer.
         `allocation` fixes the devices of encoders, language model and generators."""
         for after in self._after(budget):
             for language in self._language(budget - after.gpus, after.stages):

@@ -114,7 +114,7 @@ def why_not(
     groups: Sequence[Space] = (),
     mode: Mode = Mode.BEST,
 ) -> WhyNot:
-    """Explain what became of layouts like `asked` in the search of `space` with this `result` (None: no search was
+    """Explain how layouts like `asked` fared in the search of `space` with this `result` (None: no search was
     made). The other arguments are those of that search. Matching layouts are simulated here if the search did not
     simulate them. groups: one space per device group, where `space` covers all of them."""
     problems = _problems(space, asked)

@@ -1,4 +1,4 @@
-"""Pipeline templates: for every node count, the best way to run the whole model on that many nodes."""
+"""Pipeline templates: for every node count, the best layout of the whole model on that many nodes."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def simulate(
 def step_seconds(
     graph: ScheduleGraph, seconds: NDArray[np.float64], lag: NDArray[np.float64] = _NO_LAG
 ) -> float:
-    """Return only the seconds of the step: the fast way to score one graph under many durations.
+    """Return only the seconds of the step: fast enough to score a graph under many durations.
 
     `seconds`: `[ops]` float64; `lag`: empty, or `[edges]` float64 from `edge_lag`.
     """

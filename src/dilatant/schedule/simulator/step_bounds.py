@@ -16,8 +16,8 @@ def least_seconds(step: TimedStep) -> tuple[float, float]:
 
     The second is infinite if splitting cannot help: no rank waits for another, or there are no weight gradients. A rank
     begins no earlier than the first rows can reach it, then does all of its work. If all of its stages have a backward,
-    its last action is one: a whole backward's gradient must still travel back to the first stage, and after split ones
-    the rank still sums its gradients.
+    its last action is a backward: after a whole one the gradient must still travel to the first stage, after split ones
+    the rank must still sum its gradients.
     """
     from dilatant.schedule.simulator.bound_kernels import seconds_after, seconds_before
 
