@@ -40,10 +40,10 @@ WATCHED_MEDIA = 1000
 class SizesIndex:
     """The measurements of every sample, in the order of the samples.
 
-    units: "language", then the encoders. tokens: int64 [samples, units]; 0 if unknown. target_tokens: int64 [samples],
-    the tokens that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems: sample → why
-    it cannot be trained on at any length. name: returns a sample's name in messages. unused: for each source, the
-    columns and keys that no sample uses.
+    units: "language", then encoders and generators. tokens: int64 [samples, units]; 0 if unknown. target_tokens: int64
+    [samples], the tokens that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems:
+    sample → why it cannot be trained on at any length. name: returns a sample's name in messages. unused: for each
+    source, the columns and keys that no sample uses.
     """
 
     units: tuple[str, ...]
