@@ -1,4 +1,4 @@
-"""The name of the cache argument of a transformers forward."""
+"""KV cache keyword: the name of the cache argument in the forward of a transformers model."""
 
 import inspect
 from collections.abc import Callable

@@ -1,12 +1,12 @@
 """Context-parallel attention: each rank computes its own queries against the keys and values of the whole row.
 
-Keys and values are all-gathered a few heads at a time, the next heads' during the present ones' computation
-(Cornstarch, the thesis, 3.4.3), so that a rank never holds more than two groups of heads of the whole row. Any
-placement of blocks works, since mask words and positions travel with the tokens. The backward pass gathers again and
+Keys and values are all-gathered one group of heads at a time; the next group is gathered while the current one is
+computed (Cornstarch, the thesis, 3.4.3), so a rank holds at most two groups of heads of the whole row. Any placement of
+blocks works, since mask words and positions are stored per token. The backward pass repeats the all-gather, and
 reduce-scatters the gradients of keys and values to their ranks, summed in float32 by default.
 
-A collective of the process group starts after the work queued on the calling stream, and waiting for it makes that
-stream wait, not the host: alternating between two buffers is safe without further events, on GPUs too.
+A collective starts after the work queued on the calling stream, and `wait` blocks that stream, not the host. Therefore
+alternating between two buffers is safe without further events, on GPUs too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pending(Protocol):
 
 
 class Ranks(Protocol):
-    """Ranks that share a row, as in `comm.group.Group`; all calls return immediately."""
+    """Context-parallel group of a row (interface of `comm.group.Group`); all calls return immediately."""
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
@@ -63,8 +63,8 @@ class ContextParallelRow:
     `tokens` are the rank's tokens, int64 row indices in row order, by which its activations, positions and labels are
     selected; `of_rank` lists the tokens of all ranks. A rank without tokens computes one token of padding, so that it
     joins the collectives (see `take`). `reduce_dtype` is the dtype in which gradients of keys and values are summed
-    over ranks, None for their own. `mask_in_windows` is a separate mask for layers with a window. Raises PlacementError
-    if the placement is for another number of ranks or blocks.
+    over ranks; None uses the gradients' dtype. `mask_in_windows` is a separate mask for layers with a window. Raises
+    PlacementError if the placement is for another number of ranks or blocks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ContextParallelRow:
         self.reduce_dtype = reduce_dtype
         self.tokens = of_rank[group.index]
         self.width = int(placement.counts.max(initial=0)) * block
-        """Tokens that each rank sends: its own, padded to the fullest rank's blocks."""
+        """Number of tokens that each rank sends, with padding to the largest number of blocks of any rank."""
 
         in_windows = None if mask_in_windows is None else self._plan(mask_in_windows)
         self.plan = self._plan(mask, in_windows)
@@ -114,21 +114,21 @@ class ContextParallelRow:
         return share
 
     def take(self, row: torch.Tensor, padding: int = 0) -> torch.Tensor:
-        """Select this rank's tokens from a tensor over the whole row, `[tokens, ...]`; without tokens, one
-        `padding`."""
+        """Select this rank's tokens from a tensor over the whole row, `[tokens, ...]`; a rank without tokens gets one
+        entry filled with `padding`."""
         if not self.tokens.size:
             return row.new_full((1, *row.shape[1:]), padding)
         return row[torch.from_numpy(self.tokens).to(row.device)]
 
     def places(self, at: torch.Tensor) -> torch.Tensor:
-        """Return the positions, among this rank's tokens, of those row tokens `at` that the rank holds."""
+        """Select the row indices in `at` whose tokens this rank holds, as ascending indices into its `tokens`."""
         is_place = np.zeros(sum(tokens.size for tokens in self.of_rank), dtype=bool)
         is_place[at] = True
         return torch.from_numpy(np.flatnonzero(is_place[self.tokens]))
 
     @torch.no_grad()
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of each rank's `part`."""
+        """Sum `part` over all ranks (in rank order, after an all-gather)."""
         parts = part.new_empty(len(self.of_rank), *part.shape)
         self.group.all_gather(parts, part.contiguous(), "sums of context-parallel ranks").wait()
         return parts.sum(0)
@@ -158,13 +158,13 @@ def context_parallel_attention(
     backend: str = "auto",
     heads_per_gather: int | None = None,
 ) -> torch.Tensor:
-    """Compute attention of this rank's tokens over the whole row: `[own tokens, query_heads, head_dim]`.
+    """Compute attention of this rank's queries over all keys of the row: `[own tokens, query_heads, head_dim]`.
 
     `query`, `key` and `value` hold the rank's own tokens, `[own tokens, heads, head_dim]`, in the order of
     `share.tokens`; all ranks of the group call together. Results and gradients equal those of `attention` in one
-    process. The gradient of `sinks` is this rank's addend of their sum. `heads_per_gather` KV heads are gathered at
-    once, by default a quarter of them. Raises AttentionError if the tensors do not fit together or `backend` does not
-    support the request.
+    process. The gradient of `sinks` is this rank's summand of the full gradient. `heads_per_gather` KV heads are
+    gathered at once, by default a quarter of them. Raises AttentionError if the tensors do not fit together or
+    `backend` does not support the request.
     """
     if key.shape != value.shape:
         raise AttentionError(
@@ -184,7 +184,7 @@ def context_parallel_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """A group of heads that is gathered at once."""
+    """A group of heads that is all-gathered in one collective."""
 
     kv: slice
     query: slice
@@ -208,8 +208,8 @@ class _Gathered(NamedTuple):
 def _gather(
     key: torch.Tensor, value: torch.Tensor, groups: list[_Heads], share: ContextParallelRow
 ) -> Iterator[_Gathered]:
-    """Yield keys and values of the whole row, `[ranks * width, heads, dim]`, one group of heads after the other. The
-    next group is gathered while the caller computes on one. A yielded group is overwritten two steps later."""
+    """Yield keys and values of the whole row, `[ranks * width, heads, dim]`, for one group of heads after the other.
+    The next group is gathered while the caller computes with the yielded one, which is overwritten two steps later."""
     ranks = len(share.group.ranks)
     buffers: list[torch.Tensor] = []
 
@@ -290,8 +290,7 @@ class _ContextParallel(torch.autograd.Function):
 
 
 class _Reduction(NamedTuple):
-    """A reduce-scatter in progress: gradients of a group of heads, sent to their ranks; `parts` is kept until the
-    end."""
+    """A reduce-scatter in progress, for the gradients of one group of heads; `parts` keeps its input alive."""
 
     heads: _Heads
     work: Pending

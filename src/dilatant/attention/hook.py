@@ -1,13 +1,13 @@
 """Dilatant attention in transformers models, through transformers' public registries, with no copied forward.
 
-The mask of a packed microbatch is passed as the keyword `attention_plan` of the model's own forward:
+Pass the mask of a packed microbatch to the model's own forward as the keyword `attention_plan`:
 
     use_dilatant_attention(model)
     model(inputs_embeds=row, position_ids=positions, attention_plan=AttentionPlan(mask))
 
-The plan covers the batch's rows concatenated, so a batch of images of one size is a row too. Windows, soft caps and
-sinks come from the model, layer by layer. A `ContextParallelRow` in place of the plan runs each layer under context
-parallelism.
+The plan covers all rows of the batch, concatenated; so a batch of equally large images is planned as one packed row.
+Windows, soft caps and sinks come from the model, layer by layer. A `ContextParallelRow` in place of the plan runs each
+layer under context parallelism.
 
 No mask function is registered with the attention function, so transformers builds no mask and does not ask the device
 whether positions restart.
@@ -46,15 +46,15 @@ def register() -> None:
 
 
 def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
-    """Return why attention with plans would differ from that of `model`, or None if it would not.
+    """Return the reason why `model` cannot use attention plans with unchanged results; None if it can.
 
-    `causal` means that `model` must be a causal language model; otherwise its family has masks of its own, which plans
-    express. The answer follows from what a family declares: an objection visible only in a forward raises
+    `causal` requires that all attention of `model` is causal; False is for families with other masks, which plans can
+    express. Only the model's config and declarations are checked; problems that show up only in a forward raise
     AttentionError there.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Hybrids do not declare support because of their other layers, nor do pretrained VLMs because of their encoders.
+    # Hybrid models and pretrained VLMs do not declare support, because of their other layers and their encoders.
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     supports = any(each._supports_attention_backend for each in models) or bool(linear_layers(model))
     if not model._can_set_attn_implementation() or not supports:
@@ -70,7 +70,7 @@ def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
 
 
 def leaks_between_samples(model: PreTrainedModel) -> str | None:
-    """Return why rows of several samples would be wrong without attention with plans; None if they would not be."""
+    """Return the reason why samples of a packed row would influence each other without attention plans, or None."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if others := sorted(
         kind for kind in kinds if not kind.endswith("_attention") or kind == "linear_attention"
@@ -80,7 +80,7 @@ def leaks_between_samples(model: PreTrainedModel) -> str | None:
 
 
 def dropout_of(model: PreTrainedModel) -> str | None:
-    """Describe the attention dropout of `model`, which attention with plans cannot apply; None if it has none."""
+    """Describe the attention dropout of `model`, which attention plans do not support; None if it has none."""
     config = model.config.get_text_config()
     for name in _DROPOUTS:
         if rate := getattr(config, name, None):
@@ -91,8 +91,8 @@ def dropout_of(model: PreTrainedModel) -> str | None:
 def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Switch every attention layer of `model` to Dilatant's kernels; return the model.
 
-    Some families (SigLIP) do not pass their keywords on to the attention function, though their layers receive them:
-    there a forward pre-hook passes the plan as the layer's `attention_mask`, which every family passes on. Raises
+    Layers of some families (SigLIP) receive the plan keyword but do not pass it to the attention function. A forward
+    pre-hook therefore passes the plan as the layer's `attention_mask`, which every family does pass. Raises
     AttentionError if transformers cannot replace the family's attention, or if a layer's mask cannot be expressed by a
     plan.
     """
@@ -137,7 +137,7 @@ def attend(
     """Attention function that transformers calls in each layer: `query` is `[batch, heads, tokens, dim]`, keys and
     values have KV heads only; returns `[batch, tokens, heads, dim]` and no weights.
 
-    Raises AttentionError if the plan is missing, or naming every option of the layer that packed rows do not support.
+    Raises AttentionError if the plan is missing, or listing the layer's options that packed rows do not support.
     """
     where = type(module).__name__
     plan = (

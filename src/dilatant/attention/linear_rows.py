@@ -1,10 +1,10 @@
 """Linear attention over packed rows: the state is reset at every sample and passed between context-parallel ranks.
 
-Layers of linear attention (gated delta nets) keep a recurrent state and the last inputs of a convolution, and their
+Layers of linear attention (gated delta nets) carry a recurrent state and the last inputs of a convolution, and their
 forwards expect one sequence. Here the family's own forward runs on the samples of a row one by one. Under context
-parallelism each rank has consecutive tokens of the row; if a sample continues on the next rank, its state is sent
-there, through the forward's interface for decoding. A rank computes what it sends first, so ranks wait for each other
-only if a sample spans more than two of them. Gradients of states are sent back the same way.
+parallelism each rank has consecutive tokens of the row; if a sample continues on the next rank, its state is sent there
+(the forward reads and writes states as in decoding). A rank first computes the sample whose state it sends, so ranks
+wait for each other only if a sample spans more than two. Gradients of states travel back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run_over_rows(model: nn.Module, keyword: str) -> None:
 
 
 class _OverRows:
-    """Mixin for the class of a layer."""
+    """Mixin for the class of a linear-attention layer: runs it on each sample of a packed row."""
 
     keyword: str
     cache_keyword: str
@@ -98,8 +98,8 @@ def _lengths(numbers: NDArray[np.int64]) -> list[int]:
 
 
 def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) -> list[Tensor]:
-    """Return the outputs of `run` for each piece of a sample in `rows`, [1, own tokens, width]. Raises AttentionError
-    if the rank's tokens are not consecutive."""
+    """Run the layer on this rank's tokens `rows`, [1, own tokens, width], and return one output per sample or part of a
+    sample. Raises AttentionError if the rank's tokens are not consecutive."""
     tokens = share.tokens
     if not tokens.size:
         return [run(rows)]
@@ -113,7 +113,7 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
     enters = first > 0 and samples[first - 1] == samples[first]
     leaves = last + 1 < len(samples) and samples[last + 1] == samples[last]
     made: dict[int, Tensor] = {}
-    # Pieces whose state is sent run first, the piece that receives one last; the backward reverses this.
+    # First run the piece whose state is sent, last the piece that receives a state; backward reverses the order.
     last_piece = len(pieces) - 1
     for number in (last_piece, *range(1, last_piece), 0):
         if number in made:
@@ -131,8 +131,8 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
 
 
 class _Carry:
-    """Stand-in for a cache: gives a layer the state before its tokens, and stores the state after them. Layers access
-    it by methods; those of transformers 5.17 by the `layers` of the cache."""
+    """Replacement for transformers' cache: provides the state before a layer's tokens, and stores the state after them.
+    Layers call its methods; in transformers 5.17 they access its `layers`."""
 
     record_past = True  # a single token is not a decoding step, which would overwrite states
 
@@ -183,7 +183,7 @@ class _Carry:
 
 
 class _Link:
-    """A rank's connections to its neighbours in a row."""
+    """Point-to-point transfer of one layer's states between a rank and its neighbours in the row."""
 
     def __init__(self, layer: Any, share: ContextParallelRow) -> None:
         self.group = share.group
@@ -191,12 +191,12 @@ class _Link:
         self.layer = layer
 
     def receive(self, piece: Tensor) -> State:
-        """Receive the state before `piece`; its gradient is sent back to the source."""
+        """Receive the state before `piece` from the previous rank; backward sends its gradient back."""
         # Weights and their requires_grad agree on all ranks, so a state has a gradient at both ends or at neither.
         return State(*_Receive.apply(self, piece, *self.layer.parameters()))
 
     def send(self, output: Tensor, state: State) -> Tensor:
-        """Send `state`, and return `output` such that its gradient waits for that of `state`."""
+        """Send `state` to the next rank; return `output`, whose backward first receives the gradient of `state`."""
         return _Send.apply(self, output, state.convolution, state.memory)
 
     def empty(self, like: Tensor) -> State:

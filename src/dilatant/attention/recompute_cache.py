@@ -1,12 +1,12 @@
-"""Selective recomputation: attention and results exchanged between ranks are cached when their block is recomputed.
+"""Selective recomputation: a recomputed block reuses its cached attention outputs and results of communication.
 
-A recomputed block runs its forward twice. In the first run every attention caches its output and what its backward
-needs besides queries, keys and values; in the second, attention uses the cache instead of computing. The rest of a
-block holds much memory and is cheap to recompute, attention the reverse (Korthikanti et al. 2022, section 5, recompute
-attention instead). Sums over ranks are cached as well, since they are small compared with the cost of communication.
+A recomputed block runs its forward twice. In the first run attention without dropout caches its output, and the tensors
+besides queries, keys and values that its backward needs; the second run uses this cache. Attention saves little and is
+expensive to recompute; the rest of a block is the opposite (Korthikanti et al. 2022, section 5, recompute attention
+instead). Sums over ranks are cached as well, since they are small compared with the cost of communication.
 
-The cache is independent of kernels: attention is differentiated on its own, and autograd's slots for its inputs stay
-empty until the block has recomputed them.
+The cache is independent of kernels: attention has a separate autograd graph without its inputs, which it receives once
+the block has recomputed them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def keep_attention() -> tuple[KeepsAttention, KeepsAttention]:
 
 
 def attend_kept(attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """Return `attend(*inputs)`, or its cached result inside `KeepsAttention`.
+    """Return `attend(*inputs)`; under `KeepsAttention` the result is cached, and the recomputation reuses it.
 
     `attend` computes one tensor from `inputs` and from values equal in both runs; it uses no random numbers.
     """
@@ -39,9 +39,9 @@ def attend_kept(attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor
 
 
 def exchange_kept(exchange: Callable[[Tensor | None], Tensor], given: Tensor) -> Tensor:
-    """Return `exchange(None)`, or `exchange(cached)` if the result is cached.
+    """Return `exchange(None)` and cache it under `KeepsAttention`; in the recomputation, return `exchange(cached)`.
 
-    `exchange` computes one tensor from `given` with other ranks; called with that result, it communicates nothing.
+    `exchange` computes one tensor from `given` with other ranks; with a cached result it only builds the graph.
     """
     if has_torch_function((given,)):
         return handle_torch_function(exchange_kept, (given,), exchange, given)
@@ -49,8 +49,8 @@ def exchange_kept(exchange: Callable[[Tensor | None], Tensor], given: Tensor) ->
 
 
 class KeepsAttention(TorchFunctionMode):
-    """Cache attention (`attend_kept` and torch's SDPA) and `exchange_kept` results in `calls`, or use them if
-    `again`."""
+    """Context that caches attention (`attend_kept` and torch's SDPA) and `exchange_kept` results in `calls`; in the
+    recomputation (`again`) it reuses them."""
 
     def __init__(self, calls: list[_Call | Tensor], again: bool) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class KeepsAttention(TorchFunctionMode):
 
 
 class _Call:
-    """One attention, differentiated on its own; it holds none of its inputs."""
+    """One attention call with a separate autograd graph, which holds none of the inputs."""
 
     def __init__(self, attend: Callable[..., Tensor], inputs: Inputs) -> None:
         self.nbytes = 0
@@ -128,7 +128,7 @@ class _Call:
         self._count(self.output)
 
     def backward(self, gradient: Tensor, inputs: Inputs) -> list[Tensor | None]:
-        """Return gradients of the inputs, which the caller passes again."""
+        """Return the gradients of `inputs`, which the caller passes as recomputed."""
         self._given = inputs
         wanted = [edge for edge in self._edges if edge is not None]
         found = iter(torch.autograd.grad(self.output, wanted, gradient, allow_unused=True))
@@ -158,7 +158,7 @@ class _Call:
 
 
 class _Cut(torch.autograd.Function):
-    """Start of an attention's own graph: unlike a leaf it holds no tensor."""
+    """Input node of an attention's separate graph; unlike a leaf, it holds no tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class AttentionPlan:
 
     `keys` is the mask of the keys if they are not the queries' own row (a context-parallel rank holds some of the
     queries and all keys); its window is ignored. Tables are cached per window width, block size and device, and freed
-    with the plan. `in_windows` is a separate plan for layers with a window.
+    with the plan. `in_windows` is a separate plan, used instead of this one in layers with a window.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class AttentionPlan:
         return self._tensors[device]
 
     def remember(self, key: Any, make: Callable[[AttentionPlan], Any]) -> Any:
-        """Return `make(plan)`, computed once and cached under `key`: for values derived from the mask by one
-        backend."""
+        """Return `make(plan)`, computed once and cached under `key`: for values that a backend derives from the
+        mask."""
         if key not in self._remembered:
             self._remembered[key] = make(self)
         return self._remembered[key]

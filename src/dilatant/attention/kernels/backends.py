@@ -48,7 +48,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Installed:
     """Capabilities of the machine: compute `capability` of the GPU (None without one), whether Triton can be imported,
-    and whether its interpreter, which runs kernels on the CPU, is on."""
+    and whether Triton's interpreter mode (kernels run on the CPU) is on."""
 
     triton: bool = False
     capability: tuple[int, int] | None = None

@@ -26,12 +26,12 @@ KEY_BLOCK = 128
 CHUNK_TOKENS = 2048
 
 KEPT_PAIRS = 1 << 26
-"""The plan caches masks of partial blocks, for other layers and the backward, up to this many pairs (bytes)."""
+"""Maximum size of the masks of partial blocks that a plan caches for other layers and backward: pairs (bytes)."""
 
 
 class Chunk(NamedTuple):
-    """Keys that a block of queries visits at once; `hidden` returns the mask of unseen pairs (a function, because the
-    mask may be large), or is None if the queries see all keys."""
+    """Keys that a block of queries visits in one step; `hidden` is a function that returns the mask of hidden pairs,
+    because the mask may be large; None if the queries see all keys."""
 
     slices: list[slice]
     hidden: Callable[[], torch.Tensor] | None
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 
 def _in_their_precision(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `kernel` without autocast, which would compute its float32 sums in half precision."""
+    """Decorate `kernel` to run without autocast, which would compute its float32 sums in half precision."""
 
     @functools.wraps(kernel)
     def run(tensor: torch.Tensor, *rest: Any) -> Any:
@@ -139,8 +139,8 @@ def backward(
 
 
 def sink_gradient(sinks: torch.Tensor, logsumexp: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks `[query_heads]`: a sink has a part of every softmax but no value. `delta` is the
-    sum over channels of output times its gradient, `[query_heads, tokens]`."""
+    """Return the gradient of the sinks `[query_heads]`: a sink adds to every softmax's sum but has no value. `delta` is
+    the sum over channels of output times its gradient, `[query_heads, tokens]`."""
     share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp().masked_fill(logsumexp == -math.inf, 0)
     return -(share * delta).sum(1).to(sinks.dtype)
 

@@ -1,7 +1,7 @@
 """Attention with PyTorch's scaled_dot_product_attention, for rows whose samples are each fully visible or causal.
 
-A row costs the sum of its samples' squared lengths: samples of similar length run as one batch, padded at their ends,
-which causal attention does not see.
+The cost of a row is the sum of its samples' squared lengths: samples of similar length run as one batch, padded at
+their ends, where causal attention does not see the padding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 class Batches(NamedTuple):
     """A row as a sequence of batches: `sum(samples * length)` slots.
 
-    `token_of_slot` int64 `[slots]` and `slot_of_token` int64 `[tokens]` map one to the other, with any valid index at
+    `token_of_slot` int64 `[slots]` and `slot_of_token` int64 `[tokens]` are inverse maps, with any valid index at
     padding; None if both are the identity. `unseeing` int64 lists the row's own padding, or is None.
     """
 
@@ -89,8 +89,8 @@ def _attend_batch(
 
 
 def _knows_groups(query: torch.Tensor) -> bool:
-    """Return whether SDPA takes fewer KV heads than query heads. On GPUs only flash attention does, and only in half
-    precision; the other implementations would store all scores."""
+    """Return whether SDPA can run with fewer KV heads than query heads. On GPUs only flash attention can, and only in
+    half precision; the other implementations would store all scores."""
     return query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
 
 

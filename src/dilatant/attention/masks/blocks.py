@@ -108,7 +108,7 @@ class BlockTable:
         )
 
     def transposed(self, max_intervals: int = 512) -> BlockTable:
-        """Return the table of the other direction, for the gradients of keys and values."""
+        """Return the transposed table (rows are key blocks), for the gradients of keys and values."""
         from dilatant.attention.masks.sweep import join_nearest
         from dilatant.attention.masks.transpose import transpose
 
@@ -130,8 +130,8 @@ class BlockTable:
 class BlockCost:
     """Cost of attention per query block, in any one unit (seconds, block pairs).
 
-    The defaults are not fitted: they count key blocks, as the papers do. `python benchmarks/attention.py` times every
-    rank's shard on the machine at hand and prints the weights that fit it. `full` and `partial` are per key block
+    The defaults are not fitted: they charge one per key block, as the papers do. `python benchmarks/attention.py` times
+    every rank's shard on the machine at hand and prints the weights that fit it. `full` and `partial` are per key block
     visited; they are separate because masking costs time. `linear` is per query block: its projections and MLP, so that
     ranks are balanced over the layer rather than over its attention.
     """

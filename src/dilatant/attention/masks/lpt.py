@@ -44,7 +44,7 @@ def descending(keys):
 @njit(cache=True, error_model="numpy")
 def _replace_top(heap, size, key):
     """Replace the least key by `key` and restore the heap. The hole first moves down to a leaf, since a rank that has
-    just been given an item seldom stays near the top, and choosing the lesser child needs no branch."""
+    just received an item seldom stays near the top, and choosing the lesser child needs no branch."""
     hole, child = 0, 1
     while child + 1 < size:
         child += 1 if heap[child + 1] < heap[child] else 0

@@ -1,7 +1,7 @@
 """Fielded 64-bit encoding of an attention mask: one word per token.
 
-A token's word says what it is (class, instance, sample) and, as a query, what it attends to. Positions are separate, so
-that a row may be permuted over context-parallel ranks without changing a word.
+A token's word encodes the token's class, instance and sample and, for its role as a query, the keys that it attends to.
+Positions are separate, so that a row may be permuted over context-parallel ranks without changing a word.
 
 | bits  | field                                                                          |
 |-------|--------------------------------------------------------------------------------|
@@ -15,8 +15,8 @@ that a row may be permuted over context-parallel ranks without changing a word.
 | 62    | CAUSAL: it attends to no later token                                           |
 
 The encoding replaces the one-hot word of Cornstarch (the thesis, 3.4.2), which separates neither samples nor two
-images. TOGETHER is an addition: without it no word expresses "everything before me and the whole of my own image", the
-mask of Gemma 3.
+images. TOGETHER is an addition for the mask of Gemma 3, in which an image token attends to everything before it and to
+its whole image.
 """
 
 from __future__ import annotations

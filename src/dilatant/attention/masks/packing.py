@@ -1,7 +1,7 @@
 """Masks of packed rows, built from the sample and the image of each segment of the row.
 
-Every function here returns runs and costs time in proportion to the row's segments, whatever its length. All words
-except those of prefixes carry WINDOW, so `mask.with_window(width)` gives the mask of a sliding-window layer.
+Every function here returns runs; its time is proportional to the number of segments, not of tokens. All words except
+those of prefixes have the bit WINDOW, so `mask.with_window(width)` gives the mask of a sliding-window layer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MEDIA_KINDS = ("causal", "bidirectional", "embedded", "modality", "isolated")
 class Segment(NamedTuple):
     """Consecutive tokens of one modality in a sample.
 
-    `instance` numbers the image or clip from 1 and is needed only if one instance has several segments; None makes each
-    segment of a modality other than text an instance of its own. Text has instance 0.
+    `instance` numbers the image or clip from 1 and is needed only if one instance has several segments; with None, each
+    segment of a modality other than text is a separate instance. Text has instance 0.
     """
 
     modality: str
@@ -208,15 +208,15 @@ def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
 
 
 def media_mask(row: RowLayout, kinds: str | Mapping[str, str]) -> AttentionMask:
-    """Build a mask of causal text with media as `kinds` says (one kind for all, or modality → kind, by default
+    """Build a mask with causal text and a rule for media: `kinds` is one rule for all, or modality → rule (default
     "causal"); no token sees another sample.
 
-    "causal" media see everything before them; "bidirectional" media also their whole own item (Gemma 3); "isolated"
-    media their own item, and the text and "causal" media before it; "embedded" media only their own item; "modality"
-    media all items of their modality and nothing else. Text sees everything before it. The number of modalities is
-    unlimited: a word says how a token sees, not what it is, and items that see each other share an instance, of which a
-    sample has up to 65,535. Raises MaskError on an unknown kind or modality, or on more instances than a word
-    distinguishes.
+    "causal" media see everything before them; "bidirectional" media also see their whole item (Gemma 3); "isolated"
+    media see their item, and the text and "causal" media before it; "embedded" media see only their item; "modality"
+    media see all items of their modality and nothing else. Text sees everything before it. The number of modalities is
+    unlimited: a word encodes the rule, not the modality, and items that see each other have the same instance number,
+    of which a sample has up to 65,535. Raises MaskError on an unknown kind or modality, or on more instances than a
+    word distinguishes.
     """
     media = row.modalities[1:]
     named = dict.fromkeys(media, kinds) if isinstance(kinds, str) else kinds
@@ -259,8 +259,8 @@ def _seen_together(row: RowLayout, plain: NDArray[np.bool_], whole: NDArray[np.b
 def mask_of_samples(row: RowLayout, make: Callable[[RowLayout], AttentionMask]) -> AttentionMask:
     """Build the mask of a row from the masks of its samples; `make` is called with one sample's layout without padding.
 
-    Raises MaskError naming the sample for which `make` returns anything but a mask of the sample's tokens without a
-    window and without padding.
+    Raises MaskError naming the sample if `make` returns anything but a mask of that sample's tokens without a window
+    and without padding.
     """
     masks = []
     for number, alone in enumerate(row.split()):

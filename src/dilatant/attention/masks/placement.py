@@ -176,7 +176,7 @@ def place_row(mask: AttentionMask, num_ranks: int, policy: str = "auto") -> Plac
 
     A row of fewer tokens than ranks leaves some ranks without any. `policy` is one of `ROW_POLICIES`, or "auto": the
     first of these whose attention time equals that of the best. All other work of a rank depends only on its number of
-    tokens and on the total, in which the policies agree.
+    tokens and on the row's, which are equal under all policies.
     """
     block = LARGEST_BLOCK
     while block > 1 and block * BLOCKS_PER_RANK * num_ranks > mask.num_tokens:

@@ -1,9 +1,9 @@
 """Block classification from summaries, for masks so ragged that sweeping their runs would cost tokens x tokens.
 
 Each block is summarised per kind of query word (CAUSAL, LOCAL, WINDOW, TOGETHER set or not) by the intersection and the
-union or range of its tokens' fields, and each pair of blocks is classified from two summaries. Blocks called empty are
-empty and blocks called full are full; some empty and full blocks are called partial. Time is blocks x blocks; memory is
-that of the intervals.
+union or range of its tokens' fields, and each pair of blocks is classified from two summaries. Results "empty" and
+"full" are always right; some empty and full blocks are classified as partial. Time is blocks x blocks; memory is that
+of the intervals.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Work lists: the units into which a block table is divided for the multiprocessors of one GPU kernel launch.
 
 A unit is one row of blocks, longest first (LPT: the order in which a greedy scheduler leaves the least idle time at the
-end). Rows longer than one multiprocessor's total share are split into several units, whose partial results a second
+end). Rows longer than the average load of a multiprocessor are split into several units, whose partial results a second
 kernel joins (Cornstarch, the thesis, 3.3.2.2). Cornstarch splits every row at 4096 tokens and stores partial results
-for all; here a row is split only if that shortens the launch, by simulation of the greedy order.
+for all; here a row is split only if a simulation of the greedy order shows that this shortens the launch.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def _choose_pieces(row_weight: NDArray, copies: int, processors: int, piece: flo
 
 
 def greedy_makespan(weights: NDArray, copies: int, processors: int) -> float:
-    """Return when the last of `processors` finishes if `copies` of each unit, longest first, go to whichever is free
-    first. Units under a twentieth of a processor's share are treated as perfectly divisible."""
+    """Return the finish time of the last of `processors` if `copies` of each unit, longest first, go to the first free
+    one. Units under a twentieth of a processor's average load are treated as perfectly divisible."""
     share = float(weights.sum()) * copies / processors
     loads = [0.0] * processors
     for weight in np.sort(weights[weights > share / 20])[::-1].tolist():
