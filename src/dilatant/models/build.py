@@ -48,13 +48,13 @@ def build_model(
     hollow: Collection[str] | None = None,
     reads_weights: bool = True,
 ) -> MultimodalModel:
-    """Build encoders, projectors and language model as the config says, with its frozen parts.
+    """Build the multimodal model of the config: encoders, language model, generators, adapters and frozen parts.
 
     Random weights depend only on `seed`, the unit's name and the layer. vocab_size: number of ids of the tokenizer
-    (default: `len(tokenizer)`); sets the vocabulary of a language model from scratch whose config does not. hollow: for
-    a pipeline rank, the units whose pretrained weights are not read here; these, and units from scratch, stay on the
-    meta device until the rank materialises its layers. (Units with remote code are read all the same, unless
-    `reads_weights` is False.) Raises UserError that names the key.
+    (default: `len(tokenizer)`); the vocabulary size of a language model from scratch whose config has none. hollow: on
+    a pipeline rank, the units whose pretrained weights are not read here; these units, and units from scratch, stay on
+    the meta device until the rank materialises its layers. (Weights of units with remote code are read nevertheless,
+    unless `reads_weights` is False.) Raises UserError that names the key.
     """
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
@@ -124,8 +124,8 @@ def build_model(
 
 
 def _go_on(projector: nn.Module, name: str, entry: EncoderConfig, reads: bool) -> None:
-    """Warn which file a projector continues from, if any, and load it. Raises UserError for a named file of another
-    form."""
+    """Load the stored projector that training continues from, if any, with a warning that names the file. A file that
+    does not fit is an error (UserError) if the config names it, otherwise a warning."""
     file = stored_projector(name, entry)
     if file is None:
         return
@@ -153,8 +153,8 @@ def _mark_four_bit(mllm: MultimodalModel, lora: LoraConfig | None) -> None:
 def _generators(
     config: ModelConfig, seed: int, tokenizer: Any, hollow: Collection[str] | None
 ) -> dict[str, Generator]:
-    """Build the generators of the config. hollow: as in `build_model`; if not None, it covers all generators of a
-    pretrained multimodal model."""
+    """Build the generators of the config. hollow: see `build_model`; if not None, all generators of a pretrained
+    multimodal model stay on the meta device."""
     generators: dict[str, Generator] = {}
     if config.id is not None and not config.generators and (Path(config.id) / "generators.json").is_file():
         warnings.warn(f"model.id: the generators of {config.id!r} are left out", stacklevel=3)
@@ -180,7 +180,8 @@ def _generators(
 
 
 def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
-    """Make the weights of `lora.train` trainable. Raises UserError for a layer with an adapter: peft keeps only one."""
+    """Make the weights of `lora.train` trainable. Raises UserError for a layer with an adapter: peft stores only
+    one."""
     layers = {
         name.rpartition(".")[0]: name for name in select(mllm.units, lora.train) if not is_adapter(name)
     }
@@ -200,7 +201,7 @@ def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
 
 
 def picture_nets(config: ModelConfig) -> dict[str, PictureNet]:
-    """Describe the denoiser of each generator, without weights. Raises UserError that names the key."""
+    """Inspect the denoiser of each generator without its weights. Raises UserError that names the key."""
     return {
         name: look_at(source_of_entry(entry, where), where)
         for name, entry in config.generators.items()
@@ -214,8 +215,8 @@ def objective_of(entry: GeneratorConfig, seen: PictureNet) -> Objective:
 
 
 def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) -> int | None:
-    """Return the id at whose positions a generator takes rows; None for learned queries. Without a tokenizer, as in
-    planning, any id will do. Raises UserError if the text is not exactly one token."""
+    """Return the id of the tokens whose hidden states condition a generator; None for learned queries. Without a
+    tokenizer (in planning) the id is arbitrary. Raises UserError if the text is not exactly one token."""
     if entry.token is None:
         return None
     if tokenizer is None:
@@ -294,7 +295,7 @@ def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
 def _hollow(
     source: Any, unit: str, hollow: Collection[str] | None, own_code: bool, reads_weights: bool
 ) -> Any:
-    """Replace a pretrained model by its config if its weights are not wanted here."""
+    """Return the config of a pretrained model if this rank does not read the weights; otherwise `source` itself."""
     unwanted = hollow is not None and unit in hollow and not (own_code and reads_weights)
     return load_pretrained_config(source, unit, own_code) if unwanted and isinstance(source, str) else source
 
@@ -310,7 +311,7 @@ def _language_source(config: LanguageModelConfig, vocab_size: int | None, tokeni
 
 
 def _ends_of(tokenizer: Any) -> dict[str, int]:
-    """Return the tokenizer's begin and end tokens; otherwise a model from scratch would use its family's defaults."""
+    """Return the tokenizer's begin and end tokens, to replace the family's defaults in a model from scratch."""
     found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")}
     return {name: token for name, token in found.items() if token is not None}
 

@@ -17,7 +17,7 @@ KIND = "nf4"
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer with `weight` quantised in place of `linear`'s own, frozen, on the weight's device."""
+    """Frozen linear layer with a four-bit weight: replaces `linear`, with `weight` quantised on the weight's device."""
 
     packed: Tensor
     scales: Tensor
@@ -54,7 +54,7 @@ def four_bit_linear(input: Tensor, layer: FourBitLinear, bias: Tensor | None) ->
 
 
 class _Linear(torch.autograd.Function):
-    """Linear product that saves nothing: backward dequantises the weight again."""
+    """Linear product that saves no tensor: backward dequantises the weight a second time."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: FourBitLinear, bias: Tensor | None) -> Tensor:
@@ -67,6 +67,6 @@ class _Linear(torch.autograd.Function):
 
 
 def is_four_bit(module: nn.Module, key: str) -> bool:
-    """Return True if the weight of this key is held in four bits, and so is not a tensor of the module."""
+    """Return True if the weight under `key` is a four-bit weight, which is no parameter or buffer of `module`."""
     path, _, last = key.rpartition(".")
     return last == "weight" and isinstance(module.get_submodule(path), FourBitLinear)

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024) by peft.
 
-peft's layers are injected into a model before it is cut, and peft's files are read and written. Only peft's own modules
-compute; names of weights are those of the plain model, so checkpoints and freezing need not know of adapters.
+peft's layers are injected into a model before it is cut; adapter files have peft's format. Only peft's modules compute.
+Weights have the names of the plain model, so checkpoints and freezing are independent of adapters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_adapter(key: str) -> bool:
 
 
 def beside(key: str) -> str:
-    """Return the plain weight of a key: itself, or for an adapter's weight the one that it adapts."""
+    """Return the plain key of a weight; for an adapter's weight, the key of the weight that it adapts."""
     return re.sub(r"\.lora_([AB]|magnitude_vector)\.", ".", plain_key(key))
 
 
@@ -85,7 +85,7 @@ def inject_parts(
 
 
 def save_plain(model: PreTrainedModel, folder: Path) -> None:
-    """Save a model as transformers does, with adapters merged into the weights."""
+    """Save a model by transformers' `save_pretrained`, with adapters merged into the weights."""
     if not any(True for _ in layers_of(model)):
         model.save_pretrained(folder)
         return
@@ -111,7 +111,7 @@ def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def tied_keys(model: nn.Module) -> dict[str, str]:
-    """Return key of each second holding of a weight → the key under which the weight is stored."""
+    """Map each further key of a tied weight to the key under which the weight is stored."""
     first: dict[int, str] = {}
     held = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -187,7 +187,7 @@ def plain_linear(module: nn.Module, path: str) -> nn.Module:
 
 
 def adapter_of(module: nn.Module, path: str) -> tuple[nn.Module, nn.Module] | None:
-    """Return the two linear layers of the adapter at `path`, in running order; None without an adapter."""
+    """Return the adapter's linear layers at `path`, (lora_A, lora_B); None without an adapter."""
     found: Any = module.get_submodule(path)
     return (found.lora_A[ADAPTER], found.lora_B[ADAPTER]) if has_adapter(found) else None
 

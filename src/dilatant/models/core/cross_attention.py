@@ -1,8 +1,8 @@
-"""Cross-attention text models (Mllama): encoder rows go to cross-attention blocks instead of the text.
+"""Cross-attention text models (Mllama): encoder rows enter cross-attention blocks instead of the text sequence.
 
-In a packed row each sample's tokens attend to the rows of its own images by the family's rule: text attends to the last
-image before it. Samples without images skip these blocks, as they do when run alone. Rows that later stages need travel
-after the tokens of their sample, so a plan need not know of them.
+In a packed row each sample's tokens attend to the rows of that sample's images by the family's rule: text attends to
+the last image before it. Samples without images skip these blocks, as they do when run alone. Encoder rows that later
+stages need are sent behind the tokens of their sample, so plans ignore them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ STATES = "cross_attention_states"
 class CrossRows:
     """Encoder rows of a packed row, passed in place of a padded batch's rows. lengths: tokens of each sample. seen: for
     each sample with images, its rows [1, rows, hidden] and the family's two masks: the additive mask [1, 1, tokens,
-    rows], and 1 for tokens that attend to any row, [1, 1, tokens, 1]. unseen: rows that only other ranks' tokens attend
-    to; those ranks wait for this rank in the backward's collective."""
+    rows], and 1 for tokens that attend to any row, [1, 1, tokens, 1]. unseen: rows that only tokens of other ranks
+    attend to; they stay in the graph, because this rank must join the backward's collective."""
 
     lengths: tuple[int, ...]
     seen: tuple[tuple[Tensor, Tensor, Tensor] | None, ...]
@@ -51,7 +51,7 @@ class Crossing:
     rows_of_tile: int
 
     def passes(self, block: int) -> bool:
-        """Return True if encoder rows cross a stage border before `block`."""
+        """Return True if a stage that begins at `block`, or a later one, needs encoder rows."""
         return any(own >= block for own in self.blocks)
 
     def count(self, sample: EncodedSample) -> int:
@@ -69,8 +69,7 @@ class Crossing:
         return torch.cat([hidden, rows])[order.to(hidden.device)]
 
     def token_of_rows(self, sample: EncodedSample, tokens: int) -> NDArray[np.int64]:
-        """Map each encoder row of a sample to the token whose context-parallel rank holds it, spread evenly over
-        tokens."""
+        """Assign each encoder row of a sample to a token, evenly; the token's context-parallel rank holds the row."""
         rows = self.count(sample)
         return np.arange(rows) * tokens // max(1, rows)
 
@@ -90,7 +89,7 @@ class Crossing:
         self, rows: Tensor, samples: Sequence[EncodedSample], own_tokens: Sequence[NDArray[np.int64]]
     ) -> CrossRows:
         """Build the cross-attention inputs of a packed row of `samples` from their `rows`, [rows, hidden]. own_tokens:
-        the tokens of each sample on this rank; if it has none at all, it runs one dummy token."""
+        the tokens of each sample on this rank; a rank without any tokens runs one dummy token."""
         seen: list[tuple[Tensor, Tensor, Tensor] | None] = []
         of_samples = rows.split([self.count(sample) for sample in samples])
         for sample, own, here in zip(samples, of_samples, own_tokens, strict=True):

@@ -13,8 +13,8 @@ from dilatant.models.core.unit import Unit
 def hold_in(unit: Unit, dtype: torch.dtype) -> None:
     """Cast the weights of `unit` to `dtype`, including those on the meta device; Parameters stay the same objects.
 
-    As when transformers builds a model in `dtype`, modules that the family keeps in fp32 stay so, and so do buffers,
-    which are positions and frequencies there. Buffers of a user's own module are cast, as in `Module.to`.
+    As in transformers, modules that the family always keeps in fp32 are not cast, nor are buffers (positions and
+    frequencies). Buffers of a user's own module are cast, as in `Module.to`.
     """
     kept = set(getattr(unit.model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in unit.named_parameters():

@@ -1,6 +1,6 @@
 """Model-family properties that only a forward shows, found by running the model on the meta device.
 
-Nothing is computed. Some families draw a random number per block even so, hence torch's generator is restored.
+The meta device computes nothing, but some families draw a random number per block, so torch's generator is restored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dilatant.config.errors import UserError
 
 @torch.random.fork_rng(devices=[])
 def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> int:
-    """Return the tokens that an encoder makes of one row of `row_shape`. Raises UserError if it does not run."""
+    """Count the tokens that an encoder outputs for one row of `row_shape`. Raises UserError if its forward fails."""
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(config)

@@ -1,6 +1,6 @@
-"""Four-bit weights of stages: the choice of weights, and their quantisation when they are read.
+"""Four-bit weights of stages: selection of the weights, and their quantisation at load time.
 
-Four-bit weights are no state: checkpoints omit them, and a rank that joins later reads them from the model's source.
+Four-bit weights are not saved in checkpoints; a rank that joins later reads them from the model's source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dilatant.models.core.unit import Unit
 
 
 def require_four_bit() -> None:
-    """Raise UserError if bitsandbytes is not installed; imports nothing."""
+    """Raise UserError if bitsandbytes is not installed, without importing it."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "model.lora.load_in_4bit needs bitsandbytes, which is not installed; `pip install 'dilatant[bnb]'`, or "

@@ -1,7 +1,7 @@
-"""Freezing: the one place that decides which weights train.
+"""Freezing: selects which weights train; no other module decides it.
 
-Each unit keeps the logical names of its frozen parameters. Code that copies, shards or reloads weights applies the set
-again with `Stage.set_frozen` and verifies it with `check`.
+Each unit stores the logical names of its frozen parameters. Code that copies, shards or reloads weights reapplies this
+set with `Stage.set_frozen` and verifies it with `check`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Encoder geometry: the shapes of one item at both ends of an encoder, from its config alone, without weights or torch.
 
-The data room counts tokens and prepares media from it; the model room merges as many rows.
+`data` uses it to count tokens and prepare media; `models` merges exactly that number of rows into the text.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MERGING_TOWERS: dict[str, Literal["image", "audio"]] = {
 class EncoderGeometry:
     """The shapes at both ends of an encoder.
 
-    input_name: the keyword of the encoder's forward. One encoder row is one image or one clip: image rows are float
-    [channels, height, width]; audio rows are float [mel_bins, frames]. tokens_per_row: tokens that the language model
-    receives for one row; the leading_tokens of the encoder's output (class and register tokens) are already subtracted
-    if features are "patch". encoder_tokens: tokens that the encoder's blocks process for one row. width: size of one
-    output token before the projector. kind: "image", "audio", or a user's own word. example: keyword → tensor [1, ...],
-    one row of each input of a user's own module.
+    input_name: the keyword of the encoder's forward. An encoder row is one image, float [channels, height, width], or
+    one sound clip, float [mel_bins, frames]. tokens_per_row: tokens that the language model receives for one row; with
+    features "patch", without the leading_tokens (class and register tokens) of the encoder's output. encoder_tokens:
+    tokens that the encoder's blocks process for one row. width: size of one output token before the projector. kind:
+    "image", "audio", or a user's own word. example: keyword → tensor [1, ...], one row of each input of a user's own
+    module.
     """
 
     kind: str

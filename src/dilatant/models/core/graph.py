@@ -14,8 +14,8 @@ from dilatant.models.core.unit import Unit
 class ModelGraph:
     """Units in topological order.
 
-    feeds: unit → the units that take its rows. anchor: the unit whose microbatches are the step's clock (the language
-    model). losses: the losses of all units by name.
+    feeds: unit → the units that take its rows. anchor: the unit whose microbatches order the step (the language model).
+    losses: the losses of all units by name.
     """
 
     units: tuple[str, ...]

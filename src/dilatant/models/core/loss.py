@@ -21,9 +21,9 @@ def shift_labels(
 ) -> Tensor:
     """Return the target of each position: int64 [batch, tokens], -100 without a target.
 
-    `labels` are aligned with the tokens, as in transformers. A token at position 0 begins a sample and is no target of
-    the token before it; nor is padding a target. With `lengths` of a packed row's samples, positions are not read, so
-    labels may be on the host while positions are on the device.
+    `labels` are aligned with the tokens, as in transformers. A token at position 0 begins a sample, so it is no target
+    of the previous token; padding is no target either. With `lengths` of a packed row's samples, positions are not
+    read, so labels may be on the host while positions are on the device.
     """
     if position_ids is not None and lengths is not None:
         firsts = [first for first in (0, *accumulate(lengths)) if first < labels.shape[1]]
@@ -78,8 +78,8 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def divide_loss(total: Tensor, targets: Tensor, denominator: float | Tensor | None) -> Tensor:
-    """Divide `total` by `denominator` (default: the number of targets). Without a target the loss is 0. If no layer
-    before it trains (text only, frozen language model), the result still supports backward."""
+    """Divide `total` by `denominator` (default: the number of targets). Without a target the loss is 0. If nothing
+    trains (text only, frozen language model), the result still supports backward."""
     if denominator is None:
         denominator = torch.clamp((targets != IGNORED).sum(), min=1)
     loss = total / denominator

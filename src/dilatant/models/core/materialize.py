@@ -1,4 +1,4 @@
-"""Random initialisation of meta-device layers, determined by seed and layer alone, whatever rank holds other layers."""
+"""Random initialisation of meta-device layers; it depends on seed and layer alone, not on the partition into ranks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dilatant.models.core.unit import Unit
 def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Collection[str] = ()) -> None:
     """Allocate layers `first <= layer < end` of `unit` in CPU memory and initialise them as their family does, once.
 
-    A model or projector that has memory already keeps its values; other layers stay on the meta device. Every layer
-    draws from a generator seeded by `seed` and its logical name, and torch's global generator is restored; with seed
-    None the global generator draws. given: logical names of weights that the caller sets afterwards, so they are not
-    drawn. Cut stages afterwards, because parameters become new objects. Raises UserError.
+    Modules that have memory already keep their values; other layers stay on the meta device. Every layer draws from a
+    generator seeded by `seed` and its logical name, and torch's global generator is restored; with seed None the global
+    generator is used. given: logical names of weights that the caller sets afterwards, so they are not initialised. Cut
+    stages only after this call, because parameters become new objects. Raises UserError.
     """
     model = cast(PreTrainedModel, unit.model)  # or a user's own module
     held = set(unit.layers[first:end])
     named = {weight.name: weight for weight in unit.weights}
-    # A tied weight is drawn with the layer that names it; nothing else of that layer is.
+    # A tied weight is drawn as part of the layer that names it; nothing else of that layer is drawn.
     tied = [named[weight.tied_to] for weight in unit.weights if weight.tied_to and weight.layer in held]
     tied_paths = tuple(f"{weight.part}.{weight.key}" for weight in tied)
     pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
@@ -126,7 +126,7 @@ def give_memory(module: nn.Module, names: Collection[str] | None = None) -> bool
 def _of_own_making(
     unit: Unit, held: Collection[str], pieces: Iterable[tuple[str, str, nn.Module]]
 ) -> set[str]:
-    """Return the names of held meta-device tensors of a model that draws its weights itself (`draw_weights`)."""
+    """Return the names of meta-device tensors in the `held` layers of a model that has its own `draw_weights`."""
     if not hasattr(unit.model, "draw_weights"):
         return set()
     named = (*unit.model.named_parameters(), *unit.model.named_buffers())
@@ -159,7 +159,7 @@ def _give_memory(piece: nn.Module, what: str, names: Collection[str] | None = No
 
 def models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
     """Map the id of each module to the innermost PreTrainedModel around it, whose `_init_weights` initialises it: an
-    outer model does not initialise what is in its text model."""
+    outer model does not initialise modules of its text model."""
     owners: dict[int, PreTrainedModel] = defaultdict(lambda: model)
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
@@ -182,7 +182,7 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
 
 @contextmanager
 def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within the context, transformers does not initialise these parameters."""
+    """Exclude these parameters from transformers' initialisation within the context."""
     marked = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
     for parameter in marked:
         vars(parameter)["_is_hf_initialized"] = True

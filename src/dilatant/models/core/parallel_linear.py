@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers, plain or four-bit: each holds a shard of the weight and communicates at its ends."""
+"""Tensor-parallel linear layers, plain or four-bit: a weight shard, with communication before and after the product."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Parallel:
     """Mixin for the class of a linear layer.
 
     enter: applied to the input (e.g. an all-gather). leave(input, product): computes and reduces the output before the
-    bias is added. made: the next input and the output that was already computed from it, if any.
+    bias is added. made: the next input and its output, if the output was computed in advance (see `gather_products`).
     """
 
     enter: Callable[[Tensor], Tensor] | None = None
@@ -48,7 +48,7 @@ class ParallelLinear(_Parallel, nn.Linear):
 
 
 class ParallelFourBit(_Parallel, FourBitLinear):
-    """A tensor-parallel linear layer with a four-bit weight, in the place of `linear`."""
+    """A tensor-parallel linear layer with a four-bit weight; replaces `linear`."""
 
     def __init__(self, linear: ParallelLinear, weight: Tensor) -> None:
         super().__init__(linear, weight)

@@ -1,7 +1,7 @@
-"""Running a stage: the family's own forward, entered at the stage's first block and left after its last one.
+"""Running a stage by the family's own forward: input enters at the first block, output leaves after the last block.
 
-The family's work on embeddings before its first block (a scale, a norm, added positions) takes effect in the first
-stage alone, and its work after the last block in the last stage alone, although every stage runs the same forward.
+Every stage runs the whole forward, but operations before the first block (a scale, a norm, added positions) affect only
+the first stage, and operations after the last block only the last stage.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dilatant.models.core.slicing import StandIn
 class PassingBlock(StandIn):
     """Identity block for a stage that has no blocks.
 
-    Families disagree on whether a block returns hidden states or a tuple that begins with them, so the block returns
-    [1, tokens, hidden], whose first entry is the same tokens.
+    In some families a block returns hidden states, in others a tuple that begins with them. Therefore this block
+    returns [1, tokens, hidden], of which `output[0]` is the same hidden states.
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -37,8 +37,8 @@ def run_between(
 ) -> tuple[Any, Tensor]:
     """Return the decoder's output and the hidden states that leave the stage, in the shape of `inputs_embeds`.
 
-    enters: the first of `blocks` receives `inputs_embeds` from `keywords` unchanged, whatever the decoder does to them.
-    leaves: the result is the last block's output or, with `behind`, the input of that module. passing: the identity
+    enters: pass `inputs_embeds` of `keywords` directly to the first of `blocks`, bypassing the decoder's operations
+    before it. leaves: return the last block's output or, with `behind`, the input of that module. passing: the identity
     block of a stage without blocks.
     """
     arrived = keywords["inputs_embeds"]
@@ -62,7 +62,7 @@ def run_between(
         blocks.append(cast(nn.Module, passing))
     try:
         if enters:
-            # The decoder works on zeros without a graph: no gradient bypasses the first block.
+            # The decoder runs on zeros without a graph, so that no gradient bypasses the first block.
             keywords = {**keywords, "inputs_embeds": torch.zeros_like(arrived)}
             for block in blocks:
                 handles.append(block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))

@@ -1,4 +1,4 @@
-"""Keyed random numbers: the numbers of a sample depend on its key alone, not on the microbatch that it is part of."""
+"""Keyed random numbers: the numbers of a sample depend on its key alone, not on its microbatch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Spread:
 
 
 class DoesNotFit(Exception):
-    """The shape of a tensor does not show which part of it belongs to which sample."""
+    """Raised for a tensor whose shape does not show which part belongs to which sample."""
 
 
 class Shards(Protocol):
@@ -43,8 +43,8 @@ class Shards(Protocol):
 class KeyedDraws:
     """Uniform random numbers for the tensors of one microbatch.
 
-    seed: of the run. keys: of the samples, all different; each item of a sample gets its own key. own: the tokens or
-    items in the tensors; None for all. shards: recognises tensors that hold a slice of those.
+    seed: the run's. keys: one per sample, all different; the key of each item is derived from it. own: the tokens or
+    items in the tensors; None for all. shards: recognises tensors that hold a tensor-parallel slice of them.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class KeyedDraws:
     def uniform(
         self, place: str, shape: Sequence[int], device: torch.device
     ) -> tuple[Tensor, tuple[int, ...]]:
-        """Return float32 numbers in [0, 1) of `shape`, and the shape of one token's or item's numbers. place: the place
-        in the model and the call count there. Raises DoesNotFit."""
+        """Return float32 numbers in [0, 1) of `shape`, and the shape of one token's or item's numbers. place: layer and
+        index of the call in it. Raises DoesNotFit."""
         if self._shards is not None and self._shards.is_share(tuple(shape)):
             numbers, each = self._uniform(place, self._shards.whole(tuple(shape)), device)
             return self._shards.own(numbers), each
@@ -126,7 +126,7 @@ class KeyedDraws:
         return numbers
 
     def _fill(self, numbers: Tensor, key: str, place: str) -> None:
-        # One generator per segment, so that the numbers of one do not depend on how many the others drew.
+        # One generator per segment, so that a segment's numbers are independent of the other segments.
         generator = torch.Generator(numbers.device)
         generator.manual_seed(seed_of(self._seed, key, place))
         numbers.uniform_(generator=generator)

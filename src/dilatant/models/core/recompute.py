@@ -1,4 +1,4 @@
-"""Activation recomputation: modules that save only their inputs, and optionally attention, and run again in backward.
+"""Activation recomputation: modules save only their inputs (optionally attention, too) and rerun in backward.
 
 transformers' own flag is not used: it works only in training mode, which would enable dropout in frozen blocks, and not
 every family has it.
@@ -19,15 +19,15 @@ from dilatant.attention.recompute_cache import keep_attention
 from dilatant.config.recompute import Recompute
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes the contexts around a forward that runs now and around its recomputation in backward."""
+"""Factory of two contexts: one around the forward that runs now, one around its recomputation in backward."""
 
 _ADDED = "recompute_contexts"
 _CONTEXTS: dict[str, Contexts] = {"block": noop_context_fn, "block_keep_attention": keep_attention}
 
 
 class Recomputed:
-    """Mixin for the class of a module: `forward` runs under torch's checkpoint if there will be a backward. The
-    contexts of `add_contexts` surround both computations."""
+    """Mixin for the class of a module: `forward` runs under torch's checkpoint if it needs a backward. The contexts of
+    `add_contexts` surround both the forward and the recomputation."""
 
     how: ClassVar[Recompute]
 
@@ -35,8 +35,8 @@ class Recomputed:
         run = cast(Any, super()).forward
         if not (torch.is_grad_enabled() and _records(cast(nn.Module, self), args, kwargs)):
             return run(*args, **kwargs)
-        # Random numbers repeat in the recomputation: within a step by key, elsewhere because checkpoint restores
-        # torch's generators by default.
+        # The recomputation draws the same random numbers: in a step because they are keyed, elsewhere because
+        # checkpoint restores torch's generators by default.
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -52,8 +52,8 @@ Product = Callable[[Tensor], Tensor]
 
 
 class TokenShards:
-    """Sequence parallelism of one stage, with the shape of the microbatch that it runs now. rows_of_piece: minimum
-    number of rows of each rank in a chunk; None disables chunking."""
+    """Sequence parallelism of one stage; stores the shape of the current microbatch. rows_of_piece: minimum number of
+    rows per rank in a chunk; None disables chunking."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -67,7 +67,7 @@ class TokenShards:
         return _Split.apply(hidden, self.ranks)
 
     def split_beside(self, beside: Tensor) -> Tensor:
-        """Slice a further block input, [items, tokens, ...], to this rank's rows, before `split` of the hidden
+        """Slice another block input, [items, tokens, ...], to this rank's rows; call before `split` of the hidden
         states."""
         return _Split.apply(beside.flatten(2), self.ranks).unflatten(-1, beside.shape[2:])
 
@@ -77,7 +77,7 @@ class TokenShards:
         return _Join.apply(own, self.ranks, shape)
 
     def join_beside(self, own: Tensor, shape: Sequence[int]) -> Tensor:
-        """All-gather a further output of the blocks, after `join`; the hidden states had shape [*shape, width]."""
+        """All-gather another output of the blocks, after `join`; the hidden states had shape [*shape, width]."""
         return _Join.apply(own, self.ranks, tuple(shape))
 
     def gather(self, own: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class TokenShards:
         return _Gather.apply(own, self.ranks, self._whole())
 
     def gather_products(self, own: Tensor, products: Sequence[Product]) -> tuple[Tensor, list[Tensor]]:
-        """Return `gather(own)` and its products with weights, overlapped in chunks; no products without chunks."""
+        """Return `gather(own)` and its products with weights, overlapped in chunks; without chunking, no products."""
         pieces = self._pieces(own.shape[-2])
         if len(pieces) == 1:
             return self.gather(own), []
@@ -167,7 +167,7 @@ def _rows(hidden: Tensor) -> Tensor:
 
 
 def _shaped(rows: Tensor, dimensions: int) -> Tensor:
-    """Return [rows, width], or [1, rows, width] if hidden states have three dimensions."""
+    """Return `rows` [rows, width], as [1, rows, width] if hidden states have three dimensions."""
     return rows[(None,) * (dimensions - 2)]
 
 
@@ -250,8 +250,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Travel:
-    """The chunks in flight of one all-gather or reduce-scatter. made: this rank's result, if it is known from the first
-    forward and nothing is sent (recomputation)."""
+    """The chunks in flight of one all-gather or reduce-scatter. made: in recomputation, this rank's cached result of
+    the first forward, which replaces communication."""
 
     def __init__(self, ranks: Ranks, pieces: Sequence[tuple[int, int]], made: Tensor | None = None) -> None:
         self.ranks = ranks
@@ -263,12 +263,12 @@ class _Travel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Recomputation may stop early, and chunks that still arrive need their memory.
+        # Recomputation may stop early, but the buffers of chunks in flight must stay allocated.
         for number in [*self.arriving]:
             self.take(number)
 
     def gather(self, own: Tensor, what: str, last_first: bool = False) -> None:
-        """Start the all-gather of every chunk of rows [rows, width]. last_first: in the order of backward."""
+        """Start the all-gather of every chunk of rows [rows, width]. last_first: in reverse order, as in backward."""
         for number in sorted(range(len(self.pieces)), reverse=last_first):
             first, end = self.pieces[number]
             self.arriving[number] = self.ranks.all_gather(own[first:end], what)

@@ -1,7 +1,7 @@
-"""Slicing: a transformers model with fewer blocks, the same forward and the same weights.
+"""Slicing: build a transformers model with fewer blocks, with the same forward and the same weights.
 
 The slice shares every parameter with the original model. Only the modules on the path to the blocks are copied (as
-shells), so that they can hold a shorter list, and placeholders stand where other stages do the work.
+shells), so that they can hold a shorter list; placeholders replace modules that run on other stages.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def slice_model(
                 parent, _, child_name = path.rpartition(".")
                 root.get_submodule(parent)._modules[child_name] = StandIn(model.get_submodule(path))
     if not keep_before:
-        # Weights of a container itself (class tokens, position tables) belong to the embedding.
+        # Parameters registered on a container itself (class tokens, position tables) belong to the embedding.
         for path in structure.containers:
             container = root.get_submodule(path)
             container._parameters = {}

@@ -1,7 +1,6 @@
 """Stages: consecutive layers of one unit as a module, and the values that go in and out of a stage.
 
-A unit is the stage that holds all its layers. The caller of a stage sees only samples, rows and losses; how they are
-computed is known to the unit alone.
+A unit is the stage that holds all its layers. The caller of a stage sees only samples, rows and losses.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class StepData:
     """The global batch of one step.
 
     Every rank has the sizes, ids and labels of all samples, but media only for the samples that its own stages read.
-    counts: loss → its divisor over the whole global batch, at least 1. predicts: no training; the language model's last
-    stage returns the likeliest token for every target. device: where the stages are. seed (of the run) and draws (one
-    per sample, all different): the keys of random numbers.
+    counts: loss → its divisor over the whole global batch, at least 1. predicts: True in evaluation; the language
+    model's last stage then returns the likeliest token for every target. device: that of the stages. seed (of the run)
+    and draws (one per sample, all different): the keys of random numbers.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -64,7 +63,7 @@ class StepData:
         seed: int = 0,
         draws: Sequence[str] = (),
     ) -> StepData:
-        """Build the batch; `losses`, by name, count their divisors in it."""
+        """Build the batch, and compute the divisor of each of `losses` (by name) from its samples."""
         counts = {name: float(sum(loss.count(sample) for sample in samples)) for name, loss in losses.items()}
         return cls(
             tuple(samples),
@@ -89,10 +88,10 @@ class Predictions:
 class StageOutput:
     """The output of a stage for the samples of a microbatch.
 
-    rows: [rows, width] of the samples in order, the same for every consumer or by consumer (the stage's own unit for
-    the next stage); None if there are none. losses: name → these samples' sum divided by the global batch's count, a
-    scalar, or [routers], the terms of this stage's routers. predicted: predictions instead of a loss. sample_losses:
-    name → [samples], each sample's detached contribution to the undivided sum, if known.
+    rows: [rows, width] of the samples in order; a tensor for all consumers, or a mapping by consumer (the stage's own
+    unit stands for the next stage); None without rows. losses: name → these samples' sum divided by the global batch's
+    count: a scalar or, for the router loss, [routers]. predicted: predictions instead of a loss. sample_losses: name →
+    [samples], each sample's detached contribution to the undivided sum, if known.
     """
 
     rows: Tensor | Mapping[str, Tensor] | None = None
@@ -109,8 +108,8 @@ class StageOutput:
 class Boundary:
     """The shape of the rows that leave a stage for one consumer, derived from sizes and ids alone, at both ends.
 
-    width: numbers in a row. dtype: of the rows as they are sent. rows_of: number of rows of a sample here, 0 if it has
-    nothing for this unit.
+    width: numbers in a row. dtype: that in which rows are sent. rows_of: maps a sample to its number of rows, 0 if it
+    has nothing for this unit.
     """
 
     width: int
@@ -181,7 +180,7 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        """Return the layout of `samples` in the tensors of a forward."""
+        """Return where each of `samples` is in the tensors of a forward."""
 
     @abstractmethod
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
@@ -189,7 +188,7 @@ class Stage(nn.Module, ABC):
 
     @property
     def undeferred(self) -> tuple[nn.Module, ...]:
-        """Linear layers whose weight gradient is computed at once even when backward is split into I and W."""
+        """Linear layers whose weight gradient is computed in I even when backward is split into I and W."""
         return ()
 
     def named_logical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -213,7 +212,7 @@ class Stage(nn.Module, ABC):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode as torch does, but keep modules whose weights are all frozen in evaluation mode."""
+        """Set the mode like `nn.Module.train`, but leave modules whose weights are all frozen in evaluation mode."""
         super().train(mode)
         if mode:
             _quiet_frozen(self)
@@ -242,7 +241,7 @@ def _quiet_frozen(module: nn.Module) -> None:
 
 
 def share_evenly(counts: Sequence[int], size: int) -> list[NDArray[np.integer]]:
-    """Return, by sample, the rank (of `size`) of each of its `counts` items: contiguous, equally many per rank."""
+    """Return, by sample, the rank (of `size`) of each of its items: contiguous and equally many per rank."""
     total = sum(counts)
     return np.split(np.arange(total) * size // max(1, total), np.cumsum(counts)[:-1])
 

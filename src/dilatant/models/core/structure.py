@@ -88,7 +88,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _pipeline_plan(model: nn.Module) -> dict[str, bool]:
-    """Map siblings of the blocks to whether they run after them, as far as the config's pipeline plan says."""
+    """Map siblings of the blocks listed in the config's pipeline plan to True if they run after the blocks."""
     config: Any = getattr(model, "config", None)
     names = list(getattr(config, "base_model_pp_plan", None) or {})
     if "layers" not in names:

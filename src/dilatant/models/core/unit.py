@@ -1,4 +1,4 @@
-"""Units: stages that hold all layers of an encoder, a language model or a generator, and can be cut."""
+"""Units: stages that hold all layers of an encoder, a language model or a generator, and can be cut into stages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Unit(Stage):
 
     @abstractmethod
     def boundary(self, end: int, consumer: str) -> Boundary:
-        """Return the boundary after layer `end - 1` towards `consumer`: this unit, or after the last layer another."""
+        """Return the boundary after layer `end - 1` to `consumer`: this unit, or another one after the last layer."""
 
     @abstractmethod
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
@@ -66,7 +66,7 @@ class Unit(Stage):
 
     @abstractmethod
     def part_name(self, part: str) -> str:
-        """Return the user's name of a part: "vision.encoder", "vision.projector", "language"."""
+        """Return the name of a part in the user's config: "vision.encoder", "vision.projector", "language"."""
 
     @abstractmethod
     def reads(self, first: int, end: int) -> frozenset[str]:
@@ -105,7 +105,7 @@ class Unit(Stage):
 
     @property
     def tied(self) -> dict[str, str]:
-        """Logical name of each second holding of a tied weight → the name that both share."""
+        """Logical name of each further copy of a tied weight → the name that they share."""
         return {weight.name: weight.tied_to for weight in self.weights if weight.tied_to is not None}
 
     @property
@@ -152,7 +152,7 @@ class Unit(Stage):
         self.set_frozen(self.frozen)
 
     def freeze_parts(self, *parts: str) -> None:
-        """Stop whole parts from training."""
+        """Freeze all weights of the given parts."""
         self.freeze_names(frozenset(weight.canonical for weight in self.weights if weight.part in parts))
 
     def _blocks(self, first: int, end: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Logical names of weights: stable names of unit, layer and weight, whatever rank or stage holds them.
+"""Logical names of weights: unit, layer and weight; they are independent of the rank or stage that holds the weight.
 
 `vision.layers.0.mlp.fc1.weight` is weight `mlp.fc1.weight` of block 0 of unit `vision`, and
 `encoder.layers.0.mlp.fc1.weight` in the state dict of the Hugging Face model.
@@ -20,8 +20,8 @@ class Weight:
     """One weight (parameter or persistent buffer) of a unit.
 
     name: logical name, `<layer>.<rest>`. layer: the logical layer that holds it. part: the module of the unit that
-    holds it ("model", "projector", "connector"). key: its name in that module's state dict. tied_to: for a second
-    holding of a tied tensor, the logical name of the first.
+    holds it ("model", "projector", "connector"). key: its name in that module's state dict. tied_to: for a further name
+    of a tied tensor, the logical name of the first.
     """
 
     name: str

@@ -20,9 +20,9 @@ from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws
 class Running:
     """The state of a forward of one microbatch through a stage of `unit`.
 
-    trains: layers with a trainable weight; others drop nothing. shapes: place → the shape per token or item seen there
-    in any microbatch. layer: the running layer; "" in code that belongs to another stage's layer, None outside of
-    layers. outermost: the module whose end is the end of all layers. calls: layer → index of its last draw.
+    trains: layers with a trainable weight; other layers drop nothing. shapes: place → the shape per token or item seen
+    there in any microbatch. layer: the running layer; "" in code that belongs to another stage's layer, None outside of
+    layers. outermost: the module at whose exit no layer runs any more. calls: layer → index of its last draw.
     keeps_layers: the model supports LayerDrop, but its config disables it.
     """
 
@@ -67,7 +67,7 @@ class Running:
         return numbers
 
     def require_same(self, place: str, each: tuple[int, ...], what: str, shape: torch.Size) -> None:
-        """Raise UserError if a token or item had another shape at this place before: the match was accidental."""
+        """Raise UserError if a token or item had another shape at this place before: then its match was accidental."""
         if self.shapes.setdefault(place, each) != each:
             raise self.misfit(what, shape)
 
@@ -231,7 +231,7 @@ def _refuse(name: str) -> Any:
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         if running.keeps_layers and func is torch.rand and args == ([],):
-            # LayerDrop's draw, which transformers 5.17 makes even at rate 0.
+            # The draw of LayerDrop: transformers 5.17 draws even at rate 0.
             return func(*args, **kwargs, generator=torch.Generator())
         raise UserError(
             f"{running.layer or running.unit}: {name} draws random numbers that belong to no sample (noise, layers "

@@ -1,7 +1,7 @@
-"""Keyed dropout: what a layer drops of a sample follows from the run's seed, the sample's draw and the layer's name.
+"""Keyed dropout: a layer's dropout mask for a sample depends on the run's seed, the sample's draw and the layer's name.
 
-So neither layout nor the other samples of a microbatch change it, and no random state need be saved. It works on any
-model: `TorchFunctionMode` intercepts torch's functions while a stage runs. CPUs and GPUs draw different numbers.
+The mask is thus independent of layout and microbatch, and no random state is saved. Any model is supported, because
+`TorchFunctionMode` intercepts torch's functions while a stage runs. CPUs and GPUs draw different numbers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class KeyedDropout:
             self._hook(projector, unit.layers[-1], None)
 
     def running(self, data: StepData, samples: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Return the context of a training forward of `samples`; free once a forward has shown that nothing is drawn.
+        """Return the context of a training forward of `samples`; it costs nothing after a forward that draws nothing.
 
         The forward raises UserError for random numbers that cannot be assigned to samples.
         """
@@ -125,8 +125,8 @@ class KeyedDropout:
             self.close()
 
     def _hook_model(self, model: nn.Module, unit: Unit) -> None:
-        """Hook the blocks of a transformers model, and its containers, whose code around the blocks runs in every
-        slice: only the stage that holds the layer drops there."""
+        """Hook the blocks of a transformers model and its containers. The containers' code around the blocks runs in
+        every slice, but dropout there applies only on the stage that holds the embedding or the tail."""
         structure = unit.structure
         assert structure is not None
         own = self._stage.layers
@@ -148,7 +148,7 @@ class KeyedDropout:
             self._hook_container(model.get_submodule(path), head)
 
     def _hook(self, module: nn.Module, layer: str, behind: str | None) -> None:
-        """Mark `layer` as running inside the module, and `behind` after it."""
+        """Set the running layer to `layer` inside the module, and to `behind` after it."""
         self._hooks.append(module.register_forward_pre_hook(self._entering(layer)))
         self._hooks.append(module.register_forward_hook(self._entering(behind)))
         self._hooked.append(module)
@@ -191,7 +191,7 @@ def _training_layers(stage: Stage) -> frozenset[str]:
 
 
 def _may_draw(stage: Stage) -> bool:
-    """Return True if another forward may draw although the first did not: a user's own modules may do anything."""
+    """Return True if later forwards may draw although the first did not: dropout modules, or a user's own modules."""
     ours = ("torch", "transformers", "dilatant")
     return any(
         (isinstance(module, _DROPOUTS) and module.p > 0)
