@@ -51,7 +51,7 @@ class AnyresStage(EncoderStage):
 
 
 class AnyresEncoderUnit(EncoderUnit):
-    """An `EncoderUnit` whose items have as many tiles, and rows in the text, as their shape implies."""
+    """An `EncoderUnit` whose items differ in tiles and in rows of the text, both determined by the image's shape."""
 
     packs = True
     shape: AnyresShape
@@ -64,7 +64,7 @@ class AnyresEncoderUnit(EncoderUnit):
         return self.stage(0, len(self.layers)).run(data, samples, inbound)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Make single-tile images of a sample with several images."""
+        """Make a sample of several images, which have one tile each."""
         value, given = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
         side = self.geometry.height
         return value, {**given, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
@@ -112,7 +112,7 @@ def images_of_samples(alone: Tensor) -> list[int]:
 
 
 def _rows(unit: str, placeholder_id: int, shape: AnyresShape, sample: EncodedSample) -> int:
-    """Count a sample's rows: from the image shapes if they are loaded, otherwise from the text."""
+    """Count a sample's rows: from the image shapes if the media are loaded, otherwise from the text's placeholders."""
     if not sample.sizes.get(unit, 0):
         return 0
     shapes = sample.media.get(unit, {}).get(SHAPES)

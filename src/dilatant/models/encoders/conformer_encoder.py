@@ -22,11 +22,11 @@ from dilatant.models.encoders.sound_encoder import FEATURES, TYPICAL_FRAMES, Sou
 
 EMBEDDING = "subsample_conv_projection"
 PADDED = 0.25
-"""Sounds are batched while the shortest lacks at most this fraction of the longest."""
+"""Maximum padding of the shortest sound in a batch, as a fraction of the longest."""
 
 
 class ConformerStage(SoundStage):
-    """Layers of the audio encoder and its embedder: the encoder's own forward, with placeholders for other stages."""
+    """Layers of the audio encoder and its embedder; runs the encoder's forward, with placeholders for other stages."""
 
     def _encode_sounds(self, model: nn.Module, fed: Tensor, lengths: Tensor, is_hidden: bool) -> Tensor:
         counts = lengths[:, 0].tolist()
@@ -52,7 +52,7 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
     ) -> None:
         config: Any = tower.config
-        # transformers 5.17 builds a right mask only for sdpa; later versions support only eager.
+        # transformers 5.17 builds a correct mask only for sdpa; later versions support only eager.
         config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
         structure = find_structure(tower)
         layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")

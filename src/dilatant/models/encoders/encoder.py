@@ -30,7 +30,7 @@ from dilatant.models.encoders.encoder_adapters import ADAPTERS, Adapter
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """A user's functions around one encoder (Cornstarch, Listing 2). Each may be None.
+    """User functions that are called around one encoder (Cornstarch, Listing 2). Each may be None.
 
     before_encoder(inputs) → inputs; after_encoder(inputs, hidden) → hidden, before the projector;
     after_projector(inputs, hidden) → hidden. `inputs` are the encoder's keyword inputs after `before_encoder`, empty on
@@ -46,7 +46,7 @@ class EncoderStage(Stage):
     """Layers of an encoder and its projector, run on all items of the samples in one batch.
 
     model: the encoder or a slice of it, None on a stage with only the projector. projector: None before the last stage.
-    adapter: runs slices of families whose forward does more than the usual.
+    adapter: runs slices of some families (see `encoder_adapters`).
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class EncoderStage(Stage):
         return hidden
 
     def recording(self, model: nn.Module, fed: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Disable autograd around a forward of `model` on `fed` if neither needs gradients: frozen encoders save
+        """Disable autograd around a forward of `model` on `fed` if neither needs gradients, so frozen encoders save
         nothing."""
         records = any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in fed)
         return torch.set_grad_enabled(torch.is_grad_enabled() and records)
@@ -155,7 +155,7 @@ class EncoderUnit(Unit, EncoderStage):
     """An encoder and its projector: layers `embedding`, `layers.<i>`, `norm` (if it has any), `projector`; or `encoder`
     and `projector` if the encoder is not a transformers model.
 
-    width_out: that of the language model. skip_tokens: leading tokens of the encoder's output that are dropped.
+    width_out: the language model's width. skip_tokens: number of leading output tokens that are dropped.
     """
 
     parts = ("model", "projector")
@@ -227,7 +227,7 @@ class EncoderUnit(Unit, EncoderStage):
         return frozenset({self.unit} if first == 0 else ())
 
     def freeze(self, part: Literal["encoder", "projector", "all"] = "encoder") -> None:
-        """Freeze the encoder and leave its projector trainable, or as `part` says."""
+        """Freeze the encoder, by default without its projector. part: the part to freeze."""
         self.freeze_parts(
             *{"encoder": ("model",), "projector": ("projector",), "all": ("model", "projector")}[part]
         )

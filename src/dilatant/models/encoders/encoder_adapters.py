@@ -1,8 +1,8 @@
 """Encoder adapters: running slices of encoders whose forward does more than embed, run blocks and normalise.
 
-A slice without its embedding normally runs the family's own forward with hidden states in place of the input. That
-fails if the forward processes its input inline (checks its length, convolves it); then `resume` runs the slice from
-hidden states by calling the model's own modules.
+A slice without its embedding normally runs the family's own forward with hidden states in place of the input. This
+fails if the forward itself processes the input (checks its length, convolves it). In that case `resume` runs the slice
+from hidden states by calling the model's own modules.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dilatant.models.core.geometry import height_and_width
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """Runs slices of one family. resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows,
-    tokens, width] both. embed: the embedding of a slice's input [rows, ...], if the family's forward would make other
-    rows; by default that forward runs."""
+    tokens, width] both. embed: embeds a slice's input [rows, ...] in families whose forward would change the rows; by
+    default the forward runs."""
 
     resume: Callable[[nn.Module, Tensor], Tensor]
     embed: Callable[[nn.Module, Tensor], Tensor] | None = None

@@ -34,18 +34,17 @@ class Encoder:
 
     model: a transformers model, a config (random weights), or an id or folder; or any module that maps keyword tensors
     [rows, ...] to [rows, tokens, width]. projector: "linear", "mlp", "identity", or a module from the encoder's width
-    to the language model's. placeholder_id: the token id that stands for one encoder token in the text; by default an
-    id outside the vocabulary, so that any tokenizer works. merge: at the placeholders, or in front of the text.
-    features: "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `encoder_adapters`.
-    processor: saved with the model.
+    to the language model's. placeholder_id: the id of the text token that one encoder token replaces; by default an id
+    outside the vocabulary, so that any tokenizer works. merge: at the placeholders, or in front of the text. features:
+    "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `encoder_adapters`. processor:
+    saved with the model.
 
-    For a module that is no transformers model, also: kind, "image", "audio" or a word of your own, which the built-in
-    readers do not know; input_name, the keyword of its forward (default as in transformers); row_shape, of one encoder
-    row, [channels, height, width] or [mel_bins, frames] or any of another kind; width, of an output token;
+    Other modules also need: kind, "image", "audio" or a name of your own, which the built-in readers do not support;
+    input_name, the keyword of the forward (default as in transformers); row_shape, the shape of an encoder row,
+    [channels, height, width], [mel_bins, frames], or any shape for another kind; width, that of an output token;
     tokens_per_row, the number of output tokens per row. example: instead of input_name and row_shape, one row of each
     input, keyword → tensor [1, ...] of any rank and dtype; the layer is measured with it, so ids in it must be valid.
-    tokens_per_row is also the number of tokens that the language model receives per row if a projector or callback of
-    yours changes it.
+    If a projector or callback of yours changes the number of tokens, tokens_per_row is the number after it.
     """
 
     model: Any

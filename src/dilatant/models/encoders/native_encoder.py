@@ -28,8 +28,8 @@ from dilatant.models.parallel.shared_samples import SharesSamples
 MERGERS = ("merger", "deepstack_merger_list")
 """Encoder modules that merge patches into rows of the text."""
 PATCHES_AT_ONCE = 16_384
-"""Maximum number of patches in one pass of the blocks: beyond some thousands a device is no faster, and frozen blocks
-need memory for one pass only, however many images or frames a row has."""
+"""Maximum number of patches in one pass of the blocks. A device gains no speed beyond some thousands, and frozen blocks
+need memory for one pass only, whatever the number of images or frames in a row."""
 TYPICAL_GRID = 32
 """Patches on each side of the image with which layers are measured."""
 
@@ -37,8 +37,8 @@ TYPICAL_GRID = 32
 class Merger(nn.Module):
     """The encoder's patch merger: [patches, width * (1 + taps)] to [patches / merged, width of the text * (1 + taps)].
 
-    tower: the encoder; its merger moves here, and placeholders are left. taps: hidden states of inner blocks with
-    mergers of their own (DeepStack), which follow those of the last block.
+    tower: the encoder; its merger is moved into this module and replaced by a placeholder. taps: hidden states of inner
+    blocks, each with a separate merger (DeepStack), concatenated after those of the last block.
     """
 
     drawn_by: PreTrainedModel
@@ -75,7 +75,7 @@ class NativeStage(SharesSamples, EncoderStage):
     """Layers of an encoder and its merger, run on all patches of the samples in one row."""
 
     taps: tuple[int, ...] = ()
-    """Blocks of the whole encoder whose hidden states leave beside those of the last block (DeepStack)."""
+    """Numbers (in the whole encoder) of the blocks here whose hidden states are also outputs (DeepStack)."""
     first_block = 0
     end_block = 0
     patches_at_once = PATCHES_AT_ONCE
@@ -97,8 +97,8 @@ class NativeStage(SharesSamples, EncoderStage):
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode patches. inputs: `image_grid_thw` int64 [images, 3], and for the first stage pixels [patches, ...].
-        hidden: [patches, width], followed by taps. Returns hidden states in the same form; after the merger, rows of
-        the text."""
+        hidden: [patches, width], followed by taps. Returns hidden states in the form of `hidden`; after the merger,
+        rows of the text."""
         inputs = inputs or {}
         if self.model is not None:
             fed = inputs[self.geometry.input_name].flatten(1) if hidden is None else hidden
@@ -138,8 +138,8 @@ class NativeStage(SharesSamples, EncoderStage):
 
 
 class NativeEncoderUnit(PackedEncoderUnit):
-    """A native-resolution encoder: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
-    for Qwen's). An encoder that keeps its merger has it as layer `merger`, and another module as projector."""
+    """A native-resolution encoder: layers `embedding`, `layers.<i>`, `projector`. The projector is the encoder's merger
+    (see `merging` for Qwen's), or another module; in that case the merger is a separate layer `merger`."""
 
     stage_type = NativeStage
 
@@ -154,8 +154,9 @@ class NativeEncoderUnit(PackedEncoderUnit):
         out: int,
         width_merged: int = 0,
     ) -> None:
-        """side: patches on each side of a group that becomes one row of the text. frames: in a patch. width: of a
-        hidden state, width_merged: of a row from the encoder's own merger, and out: of a row of the text."""
+        """side: a group of side x side patches becomes one row of the text. frames: number of frames in a patch.
+        Widths: width, a hidden state's; width_merged, that of a row from the encoder's own merger; out, that of a row
+        of the text."""
         config = cast(Any, tower).config
         structure = find_structure(tower)
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
@@ -269,13 +270,13 @@ def merging_inside(
 
 
 def width_of_merged(config: Any) -> int:
-    """Return the width of a row that a Qwen encoder makes of a group of patches."""
+    """Return the width of the merged row that a Qwen encoder outputs for a group of patches."""
     return int(getattr(config, "out_hidden_size", None) or config.hidden_size)
 
 
 def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:
-    """Group the frames of all items to at most `most` patches, at least one frame each: (frames, rows, columns) of the
-    items in each group. Frames do not attend to each other, not even within a clip."""
+    """Split the frames of all items into groups of at most `most` patches (or a single larger frame): for each group,
+    (frames, rows, columns) of its items. Frames do not attend to each other, not even within a clip."""
     groups: list[list[list[int]]] = [[]]
     room = most
     for frames, rows, columns in grids:

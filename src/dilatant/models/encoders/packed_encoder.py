@@ -1,4 +1,4 @@
-"""Packing encoders: common parts of units whose items, of different sizes, are packed in one row."""
+"""Packing encoders: common base of units that pack items of different sizes in one row."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def merging_part(
     hidden_size: int,
     placeholder_id: int,
 ) -> NativeEncoderUnit | SoundEncoderUnit:
-    """Build the unit. projector: makes one for the width of the encoder's rows. hidden_size: of the language model.
-    placeholder_id: of the token that stands for a row in the text."""
+    """Build the unit. projector: builds a projector from the width of the encoder's rows. hidden_size: the language
+    model's. placeholder_id: id of the token that a row replaces in the text."""
     made = projector(merged_width(tower.config))
     if MERGING_TOWERS[tower.config.model_type] == "audio":
         return SoundEncoderUnit(name, tower, made, hidden_size, placeholder_id)

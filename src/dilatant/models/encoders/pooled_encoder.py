@@ -25,8 +25,8 @@ OF_END = "end."
 class PooledMerger(nn.Module):
     """Average pooling and embedder: [patches, width] to [patches / merged, width of the text].
 
-    Runs the encoder's own forward after its blocks, with placeholders for everything before, on each group of patches
-    as an image of its own. tower: the encoder, whose end moves here. name, embedder: of the module that projects.
+    Runs the encoder's own forward with placeholders for embedding and blocks, on each group of patches as a separate
+    image. tower: the encoder, whose pooling is moved here. name, embedder: the projecting module and its name.
     """
 
     drawn_by: PreTrainedModel
@@ -95,7 +95,7 @@ class PooledStage(NativeStage):
 
 
 class PooledEncoderUnit(NativeEncoderUnit):
-    """The encoder and its embedder: layers `embedding`, `layers.<i>`, `projector`, which averages first."""
+    """The encoder and its embedder: layers `embedding`, `layers.<i>`, `projector` (average pooling, then embedder)."""
 
     stage_type = PooledStage
 

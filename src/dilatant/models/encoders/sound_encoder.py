@@ -1,8 +1,8 @@
-"""Audio encoders for sounds of any length: the frames of all sounds in one row, without padding to a window.
+"""Audio encoders for sounds of any length: the frames of all sounds are packed in one row, not padded to a window.
 
 For Qwen's Whisper-like encoders: two convolutions halve the frames, blocks attend inside a sound (or inside its chunks,
-if the encoder has them), and neighbours are averaged at the end. The result equals the family's, which pads to 30 s:
-the padding frames that influence the end of a sound come with it (see `data.media_units.sound_unit`).
+if the encoder has them), and neighbours are averaged at the end. The result equals the family's, which pads to 30 s,
+because each sound includes the padding frames that influence its end (see `data.media_units.sound_unit`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class SoundEncoderUnit(PackedEncoderUnit):
         self.width = geometry.width
         self.width_out = width_out
         self.placeholder_id = placeholder_id
-        # Omni's encoder has embeddings of audio begin and end, but the thinker takes these from its text.
+        # Omni's encoder has embeddings of audio begin and end, but the thinker uses text tokens for them.
         self.unused = frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)
         self._freeze_at_start(self.unused)
 
@@ -182,8 +182,8 @@ def _rows(unit: str, sample: EncodedSample) -> int:
 
 
 def _halved(unit: str, placeholder_id: int, sample: EncodedSample) -> int:
-    """Count a sample's rows after averaging, sound by sound, because each may lose its last row; from the text if the
-    sounds are not loaded."""
+    """Count a sample's rows after averaging: per sound, because a sound with an odd number loses its last row; or from
+    the text's placeholders if the sounds are not loaded."""
     if not sample.sizes.get(unit, 0):
         return 0
     frames = sample.media.get(unit, {}).get(FRAMES)
@@ -212,7 +212,7 @@ def _convolved(model: Any, features: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _through_blocks(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
-    """Run the blocks, [rows, width] both; each sound, or chunk of one, attends only to itself."""
+    """Run the blocks on `hidden` [rows, width]; each sound, or chunk of a sound, attends only to itself."""
     if hasattr(model, "n_window"):
         chunk = 2 * model.n_window
         lengths = [min(chunk, each - at) for each in frames.tolist() for at in range(0, each, chunk)]
@@ -231,7 +231,7 @@ def _through_blocks(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
 
 
 def _averaged(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
-    """Average pairs of neighbours and normalise: [rows, width] to about half as many rows."""
+    """Average pairs of neighbours within each sound, dropping an odd last row, and normalise: [rows, width]."""
     pairs = [sound[: len(sound) // 2 * 2] for sound in hidden.split(rows_of(frames).tolist())]
     norm = model.ln_post if hasattr(model, "ln_post") else model.layer_norm
     return norm(torch.cat(pairs).unflatten(0, (-1, 2)).mean(1))

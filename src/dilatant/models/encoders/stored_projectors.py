@@ -1,4 +1,4 @@
-"""Stored projectors: projectors that continue from an export, or from a file of their own."""
+"""Stored projectors: projector weights that training continues from, in an export or a separate file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KINDS = {
 
 
 def stored_projector(name: str, entry: EncoderConfig) -> Path | None:
-    """Return the file from which the projector of encoder `name` continues: the one that `projector` names, or the one
-    beside the encoder in an export; None without one. Raises UserError."""
+    """Return the file of stored weights for the projector of encoder `name`: the file that `projector` names, or the
+    projector file in the export that contains the encoder; None without either. Raises UserError."""
     if not entry.goes_on:
         place = Path(entry.id or "")
         if entry.id is None or not is_export_of_parts(place.parent):

@@ -1,7 +1,7 @@
 """Mllama's image encoder: each image has a fixed number of tiles, some empty, and its rows go to cross-attention
 blocks.
 
-The encoder is one layer: several of its blocks contribute to its output, so it is not cut.
+The encoder is a single layer and is not cut, because the outputs of several of its blocks are concatenated.
 """
 
 from __future__ import annotations
