@@ -50,8 +50,8 @@ def check_clip_settings(whole: Whole, asked: Settings) -> None:
 
 
 def clip_unit(whole: Whole, image: MediaUnit, asked: Settings, saved: Settings, tokenizer: Any) -> MediaUnit:
-    """Build the media unit for clips of the encoder that reads images as `image` says. asked: the user's processor
-    settings, also those of images; saved: the clip settings of the model's files. Raises UserError."""
+    """Build the clip unit that matches `image`, the same encoder's image unit. asked: the user's processor settings,
+    including those of images; saved: the clip settings in the model's files. Raises UserError."""
     style = whole.family.clips
     assert style is not None
     if style in ("patches", "patches apart"):
@@ -130,8 +130,8 @@ def _of_patches(
 def native_limits(
     vision: Any, settings: Settings, saved: Settings, apart: bool
 ) -> tuple[PatchProcessor, FrameSampling, int | None]:
-    """Return the patch processor of frames, the frame sampling, and the pixel limit over all frames. saved: clip
-    settings of the model's files; settings: all others. apart: True if limits apply to all frames together."""
+    """Return the frames' patch processor, the frame sampling, and the pixel limit over all frames. saved: the files'
+    clip settings; settings: these, overridden by the user's. apart: True if limits apply to all frames together."""
     sampling = frame_sampling(settings)
     group = (vision.patch_size * vision.spatial_merge_size) ** 2
     size = saved.get("size") or {}
@@ -143,7 +143,7 @@ def native_limits(
     }
     plain = {k: v for k, v in settings.items() if k not in (*CLIP_KEYS, "size")}
     processor = patches_of(vision, {"image_processor_type": "", **plain, **limits})
-    # 90 % of the context length that the families assume.
+    # 90 % of the context length (128,000 tokens) that the families assume.
     total = None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group)
     return processor, sampling, total
 
@@ -172,7 +172,7 @@ def _whole_frame(whole: Whole, image: MediaUnit, settings: Settings) -> ImageUni
 
 
 def _square(height: int, width: int, channels: int, settings: Settings) -> PixelProcessor:
-    """Build a processor that resizes frames to this size, whatever their aspect ratio."""
+    """Build a processor that resizes frames to this size without preserving their aspect ratio."""
     return PixelProcessor(
         height,
         width,

@@ -1,7 +1,7 @@
-"""Families of pretrained multimodal models: where their units are, and what is special about their forwards.
+"""Families of pretrained multimodal models: the paths of their units, and the peculiarities of their forwards.
 
-Everything else is read off the model. transformers' own code projects the rows of an encoder (`Projection`) and
-computes the logits; no part of a family's forward is repeated here.
+All other properties are derived from the model. transformers' own code projects the rows of an encoder (`Projection`)
+and computes the logits; no part of a family's forward is repeated here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ around them (see `data.media_units.frame_texts`)."""
 class Tower:
     """An encoder inside a pretrained multimodal model; paths are those of the ...ForConditionalGeneration class.
 
-    path: of the encoder. projector: of the modules and parameters that project its rows for the text. token: config key
-    of the id that stands for one row. features: the method that projects. batched: True if the method takes pixels of
-    samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in
-    them is the text of the token whose id the config has under this key; written defaults to the text of `token`.
+    path: the encoder's. projector: paths of the modules and parameters that project its rows for the text. token:
+    config key of the placeholder id that one row replaces. features: the method that projects. batched: True if the
+    method takes pixels as [samples, images, ...] instead of [images, ...]. written, opens, closes: see `Written`; {key}
+    in them is the text of the token whose id is the config's value of `key`; written defaults to the text of `token`.
     settings: overrides of the image processor. native: True if images, or sounds, of different sizes are packed in one
     row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the encoder itself or, with pooled,
-    averaged and then projected (see `PooledEncoderUnit`). conformer: True for a conformer of sounds (see
+    averaged and then projected (see `PooledEncoderUnit`). conformer: True for a conformer audio encoder (see
     `ConformerEncoderUnit`). crossing: True if its rows go to cross-attention blocks of the text model instead of the
-    text (see `Crossing`). anyres: True if an image's shape decides its tiles and rows (see `AnyresEncoderUnit`).
+    text (see `Crossing`). anyres: True if an image's shape determines its tiles and rows (see `AnyresEncoderUnit`).
     """
 
     path: str
@@ -57,11 +57,11 @@ class Family:
 
     towers: unit → its encoder. decoder: path of the text model. spatial: True for positions in time, height and width
     (see `positions`). media_attention: the mask among tokens of an item, as in `model.language_model.media_attention`;
-    "prefix": all tokens before the first target attend to each other; "in_windows": those of an item attend to each
-    other in sliding-window layers, if the config's `use_bidirectional_attention` says so. first_position: of a sample.
-    behind_time: see `spatial_positions`. seconds: config path of the positions per second of a clip; empty if positions
-    follow its frames; seconds_keyword: the forward's keyword for the seconds per temporal patch. clips: their layout,
-    if the family reads clips (see `Clips`).
+    "prefix": all tokens before the first target attend to each other; "in_windows": tokens of an item attend to each
+    other in sliding-window layers, if the config's `use_bidirectional_attention` enables it. first_position: a sample's
+    first position. behind_time: see `spatial_positions`. seconds: config path of the positions per second of a clip;
+    empty if positions count its frames; seconds_keyword: the forward's keyword for the seconds per temporal patch.
+    clips: layout of clips, if the family reads them (see `Clips`).
     """
 
     towers: Mapping[str, Tower]
@@ -76,7 +76,7 @@ class Family:
 
     @property
     def frames_apart(self) -> bool:
-        """True if texts with the time stand between the temporal patches of a clip."""
+        """True if the text contains timestamps between the temporal patches of a clip."""
         return self.clips == "patches apart"
 
 

@@ -1,4 +1,4 @@
-"""Media units of encoders: encoder geometry in the form that the data room uses to load and count media."""
+"""Media units of encoders: encoder geometry as the `MediaUnit` with which `data` loads and counts media."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def units_of_merging(
     placeholder_id: int,
     marker: str,
 ) -> tuple[MediaUnit, ...]:
-    """Build the `MediaUnit`s of a patch-merger encoder (see `merging_part`) with any language model; images and clips
-    have one each. processor: as in `media_unit`. Raises UserError."""
+    """Build the `MediaUnit`s of a patch-merger encoder (see `merging_part`) with any language model: images and clips,
+    or sounds. processor: as in `media_unit`. Raises UserError."""
     settings = whole_settings(processor) if isinstance(processor, str) else dict(processor or {})
     if MERGING_TOWERS[config.model_type] == "audio":
         return (_sound_unit(name, placeholder_id, config, settings, marker, None),)

@@ -1,6 +1,6 @@
-"""Pretrained multimodal models as units: parts of one composite transformers model, each with its own shell.
+"""Pretrained multimodal models as units: parts of one composite transformers model, each in a separate shell module.
 
-The weights of all units have the composite's keys, so that reading and exporting them is only a rename.
+The weights of all units correspond one to one to the composite's keys, so reading and exporting only renames them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from dilatant.models.language.side_states import Carried, DeepStack, PerLayer
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A pretrained multimodal model: its config and family. attn_implementation: of its text model. lora: the adapters
-    of its units; adapters train, and the rest does not."""
+    """A pretrained multimodal model: its config and family. attn_implementation: that of its text model. lora: settings
+    of the adapters of its units; only adapters train."""
 
     config: Any
     family: Family
@@ -63,11 +63,11 @@ class Whole:
 
     @property
     def placeholder_ids(self) -> dict[str, int]:
-        """Unit → the id that stands for one of its rows in the text."""
+        """Unit → the placeholder id that one of its rows replaces in the text."""
         return {name: int(getattr(self.config, tower.token)) for name, tower in self.family.towers.items()}
 
     def encoders(self) -> dict[str, Encoder]:
-        """Return the encoders in the form of user specifications."""
+        """Return the encoders as `Encoder` specifications, as if a user had written them."""
         return {
             name: Encoder(self.config, placeholder_id=self.placeholder_ids[name])
             for name, tower in self.family.towers.items()
@@ -142,7 +142,7 @@ class Whole:
 
     @property
     def anyres_shape(self) -> AnyresShape:
-        """The rule by which an image's shape decides its tiles and rows."""
+        """The rule that maps an image's shape to its tiles and rows."""
         vision = self.config.vision_config
         return AnyresShape(
             pinpoints=tuple((int(height), int(width)) for height, width in self.config.image_grid_pinpoints),
@@ -186,7 +186,7 @@ class Whole:
 
     @property
     def positions(self) -> Positions | None:
-        """The function that gives the positions of a sample's tokens; None if they are 0, 1, 2, ..."""
+        """The function that computes the positions of a sample's tokens; None if they are 0, 1, 2, ..."""
         if not self.family.spatial:
             first = self.family.first_position
             return partial(_counted, first) if first else None
@@ -204,7 +204,7 @@ class Whole:
 
     @property
     def of_language(self) -> dict[str, Any]:
-        """Keyword arguments for the text model's unit, beside the model and its placeholders."""
+        """Keyword arguments for the text model's unit, in addition to the model and its placeholders."""
         return {
             "decoder": self.family.decoder,
             "positions": self.positions,
@@ -215,7 +215,7 @@ class Whole:
 
     @property
     def media_attention(self) -> MediaAttention:
-        """The mask among the tokens of an item (see `families.Family`)."""
+        """The default mask among the tokens of an item (see `families.Family`)."""
         own = self.family.media_attention
         if own == "in_windows" and not self.config.get_text_config().use_bidirectional_attention:
             return "causal"
@@ -259,7 +259,7 @@ class Whole:
 
     @property
     def carried(self) -> Carried | None:
-        """The per-token side states of the text model; None without any."""
+        """The per-token side states of the text model (see `side_states`); None without any."""
         text = self.config.get_text_config()
         return DeepStack(self.taps, text.hidden_size) if self.taps else PerLayer.of(text)
 
@@ -284,8 +284,8 @@ _NORMED_LAST = ("internvl",)
 class Projection(nn.Module):
     """A family's projection of encoder rows for the text: [items, tokens, width] to [items, rows, width of the text].
 
-    The family's own method runs around a placeholder encoder that returns the given rows; so class tokens, pooling and
-    shuffles are the family's. Its state has the composite's keys.
+    The family's own method runs with a placeholder encoder that returns the input rows, so the treatment of class
+    tokens, pooling and shuffles is the family's. The module's state has the composite's keys.
     """
 
     def __init__(self, model: PreTrainedModel, tower: Tower, anyres: AnyresShape | None = None) -> None:
@@ -307,8 +307,8 @@ class Projection(nn.Module):
         return self.model
 
     def forward(self, hidden: Tensor, shapes: Tensor | None = None) -> Tensor:
-        """Project rows. shapes: of items in tiles, int64 [items, 3] (see `SHAPES`); then the rows of all items are
-        concatenated, [rows, width]."""
+        """Project rows. shapes: int64 [items, 3], for items in tiles (see `SHAPES`); the result is then [rows, width],
+        the rows of all items concatenated."""
         if self._anyres is not None and shapes is not None:
             return self._items(hidden, shapes, self._anyres)
         project = getattr(self._around(hidden), self._tower.features)
@@ -348,15 +348,15 @@ class Projection(nn.Module):
         return torch.cat([rows[number] for number in range(len(of_items))])
 
     def _pixels(self, items: int) -> Tensor:
-        """Return dummy pixels of `items` images, which the placeholder does not read: on the host, where shape checks
-        are free. They are not black, because families drop black images."""
+        """Return dummy pixels of `items` images, which the placeholder ignores: on the host, where shape checks do not
+        wait for a device. They are not black, because families drop black images."""
         shape = (1, items) if self._tower.batched else (items,)
         patch = self.model.config.vision_config.patch_size
         return torch.ones(*shape, 1, *height_and_width(patch))
 
 
 class _Rows(nn.Module):
-    """Replaces an encoder that has run: the hidden states of every layer are the given ones."""
+    """Replaces an encoder that has run: returns its output as the hidden states of every layer."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -400,8 +400,8 @@ def _spatial(
 
 
 def _used_part(config: Any, encoder: PreTrainedModel) -> PreTrainedModel:
-    """Return the encoder without blocks and norms after the layer whose hidden states the family takes: these influence
-    no output, never train, and are exported as they were read."""
+    """Return the encoder without the blocks and norms after the layer whose hidden states the family uses. The omitted
+    modules influence no output, never train, and are exported as they were read."""
     layer = getattr(config, "vision_feature_layer", None)
     structure = find_structure(encoder)
     if layer is None or (layer == -1 and config.model_type in _NORMED_LAST):

@@ -16,7 +16,7 @@ from dilatant.models.families.pretrained_inputs import composite_inputs
 
 
 class WholeAnswers:
-    """transformers' own model and `generate`, with the inputs that `MultimodalModel.generate` takes."""
+    """transformers' own model and `generate`, with the same inputs as `MultimodalModel.generate`."""
 
     def __init__(self, model: Any, whole: Whole) -> None:
         self._model = model.eval()

@@ -66,7 +66,7 @@ def composite_inputs(
 def _looked_at(
     whole: Whole, input_ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the inputs of a cross-attention model for prompts with equally many images each."""
+    """Return the image inputs of a cross-attention model; all prompts must have equally many images."""
     samples = len(input_ids)
     apart = {name: tensor.unflatten(0, (samples, -1)) for name, tensor in inputs.items()}
     (placeholder,) = whole.placeholder_ids.values()
@@ -88,7 +88,7 @@ def _part_clips(
     kinds: Tensor,
     encoder_inputs: Mapping[str, Mapping[str, Tensor]],
 ) -> Tensor:
-    """Separate clips from images in `given`; return the kind of each token."""
+    """Move clips from the image inputs in `given` to clip inputs; return the kind of each token."""
     (unit,) = whole.spatial_units
     grids, is_clip = given[GRID], given[GRID][:, 0] > 1
     patches = given.pop("pixel_values").split(grids.prod(1).tolist())

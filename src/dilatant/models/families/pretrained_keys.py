@@ -1,4 +1,4 @@
-"""Stored keys of a pretrained multimodal model: those of the hub's first upload, which transformers renames at load."""
+"""Stored keys of a pretrained multimodal model: the keys in hub files, which transformers renames at load time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dilatant.models.families.pretrained import Whole
 
 
 def stored_keys(whole: Whole, stored: Iterable[str]) -> dict[str, str]:
-    """Map keys of the composite's state to the keys under which they are stored. Weights that transformers computes
-    from several stored ones are left out; so are all if its conversion table cannot be read."""
+    """Map keys of the composite's state to the keys under which they are stored, without weights that transformers
+    computes from several stored ones. If its conversion table cannot be read, only equal keys are mapped."""
     model = whole.composite()
     own = dict(model.state_dict())
     keys = list(stored)

@@ -21,8 +21,8 @@ from dilatant.models.sources import without_bars
 def weights_of(
     weights: Iterable[tuple[Unit, Weight]], whole: Whole
 ) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Return the weights by the composite's key, with adapters merged in, and the keys of the unchanged ones. weights:
-    see `MultimodalModel.weights_of_whole`."""
+    """Return the weights by the composite's key, with adapters merged in, and the keys of frozen weights without
+    adapter. weights: see `MultimodalModel.weights_of_whole`."""
     held = tuple(weights)
     merged = {
         (unit, part): merged_state(getattr(unit, part)) for unit, part in {(u, w.part) for u, w in held}
@@ -61,8 +61,8 @@ def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: Whole) -> PreTrainedModel:
-    """Build transformers' own model with the units' own tensors, on their device; weights that no unit reads (a block
-    after the feature layer) are drawn. Raises UserError."""
+    """Build transformers' own model around the units' tensors, on their device; weights that no unit has (blocks after
+    the feature layer) are initialised at random. Raises UserError."""
     composite = whole.composite()
     state, _ = weights_of(weights, whole)
     composite.load_state_dict(state, strict=False, assign=True)

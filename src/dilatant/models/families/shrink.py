@@ -1,7 +1,7 @@
-"""Shrinking: a small config of a language model, as a plain dictionary: few blocks, narrow, with every feature kept.
+"""Shrinking: derive the config of a small language model (few blocks, narrow) that has all features of a large one.
 
-All kinds of blocks, windows, caps and kinds of positions are kept. A multiplier of 1, which would hide where it is
-applied, becomes another number. Token ids are folded into the small vocabulary.
+Kinds of blocks, windows, caps and kinds of positions are preserved. A multiplier of 1 would hide errors in its use, so
+it becomes another number. Token ids are mapped into the small vocabulary.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def shrink(config: Any) -> dict[str, Any]:
 
 
 def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the token ids that settings name, in any part."""
+    """Yield the token ids in settings and in their nested parts."""
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from special_ids(value)
@@ -156,7 +156,7 @@ def _narrow_positions(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fold_ids(settings: dict[str, Any]) -> None:
-    """Map ids beyond the small vocabulary to its last ones, each to its own."""
+    """Map ids beyond the small vocabulary to its last ids, one to one."""
     seen: dict[int, int] = {}
     for key, value in settings.items():
         if _IDS.search(key) and value is not None:

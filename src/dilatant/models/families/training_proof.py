@@ -1,8 +1,8 @@
 """Training proof: show on a small copy of a language model that packed rows and stages train as transformers does.
 
 The copy has the family and the settings of the user's model (see `shrink`) and random weights. Loss and all gradients
-of a few samples, each alone in the family's own forward, are compared with those of the samples in one packed row, and
-of single-layer stages. Proofs are cached in the cache folder, by settings and versions.
+of a few samples, each run alone by the family's own forward, are compared with those of the samples in one packed row,
+and of single-layer stages. Proofs are cached in the cache folder, by settings and versions.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def prove(
     how: str,
     attach: Callable[[LanguageUnit], None] | None = None,
 ) -> Proof:
-    """Prove a language model, with its current attention or the one that `attach` gives it. whole: the multimodal model
-    that contains it. how: names that attention in the cache."""
+    """Prove a language model, with its current attention or that which `attach` sets. whole: the multimodal model that
+    contains it. how: cache key of that attention."""
     begin = time.perf_counter()
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it warns of ids outside the small vocabulary
@@ -105,7 +105,7 @@ def _prove(
 
 
 def _copy_of(unit: LanguageUnit, whole: Whole | None, settings: Mapping[str, Any]) -> LanguageUnit:
-    """Build the small model with random weights, perturbed so that none keeps an initial value such as 0 or 1."""
+    """Build the small model with random weights, perturbed so that no weight has a special value such as 0 or 1."""
     config = type(unit.model.config).from_dict(dict(settings))
     if whole is None:
         with torch.device("meta"):
@@ -150,7 +150,7 @@ def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
 def _of_transformers(
     small: LanguageUnit, samples: Sequence[EncodedSample]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute loss and gradients of each sample alone in the family's own forward."""
+    """Compute loss and gradients with each sample alone in the family's own forward."""
     loss = torch.zeros(())
     for sample in samples:
         ids = torch.as_tensor(sample.input_ids)
@@ -165,7 +165,7 @@ def _of_stages(
     rows: Sequence[tuple[int, ...]],
     stages: Sequence[tuple[int, int]],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute the same for packed `rows` of samples that go through `stages` as in training."""
+    """Compute loss and gradients with packed `rows` of samples that run through `stages` as in training."""
     sized = [replace(sample, sizes={small.unit: len(sample.input_ids)}) for sample in samples]
     data = StepData.of(sized, {small.unit: small.losses[small.unit]})
     parts = [small.stage(first, end).eval() for first, end in stages]
