@@ -1,4 +1,4 @@
-"""Autoencoders: frozen autoencoders of diffusers, from pixels to the latents that a denoiser generates, and back."""
+"""Frozen autoencoders of diffusers: they encode pixels to the latents that a denoiser generates, and decode latents."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def encode(vae: Any, pixels: Tensor, noise: Tensor | None) -> Tensor:
-    """Encode pixels to scaled latents: [items, channels, height, width]. noise: samples a variational autoencoder; None
-    takes the mean."""
+    """Encode pixels to scaled latents: [items, channels, height, width]. noise: to sample from a variational
+    autoencoder; None takes the mean."""
     return latents_of(vae, spread_of(vae, pixels), noise)
 
 
 def spread_of(vae: Any, pixels: Tensor) -> tuple[Tensor, ...]:
-    """Encode pixels: mean and log-variance of a variational autoencoder, or the latents themselves, unscaled."""
+    """Encode pixels to the mean and log-variance of a variational autoencoder, or else to latents; both unscaled."""
     output = vae.encode(pixels.to(next(vae.parameters()).dtype))
     spread = getattr(output, "latent_dist", None)
     if spread is not None:

@@ -1,4 +1,4 @@
-"""Connectors: modules from the language model's hidden states to a denoiser's condition."""
+"""Connectors: modules that map the language model's hidden states to a denoiser's condition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TransformerConnector(nn.Module):
     blocks of the language model's width, then a linear layer projects (the order of MetaQueries: encoder, then
     projection).
 
-    rows: of an item; the input holds the tokens of whole items, concatenated.
+    rows: number per item; the input holds the rows of whole items, concatenated.
     """
 
     def __init__(self, width_in: int, width: int, rows: int, layers: int) -> None:
@@ -56,8 +56,8 @@ class _Block(nn.Module):
 def build_connector(kind: str, width_in: int, width: int, rows: int, layers: int, where: str) -> nn.Module:
     """Build a connector from `width_in` to `width`: [..., width_in] → [..., width].
 
-    kind: one of `build_projector`, which map each row by itself, or "transformer" of `layers` blocks, in which the
-    `rows` of an item attend to each other. Raises UserError.
+    kind: one of `build_projector`, which map each row independently, or "transformer" with `layers` blocks, in which
+    the `rows` rows of an item attend to each other. Raises UserError.
     """
     if kind == "transformer":
         return TransformerConnector(width_in, width, rows, layers)

@@ -1,7 +1,7 @@
 """Denoiser cuts: for each family, the part before the blocks, one block, and the part after the blocks.
 
-No forward of diffusers can run in part, because its end unfolds patches by the height of its input; so each family
-defines here, with the denoiser's own modules, what its forward does before and after the blocks.
+The forwards of diffusers cannot run in part, because their end needs the height of the input to unfold patches. So each
+family defines here its forward's operations before and after the blocks, with the denoiser's own modules.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The cut of one family. enter(net, seen, times, rows, pooled): arguments as in `Family.say`. block(net, block,
-    between). leave(net, patches, times): [items, patches, numbers of a patch]. last: the modules and weights that only
-    `leave` uses. moments: rows of `Between.times`. fits(config): True if the settings allow the cut."""
+    """The cut of one family. enter(net, seen, times, rows, pooled): the part before the blocks; see `Family.say`.
+    block(net, block, between): one block. leave(net, patches, times): the part after them, [items, patches, numbers per
+    patch]. last: modules and weights that only `leave` uses. moments: rows of `Between.times`. fits(config): True if
+    settings allow the cut."""
 
     enter: Callable[..., Between]
     block: Callable[[Any, Any, Between], Between]

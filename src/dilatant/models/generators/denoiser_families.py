@@ -19,11 +19,11 @@ FOLDED = 2
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A denoiser class of diffusers. width(config): of a row of its condition. pooled(config): width of the pooled
-    condition, None for none. say: calls the denoiser (see `Diffusion`). problems(config): reasons why it is
-    unsupported. cut: runs it in parts; None if every block needs outputs of the first ones. folded: side length of the
-    squares of latents that are packed into one position with `folded`² times the channels. sample_size: default if the
-    config has none."""
+    """A denoiser class of diffusers. width(config): width of a condition row. pooled(config): width of the pooled
+    condition, or None. say: calls the denoiser (see `Diffusion`). problems(config): reasons why it is unsupported. cut:
+    how to run it in parts; None if every block needs outputs of the first blocks. folded: side length of the squares of
+    latents that are packed into one position with `folded`² times the channels. sample_size: default if the config has
+    none."""
 
     width: Callable[[Any], int]
     say: Callable[..., Tensor]
@@ -51,7 +51,7 @@ def _say_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tenso
 
 
 def _say_flux(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
-    """Call Flux; guidance-distilled models get a guidance of 1, that of unmodified pictures."""
+    """Call Flux; guidance-distilled models get guidance 1, which means no guidance."""
     height, width = (size // FOLDED for size in seen.shape[2:])
     sides = (torch.arange(side, dtype=torch.float32, device=seen.device) for side in (height, width))
     places = torch.cartesian_prod(*sides).reshape(-1, 2)

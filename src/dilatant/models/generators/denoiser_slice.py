@@ -18,9 +18,8 @@ from dilatant.models.generators.diffusion import Diffusion
 
 
 class NetSlice(nn.Module):
-    """Blocks `first <= block < end` of `whole`, sharing its weights. enters: with the part before the blocks (which
-    makes targets); leaves: with the part after them. rows: per item, those of its condition and those between
-    slices."""
+    """Blocks `first <= block < end` of `whole`, sharing its weights. enters: includes the part before the blocks (and
+    computes targets); leaves: includes the part after them. rows: (condition rows, rows between slices) per item."""
 
     takes_keys = True
 
@@ -48,9 +47,9 @@ class NetSlice(nn.Module):
         self._width = net_width(net.config)
 
     def forward(self, value: Tensor, **targets: Any) -> Tensor:
-        """Run the slice. value: for the first slice [items, k, width of a condition], for others the previous slice's
-        output. targets: for the first slice, as `Diffusion.forward` takes them. Returns rows for the next slice [items,
-        rows, width]; the last slice returns the loss of every item, float32 [items]."""
+        """Run the slice. value: for the first slice the condition, [items, k, width], for others the previous slice's
+        output. targets: for the first slice, see `Diffusion.forward`. Returns rows for the next slice [items, rows,
+        width]; the last slice returns the loss of every item, float32 [items]."""
         if self.enters:
             (whole,) = self._whole
             mixed, rows = whole.shown(value, **targets)
@@ -74,8 +73,8 @@ class NetSlice(nn.Module):
         return self._cut.enter(self.net, seen.to(rows.dtype), times, rows, pooled)
 
     def leave(self, between: Between) -> Tensor:
-        """Return the prediction, float32 [items, channels, height, width], without a learned variance (the second
-        half)."""
+        """Return the prediction, float32 [items, channels, height, width], without the second half of the channels (a
+        learned variance)."""
         shape = self._whole[0].shape
         patches = self._cut.leave(self.net, between.patches, between.times)
         return unfolded(patches, self._patch, shape)[:, : shape[0]].float()
@@ -89,7 +88,7 @@ def rows_between(model: Diffusion, cut: Cut, tokens: int, dtype: torch.dtype) ->
 
 
 def pack(target: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Split float32 [items, ...] exactly into summands of `dtype`, as rows [items, n, width]."""
+    """Represent float32 [items, ...] exactly as sums of numbers of `dtype`, in rows [items, n, width]."""
     rest, pieces = target.detach().flatten(1), []
     for _ in range(_pieces(dtype)):
         pieces.append(rest.to(dtype))
@@ -110,7 +109,7 @@ def unpack(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _pieces(dtype: torch.dtype) -> int:
-    """Return how many numbers of a dtype hold the 24 bits of a float32."""
+    """Return the number of summands of a dtype that represent the 24 bits of a float32."""
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return math.ceil(24 / bits)
 

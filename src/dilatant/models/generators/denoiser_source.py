@@ -24,10 +24,10 @@ _PREDICTIONS: dict[str, Objective] = {
 
 @dataclass(frozen=True, slots=True)
 class PictureSource:
-    """The source of a denoiser. settings, vae_settings: of diffusers, with `_class_name`. folder, vae_folder: location
-    of the pretrained weights, as (id or folder, subfolder); None initialises at random. features: the vision model
-    whose features it generates, instead of an autoencoder's latents. objective: of the pretraining, if the source says.
-    sample_size: height and width of what it generates, if not in the settings."""
+    """The source of a denoiser. settings, vae_settings: diffusers configs, with `_class_name`. folder, vae_folder:
+    location of the pretrained weights, as (id or folder, subfolder); None initialises at random. features: the vision
+    model whose features it generates, instead of an autoencoder's latents. objective: the pretraining's, if the source
+    has it. sample_size: height and width of the generated latents or pixels, if not in the settings."""
 
     settings: Mapping[str, Any]
     folder: tuple[str, str] | None = None
@@ -52,9 +52,9 @@ def read_source(
     encoder: str | Mapping[str, Any] | None = None,
     sample_size: int | None = None,
 ) -> PictureSource:
-    """Read the settings of a denoiser: from a folder or hub id of a denoiser or a pipeline, or as given. vae: an id, a
-    folder or settings; None takes the pipeline's own, if there is one. encoder: a vision model of transformers, whose
-    features are generated instead. sample_size: as in `PictureSource`. Raises UserError."""
+    """Read the settings of a denoiser, from `config` or from the folder or hub id of a denoiser or a pipeline. vae: an
+    id, a folder or settings; None takes the pipeline's autoencoder, if it has one. encoder: a vision model of
+    transformers, whose features are generated instead. sample_size: see `PictureSource`. Raises UserError."""
     if config is not None:
         settings, folder, objective, own_vae = dict(config), None, None, None
     else:

@@ -30,9 +30,9 @@ WIDEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PictureNet:
-    """A denoiser inspected without its weights. width: of a row of its condition. pooled: width of its pooled
-    condition, or None. shape: of what it generates, [channels, height, width]; pixels: of the picture, the same without
-    an autoencoder. learned_variance: True if it outputs twice the channels."""
+    """A denoiser inspected without its weights. width: width of a condition row. pooled: width of the pooled condition,
+    or None. shape: the shape of its output, [channels, height, width]; pixels: the picture's shape, the same without an
+    autoencoder. learned_variance: True if it outputs twice the channels."""
 
     source: PictureSource
     family: Family = field(repr=False)
@@ -94,7 +94,7 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
 
 @torch.no_grad()
 def _draw_nothing(net: nn.Module, family: Family, shape: tuple[int, int, int], where: str) -> None:
-    """Run one forward on the meta device. Raises UserError if a denoiser's settings do not fit each other."""
+    """Run one forward on the meta device, and raise UserError if a denoiser's settings are inconsistent."""
     config: Any = net.config
     pooled = family.pooled(config)
     with torch.device("meta"):
@@ -116,7 +116,7 @@ def _draw_nothing(net: nn.Module, family: Family, shape: tuple[int, int, int], w
 
 
 def _pixels_of(vae: Any, shape: tuple[int, int, int], where: str) -> tuple[int, int, int]:
-    """Return the picture shape whose latents have `shape`, by a test picture. Raises UserError for other channels."""
+    """Return the shape of pictures with latents of `shape`, by a test picture. Raises UserError for other channels."""
     channels, tried = int(vae.config.in_channels), 64
     with torch.no_grad():
         latents, *_ = spread_of(vae, torch.zeros(1, channels, tried, tried, device="meta"))
@@ -137,8 +137,8 @@ def build_diffusion(
     hollow: bool,
     keeps_latents: bool = False,
 ) -> Diffusion:
-    """Build the trainable module. hollow: on the meta device; `materialize` or stored weights fill it. Raises UserError
-    if pretrained weights cannot be read."""
+    """Build the trainable module. hollow: leave it on the meta device, for `materialize` or stored weights. Raises
+    UserError if pretrained weights cannot be read."""
     source = seen.source
 
     def fresh() -> tuple[nn.Module, nn.Module | None]:
@@ -175,7 +175,7 @@ def build_diffusion(
 
 
 def _seen_by(source: PictureSource) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
-    """Return `encode` and `of_spread` of a `Diffusion`."""
+    """Return the arguments `encode` and `of_spread` of a `Diffusion`."""
     if source.features is not None:
         return features, None
     return (None, None) if source.vae_settings is None else (encode, latents_of)
@@ -222,7 +222,7 @@ def _pretrained(
 
 
 def _first_half(say: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Drop the learned variance from a denoiser's output."""
+    """Wrap `say` to drop the learned variance from a denoiser's output."""
 
     def said(*given: Any) -> Tensor:
         return say(*given).chunk(2, dim=1)[0]

@@ -1,7 +1,7 @@
 """Diffusion training: noising of pictures, the denoiser's targets, and the loss.
 
-An item's noise, its timestep and whether its condition is dropped follow from the run's seed and the item's key alone.
-They are drawn on the host by numpy's Philox, which is stable, so that CPUs and GPUs get the same numbers.
+An item's noise, timestep and condition dropout depend on the run's seed and the item's key alone. The numbers are drawn
+on the host by numpy's Philox, which is stable across versions, so that CPUs and GPUs get the same numbers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BETAS = 0.00085, 0.012
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random numbers of items. moments: float32 [items], normal; `mix` turns them into timesteps. values: float32
-    [items, ...], normal. kept: bool [items], False if the item's condition is dropped. latent: like `values`, the noise
-    of a variational encoder, or None."""
+    """Random numbers of items. moments: float32 [items], normal; `mix` converts them to timesteps. values: float32
+    [items, ...], normal. kept: bool [items], False if the item's condition is dropped. latent: the noise of a
+    variational encoder, shaped like `values`, or None."""
 
     moments: Tensor
     values: Tensor
@@ -42,8 +42,8 @@ class Noise:
 def draw_noise(
     seed: int, keys: Sequence[str], shape: Sequence[int], drop: float, place: str, latent: bool = False
 ) -> Noise:
-    """Draw the noise of items of `shape` by their keys. drop: probability of dropping a condition. place: the unit, so
-    that two generators get different numbers."""
+    """Draw the noise of items of `shape` from their keys. drop: probability of dropping a condition. place: the unit's
+    name, so that two generators get different numbers."""
     moments, values, kept, latents = [], [], [], []
     for key in keys:
         random = generator_of(seed, key, place)
@@ -67,7 +67,7 @@ def generator_of(seed: int, key: str, place: str) -> np.random.Generator:
 
 
 def alphas() -> NDArray[np.float64]:
-    """Return the cumulative product of alphas (squared signal share) at each of `MOMENTS` steps: float64 [moments]."""
+    """Return the cumulative product of alphas (squared signal factor) at each of `MOMENTS` steps: float64 [moments]."""
     first, last = np.sqrt(_BETAS)
     return np.cumprod(1 - np.linspace(first, last, MOMENTS) ** 2)
 
@@ -102,15 +102,15 @@ def mix(objective: Objective, picture: Tensor, noise: Tensor, moments: Tensor) -
 
 
 class Diffusion(nn.Module):
-    """A denoiser that is trained to generate from rows of the language model.
+    """A denoiser that is trained with rows of the language model as its condition.
 
     say(net, seen [items, channels, height, width], times [items], rows [items, k, width], pooled [items, width] or
-    None) → [items, channels, height, width]: calls the denoiser. encoder: frozen; its latents or features are
-    generated: encode(encoder, pixels, noise) makes them, with a variational encoder's noise, and of_spread(encoder,
-    latents, noise) makes them from its stored output. pool: maps the rows' mean to the pooled condition, for denoisers
-    with one. drop: probability that an item's condition is zeroed, for classifier-free guidance. shape: of what is
-    generated, pixels: of the picture that it stands for, [channels, height, width]. fresh: builds denoiser and encoder
-    in memory with initial weights, for a module on the meta device. cut: runs the denoiser in parts, if possible.
+    None) → [items, channels, height, width]: calls the denoiser. encoder: frozen; its latents or features are the
+    targets: encode(encoder, pixels, noise) computes them from pixels, with noise for a variational encoder, and
+    of_spread(encoder, latents, noise) from its stored output. pool: maps the rows' mean to the pooled condition, for
+    denoisers with one. drop: probability that an item's condition is zeroed, for classifier-free guidance. shape:
+    [channels, height, width] of the targets; pixels: that of the pictures. fresh: builds denoiser and encoder in memory
+    with initial weights, for a module on the meta device. cut: how to run the denoiser in parts, if possible.
     keeps_latents: True if targets are stored encoder outputs instead of pixels.
     """
 
@@ -154,7 +154,7 @@ class Diffusion(nn.Module):
     ) -> Tensor:
         """Return the mean squared error of every item: float32 [items].
 
-        rows: [items, k, width]; keys: of the items. target: `pixel_values` [items, channels, height, width], or the
+        rows: [items, k, width]; keys: one per item. target: `pixel_values` [items, channels, height, width], or the
         stored output of the autoencoder, `latents` [items, parts, channels, height, width].
         """
         mixed, condition = self.shown(rows, seed=seed, keys=keys, place=place, **target)
@@ -191,7 +191,7 @@ class Diffusion(nn.Module):
 
     @property
     def draws_features(self) -> bool:
-        """True if it generates features of an encoder, which cannot be decoded to a picture here."""
+        """True if the denoiser generates features of an encoder, which cannot be decoded to a picture here."""
         return self.encoder is not None and self._of_spread is None
 
     def example(self, items: int, device: torch.device) -> dict[str, Any]:
@@ -218,9 +218,9 @@ class Diffusion(nn.Module):
 
     @torch.no_grad()
     def draw_weights(self, names: Collection[str] | None = None) -> None:
-        """Initialise all or the named parameters and buffers, which have memory; called by `materialize`, with torch's
-        generator seeded. All are drawn, so that each depends on the seed alone. (Buffers that are computed once, such
-        as positions, are lost on the meta device.)"""
+        """Initialise all or the named parameters and buffers, whose memory is allocated; called by `materialize`, with
+        torch's generator seeded. All are drawn even if few are named, so that each depends on the seed alone. (Buffers
+        too, since computed buffers, such as positions, are lost on the meta device.)"""
         assert self._fresh is not None
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         net, encoder = self._fresh()

@@ -30,12 +30,12 @@ class Generator:
 
     model: a module, `model(rows, **targets)` → losses [items]; rows: [items, tokens_per_item, width], targets: the
     samples' media under the unit's name, keyword → [items, ...]. A module that draws random numbers sets `takes_keys =
-    True` and also receives `seed`, `keys` (one per item, whatever the layout) and `place` (its unit). token_id: the
-    token at whose positions the language model's last hidden states are taken, `tokens_per_item` of them per item;
-    None: learned queries are the inputs there, a weight of the language model's embedding layer, and the id is outside
-    the vocabulary. connector: "linear", "mlp", "identity", "transformer" of `connector_layers` blocks in which the rows
-    of an item attend to each other, or a module from the language model's width to `width`. The loss is the sum over
-    all items of the global batch divided by their number, with weight `loss_weight`.
+    True` and also receives `seed`, `keys` (one per item, independent of the layout) and `place` (its unit). token_id:
+    the id of the tokens, `tokens_per_item` per item, whose last hidden states in the language model are the rows; with
+    None, these tokens have an id outside the vocabulary, and learned queries, a weight of the language model's
+    embedding layer, are their inputs. connector: "linear", "mlp", "identity", "transformer" of `connector_layers`
+    blocks in which the rows of an item attend to each other, or a module from the language model's width to `width`.
+    The loss is the sum over all items of the global batch divided by their number, with weight `loss_weight`.
     """
 
     model: nn.Module
@@ -70,7 +70,7 @@ class GeneratorStage(Stage):
         self.tokens_per_item = tokens_per_item
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        """Run all items of the samples in one batch; returns nothing if no sample has any."""
+        """Run all items of the samples in one batch; the output is empty if no sample has any."""
         rows = inbound[self.unit if self.connector is None else self.source]
         if data.predicts or not rows.shape[0]:
             return StageOutput()
@@ -93,7 +93,7 @@ class GeneratorStage(Stage):
 
     @property
     def enters(self) -> bool:
-        """True for the stage that receives targets, at the denoiser's start."""
+        """True for the stage at the denoiser's start, which receives the targets."""
         return self.model is not None and getattr(self.model, "enters", True)
 
     @property
@@ -141,8 +141,8 @@ class GeneratorStage(Stage):
         return made.sum() if self.leaves else made
 
     def forward(self, rows: Tensor, **targets: Any) -> Tensor:
-        """Return the losses of items, [items]; from a denoiser slice before the last, rows for the next. rows: of the
-        items, concatenated, after the connector. Raises UserError if the module does not return one loss per item."""
+        """Return the losses, [items]; a denoiser slice before the last returns rows for the next. rows: the items'
+        rows, concatenated, after the connector. Raises UserError if the module does not return one loss per item."""
         assert self.model is not None
         each = self.tokens_per_item if self.enters else cast(NetSlice, self.model).rows
         given = in_dtype_of(self.model, rows).unflatten(0, (-1, each))
@@ -224,7 +224,7 @@ class GeneratorUnit(Unit, GeneratorStage):
 
     @property
     def rows_see_each_other(self) -> bool:
-        """True if its connector needs the rows of whole items."""
+        """True if the rows of an item attend to each other in the connector, so that a rank needs whole items."""
         return isinstance(self.connector, TransformerConnector)
 
     def part_name(self, part: str) -> str:

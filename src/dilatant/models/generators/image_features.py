@@ -1,5 +1,5 @@
-"""Image-feature targets: patches of a frozen vision model, without class and register tokens, as a picture with one
-channel per feature."""
+"""Image-feature targets: a frozen vision model's patch tokens (no class or register tokens), arranged as a picture with
+one channel per feature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilatant.models.sources import load_encoder, load_pretrained_config, parse_
 
 @dataclass(frozen=True, slots=True)
 class FeatureSource:
-    """A vision model. id: of its weights, an id or a folder; None initialises at random. config: of transformers."""
+    """A vision model. id: id or folder of its weights; None initialises at random. config: its transformers config."""
 
     config: Any
     id: str | None = None
@@ -39,8 +39,8 @@ class FeatureSource:
         return None if self.id is None else load_encoder(self.id, where)
 
     def shapes(self, where: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Return the shapes of features and picture, both [channels, height, width]. Raises UserError for an encoder of
-        something else."""
+        """Return the shapes of features and picture, both [channels, height, width]. Raises UserError for an encoder
+        whose features are no square of image patches."""
         model: Any = self.build(where)
         geometry = encoder_geometry(model.config)
         side = math.isqrt(_patches(geometry))
@@ -50,8 +50,8 @@ class FeatureSource:
 
 
 def features(model: Any, pixels: Tensor, noise: Tensor | None) -> Tensor:
-    """Return the features [items, width, height, width of the grid] of pixels [items, channels, height, width],
-    prepared as the model's processor does. noise is unused: features are deterministic."""
+    """Return the features [items, width, rows, columns] of pixels [items, channels, height, width], which are prepared
+    as by the model's processor. noise is unused: features are deterministic."""
     geometry = encoder_geometry(model.config)
     seen = model(**{geometry.input_name: pixels.to(next(model.parameters()).dtype)}).last_hidden_state
     patches = seen[:, seen.shape[1] - _patches(geometry) :]

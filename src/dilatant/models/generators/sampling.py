@@ -1,4 +1,4 @@
-"""Sampling: from noise to a picture in denoising steps."""
+"""Sampling: generate a picture from noise in denoising steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _flow(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor
 
 
 def _turns(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
-    """Take deterministic DDIM steps (Song, Meng and Ermon): predict picture and noise, then mix them anew."""
+    """Take deterministic DDIM steps (Song, Meng and Ermon): predict picture and noise, then mix them for the next."""
     left = alphas()
     moments = (np.arange(how.steps) * (MOMENTS // how.steps)).round()[::-1].astype(int)
     seen = noise.float()
