@@ -1,1 +1,1 @@
-"""The language model as a unit, and the optional features of its stages."""
+"""The language model: its unit, its stages and their optional features."""

@@ -1,8 +1,8 @@
-"""Chunked language-model head: the logits of a long row never exist at once.
+"""Chunked language-model head: logits of a long row are computed in chunks of targets, never all at once.
 
-Forward and backward take 8 bytes per logit: 10 GB for 8k targets of 152k tokens. The head runs on chunks of targets and
-is recomputed in backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), at the cost of one more
-forward of the head.
+Forward and backward take 8 bytes per logit: 10 GB for 8k targets and a vocabulary of 152k tokens. The head runs on
+chunks of targets and is recomputed in backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), at
+the cost of one more forward of the head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Output:
 
 
 class _Passed(nn.Module):
-    """Replaces the module that holds the blocks, and returns the hidden states that it is given."""
+    """Replaces the module that holds the blocks; returns its input hidden states unchanged."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
         return _Output(inputs_embeds)
@@ -48,7 +48,7 @@ class _Passed(nn.Module):
 
 def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:
     """Return the head of a causal language model with the family's scales and soft caps: the model's own forward around
-    a module that passes hidden states on. The head shares the weights of `model`, and costs nothing to make.
+    an identity in place of the blocks. The head shares the weights of `model`, and is free to create.
 
     container: path of the module that holds the blocks and ends with the final norm.
     """
@@ -75,7 +75,7 @@ def chunked_loss(
     """Compute the cross entropy in fp32: [positions].
 
     hidden: [positions, width]; targets: int64 [positions], -100 for no target. chunk: positions whose logits exist at
-    once, in backward as well; None: all of them, saved for backward. A single chunk is also saved, not recomputed.
+    once, in backward as well; None: all, saved for backward. Logits of a single chunk are also saved.
     """
     run = partial(_loss, head, cross_entropy)
     if chunk is None or len(targets) <= chunk:

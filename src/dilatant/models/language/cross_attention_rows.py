@@ -1,4 +1,4 @@
-"""Cross-attention in a packed row: the tokens and encoder rows that a rank holds, and what its blocks attend to."""
+"""Cross-attention in a packed row: the tokens and encoder rows of a rank, and the inputs of its cross-attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Numbers = NDArray[np.int64]
 class RowsHere:
     """The tokens and encoder rows of a packed row that are on this rank. tokens, counts: for each sample, its tokens
     here and the number of its encoder rows here. of_rank: the encoder rows that each context-parallel rank holds. rows:
-    the encoder rows here, [rows, hidden], if there are any anywhere."""
+    the encoder rows here, [rows, hidden]; None if no rank has any."""
 
     crossing: Crossing
     samples: Sequence[EncodedSample]
@@ -36,7 +36,7 @@ class RowsHere:
 
     @classmethod
     def of(cls, crossing: Crossing, samples: Sequence[EncodedSample], row: PackedRow) -> Self:
-        """Derive them from a rank's packed `row` of samples."""
+        """Derive the tokens and encoder rows from a rank's packed `row` of samples."""
         counts, share = [crossing.count(sample) for sample in samples], row.share
         if share is None:
             return cls(crossing, samples, [np.arange(length) for length in row.lengths], counts, (), None)
@@ -60,7 +60,7 @@ class RowsHere:
         return self.crossing.passes(block)
 
     def split(self, arrived: Tensor) -> Tensor:
-        """Separate what arrived: store the encoder rows and return the tokens."""
+        """Separate the received rows: store the encoder rows and return the tokens."""
         hidden, self.rows = self.crossing.split(arrived, [len(tokens) for tokens in self.tokens], self.counts)
         return hidden
 

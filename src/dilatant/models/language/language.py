@@ -1,4 +1,4 @@
-"""The language model as a unit: its layers, weights, inputs and losses, and its cut into stages."""
+"""Language-model unit: its layers, weights, inputs and losses, and its cut into stages."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class LanguageUnit(Unit, LanguageStage):
             model=model,
             placeholder_ids=placeholder_ids,
             outputs=outputs or {},
-            # In a multimodal model, the head runs after everything between encoders and text model.
+            # In a multimodal model, the head runs after the module that contains encoders and text model.
             container=model.base_model_prefix if is_part else structure.containers[-1],
             before_language_model=before_language_model,
             queries=asked,
@@ -168,7 +168,7 @@ class LanguageUnit(Unit, LanguageStage):
         return token_places([sample], other, self.outputs[other])
 
     def reads(self, first: int, end: int) -> frozenset[str]:
-        # The first stage reads ids, the last one labels; stages between separate the samples of a row by them.
+        # The first stage reads ids, the last one labels; stages in between need ids to separate the samples of a row.
         return frozenset({TOKENS}) | self.grids
 
     def boundary(self, end: int, consumer: str) -> Boundary:
@@ -178,7 +178,7 @@ class LanguageUnit(Unit, LanguageStage):
         return Boundary(self.width + self._behind(end), self.row_dtype, count)
 
     def _behind(self, layer: int) -> int:
-        """Return the width of the per-token side states that follow the hidden states into a layer."""
+        """Return the width of the per-token side states that are appended to the hidden states before a layer."""
         return 0 if self.carried is None else self.carried.width(layer - 1)
 
     def stage(self, first: int, end: int) -> LanguageStage:

@@ -1,4 +1,4 @@
-"""Stages of the language model: packed rows in; a loss, and rows for the units that follow, out."""
+"""Stages of the language model: from packed rows to the loss, and to rows for generators."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ BeforeLanguageModel = Callable[[dict[str, Tensor], Inputs], Inputs]
 
 
 class PlansAttention(Protocol):
-    """Makes the attention keywords of every stage (see `row_attention.RowAttention`)."""
+    """Interface that computes the attention keywords of every stage (see `row_attention.RowAttention`)."""
 
     @property
     def placement(self) -> str:
-        """The policy by which context-parallel ranks divide a row (see `attention.placement`)."""
+        """The policy by which context-parallel ranks divide a row (see `attention.masks.placement`)."""
         ...
 
     def __call__(
@@ -86,22 +86,22 @@ class MultimodalOutput:
 class LanguageStage(Stage):
     """Layers of the language model.
 
-    model: slice of the causal language model. placeholder_ids: unit → the id that stands for one of its tokens.
+    model: slice of the causal language model. placeholder_ids: unit → the id of the tokens that its rows replace.
     outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. queries: learned
     inputs at the tokens of some of these units on the first stage; their ids are outside the vocabulary. container:
     path of the module that holds the blocks. routers: name of the routers' load-balancing loss; None without one.
     loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a multimodal model; None if it is
-    the base model. positions: see `PackedRow.of`; grids: the parts of samples that `positions` reads. blocks_path: of
-    the list of blocks. carried: the per-token side states after the hidden states; blocks_before: number of blocks on
-    earlier stages. crossing: the cross-attention layout.
+    the base model. positions: see `PackedRow.of`; grids: the parts of samples that `positions` reads. blocks_path: path
+    of the list of blocks. carried: the per-token side states after the hidden states; blocks_before: number of blocks
+    on earlier stages. crossing: the cross-attention layout.
 
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
-    "input_ids", or return "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
+    "input_ids", or merge rows itself and return "inputs_embeds" [batch, tokens, hidden].
     """
 
     row_attention: PlansAttention | None
-    """Makes the attention keywords of every stage from the `input_ids` of a packed row's samples; None if positions
-    alone keep samples apart. Set by `row_attention.use_row_attention`."""
+    """Computes the attention keywords of every stage from the `input_ids` of a packed row's samples; None if positions
+    alone separate samples. Set by `row_attention.use_row_attention`."""
     vocabulary: VocabularyShard | None = None
     """This rank's shard of the vocabulary, if the head is tensor parallel: computes loss and argmax over all ranks."""
 
@@ -160,7 +160,7 @@ class LanguageStage(Stage):
         return {} if self.row_attention is None else self.row_attention(samples, padding, prefixes)
 
     def attention_over(self, packed: Sequence[EncodedSample]) -> Mapping[str, Any]:
-        """Return the same for whole samples."""
+        """Return the attention keywords of every stage for a row of whole samples."""
         ids = [sample.input_ids for sample in packed]
         return self.attention_of(ids, prefixes=[sample.prefix_tokens for sample in packed])
 
@@ -186,7 +186,7 @@ class LanguageStage(Stage):
             assert row.share is not None
             query_of = None if query_of is None else row.share.take(query_of, -1)
             attention = {PLAN_KEYWORD: row.share}
-            # Include units of which this rank has no row, so that all ranks differentiate the same graph.
+            # Include units without rows on this rank, so that all ranks differentiate the same graph.
             having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
             given = {name: inbound[name] for name in having}
         crossing = None if self.crossing is None else RowsHere.of(self.crossing, packed, row)
@@ -294,11 +294,11 @@ class LanguageStage(Stage):
         among them replaces the mask. Returns hidden states, or on the last stage the loss, logits and, if requested,
         the head's input.
 
-        predicted_at: int64 [positions] of a packed row; only the likeliest next tokens there are returned. places: see
+        predicted_at: int64 [positions] of a packed row; returns only the likeliest next tokens there. places: see
         `merge_rows`; query_of: see `Queries.put`. router_logits: a list that collects the logits of each router here,
-        [tokens, experts]. targets: int64 [tokens] of a packed row, shifted labels. They may be on the host, as labels
-        may if the `lengths` of a packed row are given, so that finding targets does not wait for the device. Raises
-        UserError if rows do not fit.
+        [tokens, experts]. targets: int64 [tokens] of a packed row, shifted labels. Targets (and labels, if the
+        `lengths` of a packed row are passed) may be on the host, so that selecting positions does not wait for the
+        device. Raises UserError if rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -381,7 +381,7 @@ class LanguageStage(Stage):
 
     @property
     def _end_block(self) -> int:
-        """The number, in the whole model, of the block after the last one here."""
+        """The index, in the whole model, of the block after this stage's last block."""
         return self.blocks_before + len(cast(Any, self.model.get_submodule(self.blocks_path)))
 
     @property
@@ -402,7 +402,7 @@ class LanguageStage(Stage):
 
     @property
     def _outside_vocabulary(self) -> dict[str, int]:
-        """The ids whose embeddings are not looked up."""
+        """Unit → the id of its tokens, for tokens whose embeddings are not looked up."""
         asked = () if self.queries is None else self.queries.counts
         return {**self.merged_ids, **{name: self.outputs[name] for name in asked}}
 

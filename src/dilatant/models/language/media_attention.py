@@ -1,4 +1,4 @@
-"""Media attention: the user's choice of the mask among media tokens of a language-model row."""
+"""Media attention: the user's setting for the mask among media tokens in the language model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MediaMasks = str | Mapping[str, str] | OwnMask
 
 
 def read_media_attention(said: MediaMasks | None, encoders: Collection[str]) -> MediaMasks:
-    """Validate the setting and shorten it: one word if all encoders agree. Raises UserError."""
+    """Validate the setting and simplify it to one word if it is the same for all encoders. Raises UserError."""
     if said is None:
         return "causal"
     if callable(said):
@@ -44,5 +44,5 @@ def read_media_attention(said: MediaMasks | None, encoders: Collection[str]) -> 
 
 
 def in_words(media: MediaMasks) -> str:
-    """Return the setting's name for messages."""
+    """Return the setting as it is named in messages."""
     return getattr(media, "__name__", type(media).__name__) if callable(media) else repr(media)

@@ -28,7 +28,7 @@ def merge_rows(
     embeddings: [batch, tokens, hidden]; input_ids: [batch, tokens]; rows: unit → [encoder tokens, hidden], in the order
     of the placeholders. A unit that is absent from `rows` must have no placeholder. lengths and sample_ids name the
     samples of a packed row (or of a batch) in errors. places: unit → int64 [placeholders], their indices in the
-    flattened batch, on its device; a caller that knows them from the host avoids a wait for the device. Raises
+    flattened batch, on its device; a caller that computes them on the host avoids a wait for the device. Raises
     UserError if counts differ.
     """
     if not placeholder_ids:
@@ -106,7 +106,7 @@ def _explain(
 def prepend_placeholders(
     input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None, tokens: Mapping[int, int]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Insert placeholders in front of every text of a padded batch, after padding on the left.
+    """Insert placeholders before every text of a padded batch (after any padding on the left).
 
     tokens: placeholder id → number inserted into every row of the batch. Returns input_ids, attention_mask and labels
     [batch, placeholders + tokens]; inserted tokens are attended and carry no loss.

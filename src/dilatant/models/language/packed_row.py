@@ -24,10 +24,10 @@ Positions = Callable[[EncodedSample], NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The tokens that a rank runs, [tokens] on the host: those of a whole row, or its context-parallel share.
+    """The tokens that a rank runs, [tokens] on the host: a whole row, or this rank's context-parallel shard of it.
 
     position_ids: [tokens] or [kinds, tokens]. targets: the target of each token. sample_of: for each token of the rank,
-    the sample's index in the row. outputs: unit → the tokens whose rows it takes. lengths: of the whole samples.
+    the sample's index in the row. outputs: unit → the tokens whose rows it takes. lengths: tokens of each whole sample.
     """
 
     ids: Tensor
@@ -46,8 +46,8 @@ class PackedRow:
         outputs: Mapping[str, int],
         positions: Positions | None = None,
     ) -> PackedRow:
-        """Pack the whole samples. unit: gives their token counts. outputs: unit → the id of its tokens. positions: for
-        positions other than 0, 1, 2, ..."""
+        """Pack whole samples. unit: the language model's name in `sizes`. outputs: unit → the id of its tokens.
+        positions: for positions other than 0, 1, 2, ..."""
         lengths = tuple(sample.sizes[unit] for sample in samples)
         labels = torch.as_tensor(np.concatenate([sample.labels for sample in samples]))
         places = [
@@ -70,7 +70,7 @@ class PackedRow:
     def shared(
         self, plan: AttentionPlan, ranks: Ranks, placeholders: Sequence[int], placement: str
     ) -> PackedRow:
-        """Return this rank's context-parallel share. Targets are shifted before, because the next token may be on
+        """Return this rank's context-parallel shard. Targets were shifted before, because the next token may be on
         another rank. A rank without tokens runs a dummy token whose id is none of `placeholders`."""
         mask = plan.mask
         placed = place_row(mask, len(ranks.ranks), placement)
@@ -98,7 +98,7 @@ class PackedRow:
         return hidden if self.share is None else hidden[: self.share.tokens.size]
 
     def whole_row(self, values: Tensor, places: Tensor) -> Tensor:
-        """Gather values at some positions of all ranks' tokens, in row order. places: this rank's positions, int64."""
+        """Gather every rank's `values`, one per position in `places` (int64, this rank's), into row order."""
         if self.share is None:
             return values
         is_place = places.new_zeros(len(self.ids)).index_fill(0, places, 1)

@@ -16,8 +16,8 @@ def spatial_positions(
     steps: Sequence[float] | None = None,
     behind_time: bool = False,
 ) -> NDArray[np.int64]:
-    """Return int64 [4, tokens] for a sample: the order, which restarts at each sample and keeps the samples of a row
-    apart, then time, height and width.
+    """Return int64 [4, tokens] for a sample: the index in the sample, which separates the samples of a row, then time,
+    height and width.
 
     grids: int64 [items, 3], patches (frames, rows, columns) of each item in text order; the text has one token of
     `placeholders` per group of `merge` by `merge` patches. steps: for each item, the time from one frame to the next

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Proof:
     """Proven properties of a language model; each is None, or a short reason why it does not hold.
 
-    packed: samples of a packed row train as each alone. cut: any cut into stages trains as the whole. unproven: the
-    small copy could not be built or run in transformers alone, so nothing is known. differences: the largest relative
-    differences of the loss and of a gradient. seconds: duration of the proof. is_kept: the proof was read from a cache.
+    packed: a packed row trains like its samples run one by one. cut: any cut into stages trains like the whole model.
+    unproven: the small copy could not be built or run in transformers, so nothing is known. differences: the largest
+    relative ones of the loss and of a gradient. seconds: duration of the proof. is_kept: it was read from a cache.
     """
 
     packed: str | None

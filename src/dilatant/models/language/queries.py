@@ -35,8 +35,8 @@ class Queries(nn.Module):
 
     def put(self, embeddings: Tensor, query_of: Tensor, shares_row: bool = False) -> Tensor:
         """Return `embeddings` [batch, tokens, width] with queries inserted. query_of: `number_queries` of the flattened
-        batch, on the host. shares_row: context-parallel ranks have other tokens of the row; since they communicate in
-        backward, every rank builds the graph, even without a query."""
+        batch, on the host. shares_row: True if context-parallel ranks hold the row's other tokens; as they communicate
+        in backward, every rank builds the graph, even without a query."""
         at = torch.nonzero(query_of >= 0).squeeze(-1)
         if not len(at) and not shares_row:
             return embeddings
@@ -46,7 +46,7 @@ class Queries(nn.Module):
 
 
 def number_queries(ids: NDArray[np.int64], token_ids: Mapping[str, int], counts: Mapping[str, int]) -> Tensor:
-    """Return the row of `Queries.table` for each token, or -1 for tokens that are no query: int64 [tokens].
+    """Return for each token its index into `Queries.table`, or -1 if it is no query: int64 [tokens].
 
     ids: [tokens]. token_ids: unit → the id of its query tokens, whole items in every sample. counts: as in `Queries`.
     """

@@ -1,7 +1,7 @@
-"""Load-balancing loss of mixture-of-experts routers, as a sum over samples, so that no layout changes it.
+"""Load-balancing loss of mixture-of-experts routers, summed over samples and thus independent of the layout.
 
-Switch Transformer's loss (arXiv 2101.03961, equations 4-6), computed per sample (sequence-wise, as in DeepSeek-V3):
-over a batch it would depend on the cut into microbatches.
+Switch Transformer's loss (arXiv 2101.03961, equations 4-6), computed per sample (sequence-wise, as in DeepSeek-V3);
+computed over a batch, it would depend on the division into microbatches.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ def router_loss(
     experts_a_token: int,
     add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Compute the loss of a packed row, summed over its tokens: [routers], fp32; under uniform use each is
+    """Compute the loss of a packed row, summed over its tokens: [routers], fp32; under uniform use a token adds
     `experts_a_token`.
 
     logits: for each router, [tokens, experts]. sample_of: int64 [tokens], the sample of each. lengths: tokens of each
-    sample. add_up: sum over context-parallel ranks, if the tokens are one rank's; the result is then this rank's
-    summand.
+    sample. add_up: sum over context-parallel ranks, if the tokens are one rank's shard; the result is then its summand.
     """
     device = logits[0].device
     sample_of = sample_of.to(device)

@@ -1,8 +1,8 @@
-"""Per-token side states: values that blocks pass to later blocks, stored after the hidden state in every token's row.
+"""Per-token side states: values that blocks pass to later blocks, appended to the hidden state in every token's row.
 
-Since they travel with the row, any cut into stages is right and no plan need know of them. They are encoder rows for
-inner blocks (DeepStack; Meng et al. 2024), per-layer embeddings (Gemma 3n's and 4's), and keys and values that later
-blocks reuse (Gemma 4).
+Stages send side states as part of the row, so any cut into stages is correct and plans are independent of them. They
+are encoder rows for inner blocks (DeepStack; Meng et al. 2024), per-layer embeddings (Gemma 3n's and 4's), and keys and
+values that later blocks reuse (Gemma 4).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Carried(Protocol):
         ...
 
     def into(self, behind: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
-        """Return keywords for the text model with blocks `first <= block < end` from the side states, [batch, tokens,
-        width(first)]. shards: sequence parallelism of these blocks; all its ranks hold the full side states."""
+        """Convert side states, [batch, tokens, width(first)], to keywords of the text model with blocks `first <= block
+        < end`. shards: sequence parallelism of these blocks; each of its ranks holds the side states of all tokens."""
         ...
 
     def beyond(
         self, behind: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
     ) -> Tensor:
-        """Return the side states that leave, after the model ran with these keywords: [batch, tokens, width(end)], on
-        all tensor-parallel ranks."""
+        """Return the outgoing side states after the model ran with these keywords: [batch, tokens, width(end)], on all
+        tensor-parallel ranks."""
         ...
 
     def prepare(self, decoder: nn.Module) -> nn.Module:
-        """Adapt a slice of the text model before it runs, because it stores block numbers."""
+        """Adapt the block numbers that a slice of the text model stores, before it runs."""
         ...
 
 
@@ -89,8 +89,7 @@ class SharedStates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PerLayer:
-    """Side states of Gemma 4. each: width of a block's per-token input; 0 without one. config: of the whole text
-    model."""
+    """Side states of Gemma 4. each: width of a block's per-token input, or 0. config: that of the whole text model."""
 
     config: Any
     blocks: int
@@ -99,7 +98,7 @@ class PerLayer:
 
     @classmethod
     def of(cls, config: Any) -> PerLayer | None:
-        """Read them from the config of a text model; None if its blocks take only hidden states."""
+        """Derive the side states from a text model's config; None if its blocks take only hidden states."""
         each = getattr(config, "hidden_size_per_layer_input", None) or 0
         reusing = getattr(config, "num_kv_shared_layers", None) or 0
         if not (each or reusing):
@@ -125,7 +124,7 @@ class PerLayer:
         return self._inputs(block) + sum(2 * each.heads * each.head_width for each in self._held(block))
 
     def at_start(self, decoder: nn.Module, ids: Tensor, embeddings: Tensor) -> Tensor:
-        """Return the side states after the embeddings, [batch, tokens, hidden], of `ids`; ids of media are padding."""
+        """Return the first side states, from the embeddings [batch, tokens, hidden] of `ids`; media ids are padding."""
         if not self.each:
             return embeddings[..., :0]
         whole: Any = copy.copy(decoder)  # with the config of all blocks
@@ -163,7 +162,7 @@ class PerLayer:
 
     def prepare(self, decoder: nn.Module) -> nn.Module:
         model: Any = copy.copy(decoder)
-        # Otherwise the model would project its inputs again, and count its blocks as the whole model does.
+        # Otherwise the slice would project its inputs a second time, and use the whole model's block numbers.
         model.hidden_size_per_layer_input = 0
         model.first_kv_shared_layer_idx = -1
         return model
@@ -177,7 +176,7 @@ def _own_heads(pair: Tensor, shards: TokenShards) -> Tensor:
 
 
 def _all_heads(pair: Tensor, heads: int, shards: TokenShards) -> Tensor:
-    """Undo `_own_heads`: sum over ranks; of several ranks with the same head the first contributes it."""
+    """Invert `_own_heads` by a sum over ranks; if several ranks hold the same head, the first contributes it."""
     ranks, part = shards.ranks, Part(heads)
     first, end = part.interval(ranks.size, ranks.index)
     if ranks.index and part.interval(ranks.size, ranks.index - 1) == (first, end):
@@ -187,7 +186,7 @@ def _all_heads(pair: Tensor, heads: int, shards: TokenShards) -> Tensor:
 
 
 def _storage() -> UserDict[str, Any]:
-    """Return the container of shared keys and values that this version of transformers passes on unchanged."""
+    """Return the container for shared keys and values that this version of transformers passes to blocks unchanged."""
     from transformers import cache_utils
 
     return getattr(cache_utils, "KVSharingDict", UserDict)()
