@@ -48,8 +48,8 @@ def fused_experts(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class GroupedExperts:
     """Mixin for the class of an experts module.
 
-    product: of rows and a weight. ranks: the ranks with the same tokens; None if there are no others. holders: the
-    expert-parallel group; None if this rank holds a shard of every expert.
+    product: multiplies rows by a weight (see `grouped_linear`). ranks: the group that holds the same tokens; None if
+    there is no other rank. holders: the expert-parallel group; None if this rank holds a shard of every expert.
     """
 
     product: Product = staticmethod(grouped_linear)
@@ -93,8 +93,8 @@ class GroupedExperts:
         return self.product(inner, self.down_proj, counts)
 
     def _travel(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Run rows through the experts of the expert-parallel group. counts: rows per expert, by which rows are
-        sorted."""
+        """Send rows, sorted by expert, to the expert-parallel ranks, and return the experts' outputs. counts: rows per
+        expert."""
         assert self.holders is not None
         sent = counts.view(self.holders.size, -1)
         received = self.holders.counts(sent)

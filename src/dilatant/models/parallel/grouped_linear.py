@@ -1,4 +1,4 @@
-"""Grouped linear layer: rows in groups, each multiplied by its group's matrix."""
+"""Grouped linear layer: each group of rows is multiplied by the group's matrix."""
 
 from __future__ import annotations
 

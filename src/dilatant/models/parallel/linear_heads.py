@@ -1,4 +1,4 @@
-"""Tensor parallelism of linear attention (gated delta nets): divided by key heads, each with its value heads.
+"""Tensor parallelism of linear attention (gated delta nets): ranks hold key heads, each with its value heads.
 
 Channels of the convolution, decays and time steps belong to heads; one norm weight serves all heads. The recurrent
 state, which passes from rank to rank along a row, is divided by heads as well. The output projection runs once per
@@ -74,8 +74,8 @@ def _mixed(layer: Any) -> tuple[Part, ...]:
 
 
 def _columns(layer: Any) -> dict[str, tuple[Part, ...]]:
-    """Return the parts of the input projections under all families' names: separate projections, or fused ones where a
-    key head lies together with its value heads."""
+    """Return the parts of the input projections under all families' names: separate projections, or fused ones that
+    store each key head next to its value heads."""
     keys, values = layer.num_k_heads, layer.num_v_heads
     of_value = values // keys
     together = 2 * (layer.head_k_dim + of_value * layer.head_v_dim)

@@ -1,7 +1,7 @@
 """DoRA (Liu et al. 2024) on a tensor-parallel linear layer.
 
-The norm of a row of the adapted weight covers all its columns: a rank that holds some of them needs the sum of all
-ranks' squares. Backward treats the norm as a constant, as in peft (DoRA, section 4.3).
+The norm of a row of the adapted weight covers all columns: a rank that holds some columns needs the sum of squares over
+all ranks. Backward treats the norm as a constant, as in peft (DoRA, section 4.3).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Sum = Callable[[Tensor], Tensor]
 
 
 def share_magnitudes(layer: nn.Module, sum_of_ranks: Sum | None = None) -> None:
-    """Make a peft layer compute the norms of whole rows. sum_of_ranks: all-reduce, if a rank holds some columns of the
-    weight; None if it holds some rows. Does nothing without magnitudes."""
+    """Make a peft layer compute norms over whole rows. sum_of_ranks: an all-reduce if a rank holds some columns of the
+    weight; None if it holds whole rows. A layer without magnitudes is unchanged."""
     magnitudes: Any = getattr(layer, "lora_magnitude_vector", {})
     if ADAPTER in magnitudes:
         magnitudes[ADAPTER] = _Magnitudes(magnitudes[ADAPTER].weight, sum_of_ranks)

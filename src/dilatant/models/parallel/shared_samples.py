@@ -1,5 +1,5 @@
-"""Context parallelism of packing encoders: whole samples are divided among ranks, by sizes alone, so that no rank
-decodes media that another one runs."""
+"""Context parallelism of packing encoders: ranks run whole samples, assigned by sizes alone, so that no rank decodes
+media of another rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SharesSamples(Stage):
         return np.flatnonzero(np.repeat([sample in mine for sample in samples], lengths))
 
     def chosen(self, data: StepData, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the samples that this rank runs, without those that have nothing for this unit."""
+        """Return the samples that this rank runs, except samples without items of this unit."""
         owners = self.owners(data, samples, self.context.size)
         return tuple(
             sample

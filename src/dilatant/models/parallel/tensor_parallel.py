@@ -1,4 +1,4 @@
-"""Tensor parallelism: a stage's own modules with one rank's shard of the weights and its heads.
+"""Tensor parallelism: convert a stage's modules to one rank's shard of the weights and heads.
 
 No family's forward is copied. Ranks communicate at the entry and the exit of every region (see `tensor_plan`), in the
 token embedding, and in the loss, which is computed over vocabulary shards.
@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _VocabularyParallel:
-    """Mixin for the class of a token embedding: each rank looks up the ids of its shard, and the results are summed."""
+    """Mixin for the class of a token embedding: each rank looks up the ids in its shard, and ranks sum the results."""
 
     shard: VocabularyShard
 
@@ -93,7 +93,7 @@ def _vocabulary_parallel(own: Any) -> type[nn.Module]:
 
 
 def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
-    """Return a copy of `model` with other parameters, which shares no module with `model`."""
+    """Return a copy of `model` with other parameters; the only modules that both share are placeholders."""
     memo: dict[int, Any] = {id(own): other for own, other in weights.items()}
     # Placeholders refer to modules of other stages, which must not be copied.
     memo |= {id(module): module for module in model.modules() if isinstance(module, StandIn)}
@@ -107,7 +107,7 @@ def share_blocks(
     ranks: TensorGroup,
     end: nn.Module | None = None,
 ) -> TokenShards | None:
-    """Make consecutive blocks with local weights tensor parallel, in place. regions, experts: of each block.
+    """Make consecutive blocks with local weights tensor parallel, in place. regions, experts: per block.
 
     Outside of regions each rank holds a slice of the tokens (sequence parallelism): they are sliced before the first
     block and gathered after the last one, or before the module `end`. Returns None without blocks.
@@ -164,8 +164,7 @@ def share_experts(
     ranks: TensorGroup | None,
     holders: ExpertGroup | None,
 ) -> None:
-    """Connect the experts of blocks with local weights to other ranks. experts: of each block (see
-    `GroupedExperts`)."""
+    """Connect the experts of blocks with local weights to other ranks. experts: per block (see `GroupedExperts`)."""
     for block, of_block in zip(blocks, experts, strict=True):
         for one in of_block:
             grouped = group_experts(block.get_submodule(one.path))
@@ -175,8 +174,8 @@ def share_experts(
 def share_vocabulary(
     model: PreTrainedModel, rows: int, head_rows: int, ranks: TensorGroup
 ) -> VocabularyShard:
-    """Make embedding and head vocabulary parallel, as far as the slice has them, in place. Returns the head's shard.
-    rows, head_rows: of the whole embedding and head (Mllama's embedding has more)."""
+    """Make the slice's embedding and head, if it has them, vocabulary parallel, in place. Returns the head's shard.
+    rows, head_rows: vocabulary sizes of the whole embedding and head (Mllama's embedding has more rows)."""
     shard, of_head = (
         VocabularyShard(ranks, count * ranks.index // ranks.size, count * (ranks.index + 1) // ranks.size)
         for count in (rows, head_rows)
@@ -209,7 +208,7 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
         return
 
     def enter(own: Tensor) -> Tensor:
-        # Looked up at each call, because linear layers may be replaced by others that share their weights.
+        # Look layers up at each call, because others that share their weights may have replaced them.
         linears = [cast(ParallelLinear, plain_linear(block, path)) for path in region.columns]
         hidden, outputs = shards.gather_products(
             own, [partial(linear.product, bias=linear.bias) for linear in linears]
@@ -228,8 +227,8 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
 
 
 def _share_module(block: nn.Module, region: Region, shards: TokenShards) -> None:
-    """Gather tokens before the whole module and reduce-scatter after it, for a region that calls its linear layers on
-    parts of a row. Adapter outputs are summands of each rank, too."""
+    """Gather tokens before the module and reduce-scatter after it, for a region that runs its linear layers on parts of
+    a row. Adapter outputs, too, are summands over ranks."""
     for path in (*region.columns, *region.rows):
         for linear in adapter_of(block, path) or ():
             _local(linear)
@@ -240,9 +239,8 @@ def _share_module(block: nn.Module, region: Region, shards: TokenShards) -> None
 
 
 def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> None:
-    """Divide LoRA adapters like their layers. Of a column-parallel layer, the adapter's outputs are divided; of a
-    row-parallel one, the output of the adapter's first layer is reduce-scattered, and its second layer runs on the
-    rank's tokens."""
+    """Shard LoRA adapters like their layers. In a column-parallel layer the adapter's outputs are divided; in a
+    row-parallel layer the output of lora_A is reduce-scattered, and lora_B runs on the rank's tokens."""
     for path in region.columns:
         adapter = adapter_of(block, path)
         if adapter is not None:
@@ -264,7 +262,7 @@ def _share_magnitudes(block: nn.Module, region: Region, ranks: Ranks) -> None:
 
 
 def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
-    """Make a region tensor parallel whose inputs and outputs are replicated (no sequence parallelism)."""
+    """Make a region with replicated inputs and outputs (no sequence parallelism) tensor parallel."""
     for path in region.columns:
         for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())):
             _local(linear)
@@ -324,7 +322,7 @@ def _leaving(give: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _count_heads(module: Any, counts: Mapping[str, int]) -> None:
-    """Set the local numbers of heads wherever the family stores them; some families read them from their config."""
+    """Set the local numbers of heads in the module and in its config, wherever the family stores them."""
     config = getattr(module, "config", None)
     if config is not None:
         config = module.config = copy.copy(config)

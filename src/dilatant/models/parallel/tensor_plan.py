@@ -1,4 +1,4 @@
-"""Tensor-parallel plan of a unit: the shard of every weight that each rank holds.
+"""Tensor-parallel plan of a unit: which shard of every weight each rank holds.
 
 The plan follows the family's own (`base_model_tp_plan` of transformers), or ours for encoders, which have none. A block
 consists of *regions*: inside attention or feed-forward each rank computes its heads or features; between regions
@@ -54,9 +54,9 @@ _INTERLEAVED = "query_key_value"
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
     """The division of a unit's weights among tensor- and expert-parallel ranks. cuts: logical name → cut; all other
-    weights are replicated. partial: replicated weights whose gradient on each rank is a summand; for the others every
-    rank computes the full gradient. regions, experts: of every block. of_experts: logical names of the weights that
-    expert parallelism divides by the expert. problems: reasons why the unit cannot be tensor parallel at all."""
+    weights are replicated. partial: replicated weights whose gradient on each rank is a summand; for other replicated
+    weights every rank computes the full gradient. regions, experts: per block. of_experts: logical names of the weights
+    that expert parallelism divides by expert. problems: reasons why the unit cannot be tensor parallel at all."""
 
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
@@ -79,7 +79,7 @@ class TensorPlan:
 
 
 def tensor_plan(unit: Unit) -> TensorPlan:
-    """Make the plan of `unit` for any degree that divides it (see `degree_problems`)."""
+    """Make the plan of `unit`, which is valid for every degree without `degree_problems`."""
     if unit.structure is None:
         return TensorPlan()
     blocks = list(zip(unit.layers[1:], unit.blocks))
@@ -115,8 +115,8 @@ def tensor_plan(unit: Unit) -> TensorPlan:
                 cuts |= dict.fromkeys(
                     (f"{layer}.{path}{end}" for end in ("", ".weight", ".bias")), Cut(0, parts)
                 )
-        # The rest of a block sees a slice of the tokens or of the heads. Only in mixtures of experts, and in
-        # cross-attention blocks, are all tokens replicated.
+        # Other weights of a block are applied to a slice of the tokens or heads, so their gradients are summands. In
+        # mixtures of experts and cross-attention blocks all tokens are replicated.
         alike = tuple(f"{layer}.{path}." for path in _mixtures(block))
         crosses = any(region.whole for region in regions)
         within = tuple(f"{layer}.{region.path}." for region in regions) if crosses else ""
@@ -184,7 +184,7 @@ def _four_bit_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
 
 
 def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: int, index: int) -> bool:
-    """Return True if quantising a rank's shard of a weight [out, in] gives the bits of the quantised whole weight."""
+    """Return True if a rank's shard of a weight [out, in] has the same bits quantised before or after sharding."""
     intervals, _ = plan.held(name, shape, tp, index)
     if intervals is None:
         return True
@@ -195,7 +195,7 @@ def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: i
 
 
 def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> list[str]:
-    """Return the reason why a stage of `tp * cp` ranks cannot divide experts by `ep`, with the degrees that work."""
+    """Return why a stage of `tp * cp` ranks cannot divide experts among `ep` ranks, with the degrees that work."""
     counts = sorted({experts.count for of_block in plan.experts for experts in of_block})
     if ep == 1:
         return []
@@ -217,7 +217,7 @@ def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> 
 
 
 def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:
-    """Return the dropouts that would drop other features on each rank than in one process; none for a frozen unit."""
+    """List dropouts on sharded features, whose masks would differ from those of one process; none in a frozen unit."""
     if unit.structure is None or not any(p.requires_grad for p in unit.model.parameters()):
         return []
     found = {
@@ -247,7 +247,7 @@ def _all(plan: TensorPlan) -> Iterator[Region]:
 
 
 def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """Return path → rule for the block's linear layers. Experts and linear attention have rules of their own."""
+    """Return path → rule for the block's linear layers, without experts and linear attention (separate rules)."""
     experts = [path for path, _ in fused_experts(block)]
     apart = [*experts, *linear_paths(block)]
     found = {
@@ -322,7 +322,7 @@ def _mixtures(block: nn.Module) -> list[str]:
 
 
 def _is_per_token(module: nn.Module) -> bool:
-    """Return True if a module certainly maps each token's hidden states independently of other tokens."""
+    """Return True if a module is known to map each token's hidden states independently of other tokens."""
     own = any(True for _ in module.parameters(recurse=False))
     return not own or any(word in type(module).__name__ for word in _PER_TOKEN)
 

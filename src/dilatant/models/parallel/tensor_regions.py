@@ -17,7 +17,7 @@ class Part:
     size: int = 1
 
     def interval(self, tp: int, index: int) -> tuple[int, int]:
-        """Return the numbers of rank `index` of `tp`. With fewer pieces than ranks, several ranks hold the same
+        """Return the index interval of rank `index` of `tp`. With fewer pieces than ranks, several ranks hold the same
         piece."""
         if self.count < tp:
             first = self.count * index // tp
@@ -27,7 +27,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A divided dimension. parts: consecutive along the dimension; a fused weight has several."""
+    """A sharded dimension `dim` of a weight. parts: consecutive sections, each sharded separately (fused weights)."""
 
     dim: int
     parts: tuple[Part, ...]
@@ -51,11 +51,11 @@ class Cut:
 class Region:
     """Linear layers of a block that are tensor parallel together; all paths are relative to the block.
 
-    path: the module at whose entry hidden states are replicated; "" if the block calls the layers itself. columns:
-    column-parallel layers (outputs divided). rows: row-parallel layers (inputs divided). heads, kv_heads: of attention.
-    key_heads: of linear attention. others: further modules and parameters whose first dimension is divided. exits: True
-    to sum over ranks at the module's exit instead of after each row-parallel layer. whole: True if all tokens are
-    replicated in the surrounding block.
+    path: the module whose input hidden states are replicated; "" if the block calls the layers itself. columns:
+    column-parallel layers (outputs divided). rows: row-parallel layers (inputs divided). heads, kv_heads: head counts
+    of attention; key_heads: that of linear attention. others: further modules and parameters whose first dimension is
+    divided. exits: True to sum over ranks at the module's exit instead of after each row-parallel layer. whole: True if
+    all tokens are replicated in the surrounding block.
     """
 
     path: str
@@ -71,8 +71,8 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in a block. path: of the experts module in the block. count: of experts. inner: features of
-    each."""
+    """A mixture of experts in a block. path: the experts module's path in the block. count: number of experts. inner:
+    inner features of each expert."""
 
     path: str
     count: int

@@ -52,7 +52,7 @@ _TEXTS = frozenset({"qwen3_vl_text", "mllama_text_model"})
 
 
 def rules_of_family(unit: Unit) -> Mapping[str, str]:
-    """Return path within a block → rule of the plan."""
+    """Map the paths of linear layers within a block to their rules in the plan."""
     if unit.family in _ENCODERS:
         return _ENCODER_RULES
     if unit.family in _TEXTS:
