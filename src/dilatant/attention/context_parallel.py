@@ -161,7 +161,7 @@ def context_parallel_attention(
     """Compute attention of this rank's queries over all keys of the row: `[own tokens, query_heads, head_dim]`.
 
     `query`, `key` and `value` hold the rank's own tokens, `[own tokens, heads, head_dim]`, in the order of
-    `share.tokens`; all ranks of the group call together. Results and gradients equal those of `attention` in one
+    `share.tokens`; it is a collective call of the group. Results and gradients equal those of `attention` in one
     process. The gradient of `sinks` is this rank's summand of the full gradient. `heads_per_gather` KV heads are
     gathered at once, by default a quarter of them. Raises AttentionError if the tensors do not fit together or
     `backend` does not support the request.

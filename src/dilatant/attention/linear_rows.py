@@ -4,7 +4,7 @@ Layers of linear attention (gated delta nets) carry a recurrent state and the la
 forwards expect one sequence. Here the family's own forward runs on the samples of a row one by one. Under context
 parallelism each rank has consecutive tokens of the row; if a sample continues on the next rank, its state is sent there
 (the forward reads and writes states as in decoding). A rank first computes the sample whose state it sends, so ranks
-wait for each other only if a sample spans more than two. Gradients of states travel back.
+wait for each other only if a sample spans more than two. Backward sends gradients back.
 """
 
 from __future__ import annotations

@@ -180,8 +180,7 @@ def _generators(
 
 
 def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
-    """Make the weights of `lora.train` trainable. Raises UserError for a layer with an adapter: peft stores only
-    one."""
+    """Make weights of `lora.train` trainable. Raises UserError for a layer with an adapter: peft stores only one."""
     layers = {
         name.rpartition(".")[0]: name for name in select(mllm.units, lora.train) if not is_adapter(name)
     }

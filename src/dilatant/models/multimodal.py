@@ -56,13 +56,13 @@ class MultimodalModel(nn.Module):
     `mllm.graph` says which unit feeds which.
 
     language_model: a transformers causal language model, a config (random weights), or an id or folder; or a `Whole`,
-    which brings its encoders. tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes
-    random weights, each layer's independently; without it torch's global generator draws them. device "meta": units
-    from configs stay on the meta device until `materialize` gives some of their layers weights. media_attention: the
-    mask among the tokens of an image or clip (see `media_attention.MediaMasks`), by default "causal", or a `Whole`'s
-    own; other masks take effect once attention is chosen, in `parallelize` or by `row_attention.use_row_attention`.
-    generators: see `Generator`; they run in training steps, not in `forward`. Raises UserError for parts that do not
-    fit together.
+    which includes its encoders. tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed:
+    determines random weights, independently per layer; without it torch's global generator draws them. device "meta":
+    units from configs stay on the meta device until `materialize` initialises some of their layers. media_attention:
+    the mask among the tokens of an image or clip (see `media_attention.MediaMasks`), by default "causal", or that of
+    the `Whole`; other masks take effect once attention is chosen, in `parallelize` or by
+    `row_attention.use_row_attention`. generators: see `Generator`; they run in training steps, not in `forward`. Raises
+    UserError for inconsistent parts.
     """
 
     units: dict[str, Unit]
@@ -161,7 +161,7 @@ class MultimodalModel(nn.Module):
                 yield from ((unit, weight) for weight in unit.weights if weight.part != "queries")
 
     def sizes_of(self, input_ids: Sequence[int], media: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-        """Compute `EncodedSample.sizes` for a sample of your own: unit → tokens that the unit processes.
+        """Compute `EncodedSample.sizes` for a custom sample: unit → number of tokens that the unit processes.
 
         media: encoder → keyword → array [encoder rows, ...]. Raises UserError for units that are no encoders or whose
         items differ in size, because rows do not determine their tokens.
@@ -226,9 +226,9 @@ class MultimodalModel(nn.Module):
         attention function; for attention plans, those of a packed row (from `language.attention_of`) are computed here
         if absent.
 
-        If an encoder's rows are to be prepended and the batch has no placeholders, every text gets an equal share in
-        front, and logits cover them too. num_items_in_batch: the name of `loss_denominator` in transformers' Trainer.
-        Raises UserError if rows and placeholders do not match, and for unknown keywords.
+        If an encoder has merge "prepend" and the batch has no placeholders, an equal number of placeholders is inserted
+        before every text, and logits include them. num_items_in_batch: `loss_denominator` under the name in
+        transformers' Trainer. Raises UserError if rows and placeholders do not match, and for unknown keywords.
         """
         self._refuse_keywords(unknown)
         if self.language.crossing is not None and encoder_inputs:
@@ -299,8 +299,8 @@ class MultimodalModel(nn.Module):
             self.train(was_training)
 
     def _read_prompts(self, input_ids: Tensor, embeddings: Tensor, attention_mask: Tensor) -> DynamicCache:
-        """Prefill: compute keys and values of the prompts without their last tokens, under the training mask among
-        media; the remaining tokens are text, which attends to everything before it."""
+        """Prefill: compute keys and values of all prompt tokens but the last, under the training mask among media;
+        later tokens are text, which attends to everything before it."""
         before = input_ids.shape[1] - 1
         samples, padding = [], []
         for ids, is_token in zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy(), strict=True):
@@ -321,7 +321,7 @@ class MultimodalModel(nn.Module):
         return cache
 
     def _require_text_sees_all(self, ids: NDArray[np.int64], number: int) -> None:
-        """Raise UserError for a prompt under a user's own mask if new tokens would attend to more than in training."""
+        """Raise UserError if generated tokens would attend to more than a user's own mask lets them in training."""
         mask = self.language.attention_of([ids])[PLAN_KEYWORD].mask
         last = mask.fields[-1], mask.positions[-1]
         if not all(visible(last[0], field, last[1], at) for field, at in zip(mask.fields, mask.positions)):
@@ -331,7 +331,7 @@ class MultimodalModel(nn.Module):
             )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write every unit in the Hugging Face layout, and the manifest that joins them (see `saving`)."""
+        """Write every unit in the Hugging Face layout, and the manifest (see `saving`)."""
         units = {name: (encoder, cast(EncoderUnit, self[name])) for name, encoder in self.encoders.items()}
         save_model(Path(folder), self.language, units, self.drawing, self.tokenizer, self.media_attention)
 
@@ -406,8 +406,8 @@ class MultimodalModel(nn.Module):
     def _attention_of(
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Mapping[str, Any]:
-        """Compute a batch's attention keywords; callers that have the batch on the host pass them and avoid a device
-        wait."""
+        """Compute a batch's attention keywords. This waits for the device; callers with the batch on the host pass
+        keywords."""
         make = self.language.row_attention
         if make is None:
             if position_ids is not None and attention_mask is None and input_ids.shape[0] == 1:
@@ -420,7 +420,7 @@ class MultimodalModel(nn.Module):
         return make([part.numpy() for part in input_ids[0].cpu().tensor_split(begins)])
 
     def _require_apart(self, position_ids: Tensor) -> None:
-        """Raise UserError if samples of this row would attend to each other under transformers' own mask."""
+        """Raise UserError if samples of this row would influence each other under transformers' own mask."""
         if self._packs_under_mask is None:
             self._packs_under_mask = (
                 prove(self.language, self.whole, f"mask {self.media_attention}").packed or ""
@@ -463,7 +463,7 @@ class MultimodalModel(nn.Module):
         labels: Tensor | None,
         is_packed: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Prepend placeholders to every text, for encoders with merge "prepend" whose placeholders the text lacks."""
+        """Prepend placeholders to every text, for encoders with merge "prepend" without placeholders in the text."""
         tokens = {}
         batch = input_ids.shape[0]
         for name, encoded in rows.items():

@@ -1,4 +1,4 @@
-"""Row attention: attention plans over packed rows of the language model, for every stage."""
+"""Row attention: builds the attention plans of the language model's packed rows, for every stage."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _WITHOUT_ITEMS = ("causal", "prefix")
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """The items in `input_ids`: each image or window of sound takes the next `tokens` copies of `placeholder_id`; None:
-    each contiguous run of them is one item."""
+    """Rule that finds a unit's items in `input_ids`: each item has `tokens` tokens `placeholder_id`; with None, each
+    contiguous run of them is one item."""
 
     placeholder_id: int
     tokens: int | None
@@ -58,8 +58,8 @@ class MediaTokens:
 class RowAttention:
     """A language unit's `row_attention`: computes the attention plan of samples packed in one row, as a keyword.
 
-    media: the mask among media (see `media_attention`; families add "prefix" and "in_windows"). units: the media tokens
-    of a sample. placement: how context-parallel ranks divide a row (see `attention.placement.place_row`).
+    media: the mask among media (see `media_attention`; families add "prefix" and "in_windows"). units: encoder → its
+    media tokens. placement: policy of context parallelism (see `attention.masks.placement.place_row`).
     """
 
     media: MediaMasks
@@ -72,8 +72,8 @@ class RowAttention:
         padding: Sequence[int] | None = None,
         prefixes: Sequence[int] | None = None,
     ) -> dict[str, AttentionPlan]:
-        """Plan a packed row. samples: the `input_ids` of each; padding: isolated tokens before each; prefixes: tokens
-        of each that attend to each other, under "prefix" (default: all).
+        """Plan a packed row. samples: the `input_ids` of each; padding: number of padding tokens before each; prefixes:
+        under "prefix", number of first tokens of each that attend to each other (default: all).
 
         Raises UserError for a sample whose placeholders are not whole items.
         """
@@ -86,7 +86,7 @@ class RowAttention:
     def padded(
         self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64] | None
     ) -> dict[str, AttentionPlan]:
-        """Plan a batch [samples, tokens], whose rows are laid end to end; attention_mask is 0 at padding."""
+        """Plan a batch [samples, tokens] as the concatenation of its rows; attention_mask is 0 at padding."""
         is_token = np.ones(input_ids.shape, bool) if attention_mask is None else attention_mask != 0
         modality, instance = np.full(input_ids.shape, -1), np.zeros(input_ids.shape, np.int64)
         for number, (ids, at) in enumerate(zip(input_ids, is_token, strict=True)):
@@ -110,7 +110,7 @@ class RowAttention:
         return media_mask(row, self.media)
 
     def layout(self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None) -> RowLayout:
-        """Return the row's layout: for each token its sample, and text or the item that it belongs to."""
+        """Return the row's layout: each token's sample, and its item unless it is text."""
         if self.media in _WITHOUT_ITEMS and padding is None:
             return RowLayout.of_lengths([len(ids) for ids in samples])
         modality, instance = [], []
@@ -151,13 +151,13 @@ class RowAttention:
 def use_row_attention(model: MultimodalModel) -> None:
     """Make the language model of `model` attend by plans of its packed rows, with the mask of `model.media_attention`.
 
-    Training then passes the plan of every packed row, and attention costs the sum of its samples' squares; `generate`
-    is unchanged. Call it before the model is cut into stages. Raises UserError for a family that cannot.
+    Training then passes the plan of every packed row, and attention costs the sum of the samples' squared lengths;
+    `generate` is unchanged. Call it before the model is cut into stages. Raises UserError for unsupported families.
     """
     units = {
         name: MediaTokens(placeholder, None if model[name].packs else model[name].geometry.tokens_per_row)
         for name, placeholder in model.placeholder_ids.items()
-        # For families with bidirectional images in sliding-window layers, sounds are like text.
+        # In families with bidirectional images in sliding-window layers, sounds are causal like text.
         if model.media_attention != IN_WINDOWS or model[name].geometry.kind == "image"
     }
     _attend_over_plans(model.language, model.media_attention, units)
@@ -175,8 +175,8 @@ def _attend_over_plans(language: LanguageUnit, media: MediaMasks, units: Mapping
 
 
 def place_rows(model: MultimodalModel, placement: str) -> None:
-    """Make context-parallel ranks divide rows by the policy `placement` (see `attention.placement.place_row`). Raises
-    UserError if they cannot."""
+    """Set the policy by which context-parallel ranks divide rows (see `attention.masks.placement.place_row`). Raises
+    UserError if the model does not support it."""
     language = model.language
     if language.row_attention is None or placement == "auto":
         return
@@ -189,16 +189,16 @@ def place_rows(model: MultimodalModel, placement: str) -> None:
 
 
 def attend_as_configured(model: MultimodalModel, config: LanguageModelConfig) -> None:
-    """Choose attention by `model.language_model` of a config (see `choose_attention`). Raises UserError."""
+    """Choose attention by the config's `model.language_model` (see `choose_attention`). Raises UserError."""
     choose_attention(model, "dilatant" if config.needs_plans else config.attn_implementation)
 
 
 def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     """Choose how the language model of `model` attends to packed rows, and prove that training is right under it.
 
-    named: "dilatant" insists on attention plans; a name that transformers knows, on transformers' own mask. None takes
-    plans if the family allows them, else transformers' mask, whose cost is the square of the row. If a small copy of
-    the model shows that samples of a row influence each other (see `training_proof`), every sample is a row of its own.
+    named: "dilatant" requires attention plans; a name of transformers requires transformers' own mask. None uses plans
+    if the family supports them, else transformers' mask, whose cost is the square of the row's length. If samples of a
+    row would influence each other in a small copy of the model (see `training_proof`), every sample is a separate row.
     A choice slower than plans is reported by a warning. Raises UserError for a requested attention that would be wrong.
     """
     language, media = model.language, model.media_attention
@@ -245,7 +245,7 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
 
 
 def own_attention(model: PreTrainedModel) -> str | None:
-    """Return the attention that was chosen explicitly for a model; None for transformers' default."""
+    """Return the name of the attention that was set explicitly for a model; None for transformers' default."""
     name = model.config._attn_implementation
     return None if name == ("sdpa" if model._supports_sdpa else "eager") else name
 
@@ -258,8 +258,8 @@ def _prove(model: MultimodalModel, how: Literal["plans", "mask"]) -> Proof:
 
 
 def _settle(model: MultimodalModel, proof: Proof) -> None:
-    """Store the proof and its consequences. Cuts of families of pretrained multimodal models are proven by tests, with
-    media, if no copy can be made."""
+    """Store the proof, and whether the model may be cut. If no copy of a pretrained multimodal model can be made, cuts
+    are allowed, because tests prove them for its family, with media."""
     language = model.language
     language.uncut = None if proof.unproven is not None and model.whole is not None else proof.cut
     language.proof = proof

@@ -1,4 +1,4 @@
-"""A multimodal model on disk: every unit in the Hugging Face layout, and one JSON manifest that joins them.
+"""Save and load a multimodal model: every unit in the Hugging Face layout, and one JSON manifest of their connections.
 
     folder/
       multimodal.json          the parts and how they are joined
@@ -7,8 +7,8 @@
       projectors/<encoder>.safetensors
       <generator>/, connectors/   see `saving_generators`
 
-Nothing is pickled. Code (callbacks, projectors that are modules of the user's own) is only named, and must be given
-again when the model is loaded.
+Nothing is pickled. For code (callbacks, projectors that are a user's own modules) only the name is saved; pass the code
+itself when you load the model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CODE = ("projector", "adapter", *_CALLBACKS)
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """The content of a folder. projectors: encoder → state dict. `read_connectors` reads generators' connectors."""
+    """The content of a folder. projectors: encoder → state dict. (Generators' connectors: see `read_connectors`.)"""
 
     encoders: dict[str, Encoder]
     language_model: PreTrainedModel
@@ -83,7 +83,7 @@ def save_model(
     tokenizer: Any,
     media_attention: MediaMasks,
 ) -> None:
-    """Write the layout above into `folder`, created if needed; tokenizer and processors if the model has them.
+    """Write the layout above into `folder`, created if needed, with the tokenizer and processors that the model has.
 
     Raises UserError for an encoder that is no transformers model, and for a generator that is not of diffusers.
     """
@@ -135,9 +135,9 @@ def load_model(
 ) -> SavedModel:
     """Read what `save_model` wrote into `folder`.
 
-    code: encoder → its parts that are code ("projector", "adapter" or a callback) and so are not in the folder. dtype:
-    default as saved. media_attention: if it is code. Raises UserError for a folder that is not such a model, and for
-    missing code.
+    code: encoder → its parts that are code ("projector", "adapter" or a callback), which the folder lacks. dtype:
+    default as saved. media_attention: the mask function, if the model has one. Raises UserError for a folder that is
+    not such a model, and for missing code.
     """
     manifest = _read_manifest(folder)
     code = code or {}
@@ -235,7 +235,7 @@ def _load_processor(folder: Path) -> Any:
 
 
 def _load(loader: Any, folder: Path) -> Any:
-    """Load without code that the folder may name: a saved model is data. Raises UserError."""
+    """Load a unit without running code from the folder: a saved model is data. Raises UserError."""
     try:
         return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Generators on disk: networks as diffusers saves them, and the weights that join them to the language model.
+"""Save and load generators: networks in diffusers' layout, and the weights between them and the language model.
 
 folder/
   <generator>/             the denoiser, as diffusers saves it
@@ -99,7 +99,7 @@ def load_generators(
 
 @torch.no_grad()
 def read_connectors(folder: Path, language: LanguageUnit, units: Mapping[str, GeneratorUnit]) -> None:
-    """Load the weights that join the generators to the language model. Raises UserError."""
+    """Load the weights between the language model and the generators. Raises UserError."""
     for name, unit in units.items():
         assert isinstance(unit.model, Diffusion)
         path = folder / "connectors" / f"{name}.safetensors"
@@ -119,7 +119,7 @@ def read_connectors(folder: Path, language: LanguageUnit, units: Mapping[str, Ge
 
 
 def _joining(language: LanguageUnit, name: str, unit: GeneratorUnit, model: Diffusion) -> dict[str, Tensor]:
-    """Return the weights that belong neither to the language model nor to the denoiser."""
+    """Return the weights between language model and denoiser: connector, learned queries, pooled condition."""
     state = {f"connector.{key}": tensor for key, tensor in unit.connector.state_dict().items()}
     if model.pool is not None:
         state |= {f"pool.{key}": tensor for key, tensor in model.pool.state_dict().items()}

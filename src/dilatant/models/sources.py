@@ -43,10 +43,10 @@ _TOWERS = ("vision_config", "audio_config")
 def load_language_model(source: Any, where: str = "language_model", **options: Any) -> PreTrainedModel:
     """Load a causal language model with its head.
 
-    source: a transformers model, as it is; a config or mapping with `model_type`, on the meta device (see
-    `materialize`); or an id or folder, with its weights. options: dtype (default: fp32 from a config, as saved from an
-    id), attn_implementation (default: sdpa if the family has it, else eager), trust_remote_code. Raises UserError that
-    begins with `where`.
+    source: a transformers model, returned unchanged; a config or mapping with `model_type`, built on the meta device
+    (see `materialize`); or an id or folder, loaded with its weights. options: dtype (default: fp32 from a config, as
+    saved from an id), attn_implementation (default: sdpa if the family has it, else eager), trust_remote_code. Raises
+    UserError that begins with `where`.
     """
     return _load(
         source, where, _build_language_model, _pretrained_language_model, _check_language_model, options
@@ -54,7 +54,7 @@ def load_language_model(source: Any, where: str = "language_model", **options: A
 
 
 def load_encoder(source: Any, where: str = "encoder", **options: Any) -> PreTrainedModel:
-    """Load an encoder: only the vision or audio model of a composite one. See `load_language_model`."""
+    """Load an encoder; of a composite model, only the vision or audio part. See `load_language_model`."""
     return _load(source, where, _build_encoder, _pretrained_encoder, _check_encoder, options)
 
 
@@ -91,7 +91,7 @@ def _plain_config(path: Path, where: str) -> Any:
 
 
 def _refuse_absurd(settings: Any, where: str) -> None:
-    """Raise UserError for absurdly many blocks or zero width in the settings, or in those of an encoder among them."""
+    """Raise UserError for absurdly many blocks or zero width in the settings, nested encoder settings included."""
     for key, value in settings.items() if isinstance(settings, Mapping) else ():
         if key in DEPTH_KEYS and isinstance(value, int | float) and not value <= MOST_BLOCKS:
             raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
@@ -213,7 +213,7 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
 def _told_of_missing(
     loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """Load an encoder, with one warning for weights that its files lack: often an unused pooler."""
+    """Load an encoder, and warn once about weights that its files lack (often an unused pooler)."""
     model, missing = _from_pretrained(loader, name, where, config, options)
     if missing:
         warnings.warn(
@@ -296,8 +296,8 @@ def _from_pretrained(
 
 @contextmanager
 def without_bars(source: str | Path) -> Iterator[None]:
-    """Suppress transformers' progress bars for local reads and writes, which would break the lines around them. source:
-    where a model comes from or goes to; downloads from the hub keep their bar on a terminal."""
+    """Suppress transformers' progress bars for local reads and writes, which break the surrounding output. source: the
+    source or destination of a model; downloads from the hub still show their bar on a terminal."""
     is_download = not Path(source).is_dir() and sys.stderr is not None and sys.stderr.isatty()
     if is_download or not transformers_logging.is_progress_bar_enabled():
         yield

@@ -38,7 +38,7 @@ class _Inputs(NamedTuple):
 
 
 def kernel(tuning: Tuning | None = None) -> Kernel:
-    """Return the Triton kernels as a forward and a backward; `tuning` None selects the tuning for the given tensors."""
+    """Return the Triton kernels as a forward and a backward; `tuning` None selects the tuning for the tensors."""
     return Kernel(functools.partial(forward, tuning=tuning), functools.partial(backward, tuning=tuning))
 
 

@@ -97,8 +97,8 @@ def visible(
     TOGETHER: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Apply the rule of `mask.visible` to queries and keys, given as a column and a row or the other way round. Terms
-    of the query alone are computed once per query; a pair costs a few 32-bit operations."""
+    """Apply the rule of `mask.visible` to queries and keys, a column and a row or the reverse. Terms of the query alone
+    are computed once per query; a pair costs a few 32-bit operations."""
     causal = (query_high & _CAUSAL) != 0
     last = tl.where(causal, query_position, _FAR)
     attended = (query_low >> _ATTEND_SHIFT) & _MODALITIES

@@ -68,8 +68,8 @@ PRECISION = "ieee"
 def tuning_for(head_dim: int, element_size: int, capability: tuple[int, int]) -> Tuning:
     """Return the tuning for a head dimension up to 256, elements of `element_size` bytes and a compute capability.
 
-    Only the entries for Hopper were tuned with its compiler's output at hand; other generations get shapes that are
-    known to fit their registers and shared memory.
+    Only the entries for Hopper were tuned by the compiler's output; other generations get shapes that are known to fit
+    their registers and shared memory.
     """
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim {head_dim} is outside [1, {MAX_HEAD_DIM}]")

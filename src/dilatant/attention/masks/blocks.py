@@ -37,10 +37,10 @@ class Intervals(NamedTuple):
 class BlockTable:
     """Sorted disjoint intervals of column blocks, with their kind, per row block; other column blocks are empty.
 
-    Rows are query blocks and columns key blocks, or the other way round in a transposed table. Interval i covers column
-    blocks `start[i] : start[i] + length[i]`; row r has intervals `offsets[r] : offsets[r + 1]`. The last block of a
-    side may be short; "full" refers to the tokens that exist. `full_blocks` and `partial_blocks` count the column
-    blocks of each row. `exact` means that no empty block is listed and no full block is listed as partial.
+    Rows are query blocks and columns key blocks, or the reverse in a transposed table. Interval i covers column blocks
+    `start[i] : start[i] + length[i]`; row r has intervals `offsets[r] : offsets[r + 1]`. The last block of a side may
+    be short; "full" refers to the tokens that exist. `full_blocks` and `partial_blocks` count the column blocks of each
+    row. `exact` means that no empty block is listed and no full block is listed as partial.
     """
 
     offsets: NDArray[np.int32]
@@ -86,7 +86,7 @@ class BlockTable:
         return Intervals(before[self.offsets].astype(np.int32), self.start[kept], self.length[kept])
 
     def take(self, rows: ArrayLike) -> BlockTable:
-        """Return the table of some row blocks in the given order: those on a context-parallel rank.
+        """Return the table of the row blocks `rows`, in that order: the blocks on a context-parallel rank.
 
         A short last block may be taken only as the last row.
         """
@@ -131,7 +131,7 @@ class BlockCost:
     """Cost of attention per query block, in any one unit (seconds, block pairs).
 
     The defaults are not fitted: they charge one per key block, as the papers do. `python benchmarks/attention.py` times
-    every rank's shard on the machine at hand and prints the weights that fit it. `full` and `partial` are per key block
+    every rank's shard on the present machine and prints the fitted weights. `full` and `partial` are per key block
     visited; they are separate because masking costs time. `linear` is per query block: its projections and MLP, so that
     ranks are balanced over the layer rather than over its attention.
     """

@@ -60,8 +60,8 @@ def visible(
     """Return whether the query token attends to the key token: the reference statement of the rule.
 
     `window` is the width in positions that applies to WINDOW queries, their own position included; None means
-    unlimited, so that layers with and without a sliding window share one mask. A CAUSAL query's window reaches back
-    only; any other's reaches both ways.
+    unlimited, so that layers with and without a sliding window share one mask. The window of a CAUSAL query covers
+    earlier positions only; that of other queries, both directions.
     """
     query_field, key_field = int(query_field), int(key_field)
     own, key_own = query_field & OWN, key_field & OWN
@@ -243,6 +243,6 @@ class AttentionMask:
         return self if window == self.window else AttentionMask(self.runs, window)
 
     def take(self, tokens: ArrayLike) -> AttentionMask:
-        """Return the mask of some tokens in the given order: those on a context-parallel rank."""
+        """Return the mask of `tokens`, in that order: the tokens on a context-parallel rank."""
         tokens = np.asarray(tokens, dtype=np.int64)
         return AttentionMask.from_tokens(self.fields[tokens], self.positions[tokens], self.window)

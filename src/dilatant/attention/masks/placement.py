@@ -197,7 +197,7 @@ def place_row(mask: AttentionMask, num_ranks: int, policy: str = "auto") -> Plac
 def needed_keys(table: BlockTable, placement: Placement) -> NDArray[np.bool_]:
     """Return the key blocks that each rank's queries see at all: `[ranks, key blocks]`.
 
-    These are what a rank would fetch if only needed keys were sent; `table` is the table of the whole row.
+    A rank would fetch exactly these blocks if only needed keys were sent; `table` is the table of the whole row.
     """
     rank = np.repeat(placement.rank_of_block, np.diff(table.offsets))
     opened = np.zeros((placement.num_ranks, table.num_columns + 1), dtype=np.int64)

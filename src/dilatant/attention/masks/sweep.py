@@ -359,8 +359,8 @@ def sweep(
     """Classify every pair of blocks.
 
     Runs are int64 `[4, runs]`: start, length, word, position. Blocks are (tokens, log2 of tokens or -1). `window` is -1
-    for none. With `store` the intervals are kept, at most `most` per query block; beyond that, neighbours are joined as
-    partial. After `budget` steps the sweep gives up, since the masks are too ragged for it.
+    for none. With `store` the intervals are stored, at most `most` per query block; beyond that, neighbours are joined
+    as partial. After `budget` steps the sweep gives up, since the masks are too ragged for it.
 
     Returns whether it finished; whether nothing was joined; offsets `[blocks + 1]` into the intervals; the intervals
     (first key block, key blocks, kind), int32 `[n, 3]`; and the full and partial key blocks `[blocks, 2]` of each query

@@ -1,6 +1,6 @@
 """Four-bit linear layers: frozen weights in NF4 (QLoRA, Dettmers et al. 2023), by bitsandbytes.
 
-Scales stay in fp32, so that quantising a dequantised weight again gives the same bits.
+Scales stay in fp32, so that quantising a dequantised weight reproduces its bits.
 """
 
 from __future__ import annotations

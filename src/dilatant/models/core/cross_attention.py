@@ -2,7 +2,7 @@
 
 In a packed row each sample's tokens attend to the rows of that sample's images by the family's rule: text attends to
 the last image before it. Samples without images skip these blocks, as they do when run alone. Encoder rows that later
-stages need are sent behind the tokens of their sample, so plans ignore them.
+stages need are sent after the tokens of their sample; plans do not represent them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Crossing:
         return arrived[~is_row], arrived[is_row]
 
     def join(self, hidden: Tensor, rows: Tensor, lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Interleave tokens and encoder rows again (the reverse of `split`)."""
+        """Interleave tokens and encoder rows (the inverse of `split`)."""
         order = torch.argsort(_is_row(lengths, counts), stable=True).argsort()
         return torch.cat([hidden, rows])[order.to(hidden.device)]
 

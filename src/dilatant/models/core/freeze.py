@@ -65,7 +65,7 @@ def freeze(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
 
 
 def thaw(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
-    """Let the selected weights train again, except those that influence no output. Raises UserError (`select`)."""
+    """Make the selected weights trainable, except weights that influence no output. Raises UserError (`select`)."""
     names = select(units, patterns)
     for unit in units.values():
         unit.thaw_names(names)

@@ -263,7 +263,7 @@ class _Travel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Recomputation may stop early, but the buffers of chunks in flight must stay allocated.
+        # Recomputation may stop early; wait, because chunks in flight still need their buffers.
         for number in [*self.arriving]:
             self.take(number)
 

@@ -174,8 +174,7 @@ class Stage(nn.Module, ABC):
         return np.flatnonzero(owners == self.context.index)
 
     def items(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of equally long items of a sample with these sizes: its tokens, unless an item has
-        several."""
+        """Return the number of (equally long) items of a sample with these sizes; by default every token is an item."""
         return sizes[self.unit]
 
     @abstractmethod
