@@ -1,4 +1,4 @@
-"""Build what a rank holds under a plan: materialized stages with their weights, and the buckets of their gradients."""
+"""Build a rank's part of a plan: materialized stages with their weights, and gradient buckets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dilatant.runtime.state.shared_weights import SharedWeights, share_weights
 
 
 def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:
-    """Return, by stage, consumer unit (the stage's own for the next stage) → boundary of the rows it takes."""
+    """Return, for each stage, the boundary of its output rows by consumer unit (its own unit for the next stage)."""
     boundaries = []
     for placed in plan.stages():
         consumers = model.graph.feeds[placed.unit] if placed.is_last else (placed.unit,)
@@ -46,11 +46,11 @@ def build_stages(
     boxes: Mapping[str, Box],
     precision: torch.dtype | None = None,
 ) -> dict[int, Stage]:
-    """Build the stages of `comm.rank` by number, on its device: weights are drawn from `seed`, or copied from
+    """Build this rank's stages on its device, by stage number; weights are initialized from `seed`, or copied from
     `weights`.
 
-    boxes: the part of each weight that this rank (and `weights`) has. precision: the dtype of all units' weights from
-    now on, on every rank, since rows are sent in it; gradients are then fp32. None: the model's dtypes.
+    boxes: the part of each weight that this rank holds and `weights` contains. precision: the dtype to which every rank
+    converts all units' weights, since rows are sent in it; gradients are then fp32. None: the model's dtypes.
 
     Raises UserError for a weight of another shape.
     """
@@ -118,7 +118,7 @@ def build_shared(
     masters: bool = True,
     before: OwnedWeights | None = None,
 ) -> SharedWeights:
-    """Bucket the trainable weights in `stages`, alike on all ranks. See `share_weights`."""
+    """Group the trainable weights of `stages` into buckets, identically on all ranks; see `share_weights`."""
     everything: dict[str, Tensor] = {}
     frozen: set[str] = set()
     for unit_plan in plan.units:

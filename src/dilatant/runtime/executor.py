@@ -1,7 +1,7 @@
-"""The executor runs one rank's actions in their order.
+"""Executor: run one rank's actions in schedule order.
 
-It knows stages, rows and gradients, but no schedule family and no unit. Before an action it awaits the rows that the
-routes name; after the action it sends the rows that other ranks need.
+The executor handles stages, rows and gradients, independently of schedule families and units. Before an action, it
+waits for the rows listed in the routes; after the action, it sends the rows that other ranks need.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Piece:
 
 
 Covered = Callable[[int, tuple[int, ...]], Sequence[nn.Parameter]]
-"""Function (stage, samples) → the weights of which some rank has these samples' gradients already."""
+"""Function (stage, samples) → weights for which the gradients of these samples already exist on some rank."""
 PieceKey = tuple[int, int, tuple[int, ...] | None]
 
 
@@ -93,13 +93,13 @@ class Executor:
         ledger: Ledger | None = None,
         covered: Covered = nothing_covered,
     ) -> list[Outcome]:
-        """Run `actions` and return the losses of their forwards, or predictions if `data` asks for these (`actions` are
-        then forwards only and leave no gradients).
+        """Run `actions` and return the losses of their forwards, or predictions if `data` requests predictions (all
+        `actions` are then forwards, and no gradients are computed).
 
         agreement: check that all ranks run this step; awaited before the first row or gradient is sent or received.
         owners: which rank has which rows. ledger: records what has been accumulated. covered: weights whose gradients
-        must not be added to. Raises ActionFailed, or UserError unchanged (a mistake in a sample), Diverged, CommAborted
-        when another rank failed, and CommTimeout when another rank does not respond.
+        must not be added to. Raises ActionFailed (a UserError, caused by a bad sample, is raised unchanged), Diverged,
+        CommAborted if another rank failed, and CommTimeout if another rank does not respond.
         """
         self._agreement = agreement
         self._owners = owners
@@ -192,8 +192,8 @@ class Executor:
         samples: tuple[int, ...],
         routes: Routes,
     ) -> dict[str, Tensor]:
-        """Return the rows for every consumer in the dtype in which they are sent, zero rows where the stage has no
-        output. Raises UserError where the shape is not the declared one and a consumer takes the rows."""
+        """Return the rows for each consumer in the dtype in which they are sent; a stage without output yields zero
+        rows. Raises UserError if rows that a consumer needs do not have the declared shape."""
         made = {}
         for unit, boundary in stage.outbound.items():
             rows = output.rows_for(unit)

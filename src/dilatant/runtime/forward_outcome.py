@@ -11,8 +11,8 @@ from dilatant.models.core.stage import Predictions
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The loss `name` of a forward (these samples' share, as in `StageOutput`) or the predictions of the unit `name`.
-    by_sample: each sample's addend to the loss before normalization, [samples], if known."""
+    """The loss `name` of a forward (the part of these samples, see `StageOutput`), or the predictions of the unit
+    `name`. by_sample: each sample's part of the unnormalized loss, [samples], if known."""
 
     name: str
     value: Tensor | Predictions

@@ -56,7 +56,7 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
 
 
 def context_problems(unit: Unit) -> list[str]:
-    """Return why context parallelism cannot split a unit's tokens; encoders' and generators' items always can be."""
+    """Return why context parallelism cannot split a unit's tokens; items of encoders and generators always split."""
     remedy = "give it cp: 1 and more stages, replicas or tp"
     if not isinstance(unit, LanguageUnit):
         return []

@@ -1,4 +1,4 @@
-"""A rank's stages together with the state that they need while they train."""
+"""Local stages: the stages of one rank with their training state."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dilatant.runtime.state.weight_gradients import (
 class LocalStage:
     """A stage on this rank.
 
-    outbound: unit → boundary of the rows it takes from this stage. inbound: unit → boundary of the rows it sends here,
-    and whether they need gradients. needs_backward: something at or before this stage trains. gradients: the delayed
-    weight gradients of its linear layers. loss_weights: loss → its weight. dropout: wraps the stage's forwards. speaks:
-    this rank reports the losses, as one of the ranks that compute the same ones. leads: it reports the predictions of
-    the whole stage. together: the stage has other ranks, too. replaced: the layers that `close` restores.
+    outbound: consumer unit → boundary of the rows sent to it. inbound: producer unit → (boundary of its rows, True if
+    they need gradients). needs_backward: this stage or an earlier one trains. gradients: the delayed weight gradients
+    of the linear layers. loss_weights: loss → its weight. dropout: wraps the stage's forwards. speaks: among the
+    tensor-parallel ranks, which compute the same losses, this one reports them. leads: this rank reports the
+    predictions of the whole stage. together: the stage has several ranks. replaced: the layers that `close` restores.
     """
 
     placed: PlacedStage
@@ -60,7 +60,7 @@ def local_stages(
     backward: Sequence[bool],
 ) -> dict[int, LocalStage]:
     """Wrap `modules`, the stages of `rank` by number. boundaries: for every stage, by consumer unit. backward: for
-    every stage, True if something at or before it trains."""
+    every stage, True if it or an earlier stage trains."""
     placed, before = plan.stages(), stages_before(plan)
     stages = {}
     for index, module in modules.items():
@@ -68,7 +68,7 @@ def local_stages(
         gradients = WeightGradients()
         inbound: dict[str, tuple[Boundary, bool]] = {}
         for source in before[index]:
-            # The frozen rule depends on layers only, so all replicas of a unit agree on the value at its end.
+            # The frozen rule depends only on layers, so the value is equal in all replicas of a unit.
             inbound[placed[source].unit] = boundaries[source][own.unit], backward[source]
         stages[index] = LocalStage(
             placed=own,

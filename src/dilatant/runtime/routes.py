@@ -1,7 +1,7 @@
 """Routes: the messages that one rank receives before, and sends after, each of its actions.
 
-Both ends of an edge derive the same messages from `schedule.messages`; this module sorts those of one rank and leaves
-out gradients for stages that need none.
+Both ends of an edge derive the same messages from `schedule.messages`; this module selects those of one rank, and omits
+gradients for stages that need none.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ K = TypeVar("K", Action, Link)
 class Routes:
     """The messages of one rank in one step.
 
-    received, sent: by this rank's action, in edge order. incoming, outgoing: by directed edge to or from this rank
-    (edges to itself included), in edge order. samples: of each of this rank's actions and of the actions they exchange
-    messages with. turn: for each action in a message, a number that increases along the actions of its rank.
+    received, sent: by action of this rank. incoming, outgoing: by directed edge to or from this rank (also to itself);
+    all in edge order. samples: by action, for this rank's actions and those at the other ends of its messages. turn:
+    for each action in a message, a number that increases in the order of its rank's actions.
 
-    Tensor-parallel ranks all need, and all have, the same rows; context-parallel ranks have different ones. Each row is
-    still sent only once, to one of the ranks that need it, which then all-gather (Narayanan et al. 2021, section 4.1).
+    Tensor-parallel ranks all have and need the same rows; context-parallel ranks have different rows. Each row is sent
+    once, to one of the ranks that need it; they then all-gather (Narayanan et al. 2021, section 4.1).
     """
 
     received: Mapping[Action, tuple[Message, ...]]
@@ -46,14 +46,14 @@ class Routes:
 
 
 def boundary_of(message: Message) -> int:
-    """Return the stage whose output the message's rows are, or to whose output its gradients belong."""
+    """Return the stage that computed the message's rows, or the rows to which its gradients belong."""
     forward = message.producer.kind == ActionKind.F
     return message.producer.stage if forward else message.consumer.stage
 
 
 def stages_before(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Return stage → the stages whose rows it takes: its predecessor in the replica, or the last stages of all replicas
-    of the units that feed it."""
+    """Return stage → the stages that send it rows: its predecessor in the replica or, for a first stage, the last
+    stages of all replicas of the units that feed its unit."""
     stages = plan.stages()
     feeders: dict[str, list[int]] = defaultdict(list)
     for unit in plan.units:
@@ -69,8 +69,8 @@ def stages_before(plan: Plan) -> dict[int, tuple[int, ...]]:
 def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int]) -> Routes:
     """Derive the routes of `rank`.
 
-    with_backward: stages with something trainable in or before them; the others get no gradients. Raises ScheduleError
-    when such a stage of this rank has a forward without a backward.
+    with_backward: stages that train or follow a stage that trains; other stages get no gradients. Raises ScheduleError
+    if one of these stages has, on this rank, a forward without a backward.
     """
     stages = graph.plan.stages()
     is_own = np.asarray([rank in placed.stage.ranks for placed in stages])[graph.stage]
@@ -116,7 +116,7 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
 def places_met(giving: PlacedStage, taking: PlacedStage, one_row: bool) -> Iterator[tuple[int, int]]:
     """Yield (producer, consumer) pairs of context-parallel indices between which rows of a message may be sent.
 
-    one_row: both stages run the same samples in one row; within one unit, they then split the row in the same way.
+    one_row: both stages pack the same samples into one row; stages of one unit with equal cp then split it identically.
     """
     alike = one_row and giving.unit == taking.unit and giving.stage.cp == taking.stage.cp
     for place in range(taking.stage.cp):
@@ -130,7 +130,7 @@ def ranks_in(stage: Stage, place: int) -> tuple[int, ...]:
 
 
 def crossings(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the (giver, taker) pairs that may exchange rows which `having` all have and `taking` all need."""
+    """Yield (sender, receiver) pairs for rows that all ranks in `having` have and all ranks in `taking` need."""
     both = [rank for rank in taking if rank in having]
     if both:
         yield from zip(both, both)
@@ -145,9 +145,8 @@ def crossings(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[in
 def divide_rows(
     rows: NDArray[np.int64], having: Sequence[int], taking: Sequence[int]
 ) -> dict[tuple[int, int], NDArray[np.int64]]:
-    """Return (giver, taker) → the `rows` sent between them: equal consecutive slices for each giver and each taker.
-    Ranks that have the rows already send none: if they are all of `taking`, each has all rows; if some, each is counted
-    for one slice."""
+    """Return (sender, receiver) → the part of `rows` sent between them: an equal, consecutive slice for each. Ranks in
+    both groups keep rows and nothing is sent: all rows if all of `taking` are in `having`, else one slice each."""
     both = [rank for rank in taking if rank in having]
     if len(both) == len(taking):
         return {(rank, rank): rows for rank in both}

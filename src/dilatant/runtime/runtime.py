@@ -51,33 +51,33 @@ from dilatant.schedule.trainability import trainability_of
 class Runtime:
     """Build the stages of `comm.rank` under `plan` and execute steps on them until `close()`.
 
-    model: its units may be on the meta device; only the layers held here are then materialized, with weights fixed by
-    `seed`. weights: logical name → tensor, used instead of the seed's draws: the whole weight or the part that `boxes`
-    gives. Every rank builds the same model and plan. Nothing is global: a process may close one runtime and build
-    another under another plan. Raises UserError for a plan that cannot be trained and where replicas would start from
-    different weights.
-    precision: the dtype of weights, activations and rows; the model keeps it. None: the model's own dtypes. Gradients
-    are fp32 in bf16, too: `training.master_weights` has the optimizer for them.
-    microbatching: how a step is planned. costs: the stage costs by which samples are assigned and steps are predicted;
-    rank 0's are used everywhere; None: count tokens. correct_costs: let measurements correct the costs during the run.
+    model: if its units are on the meta device, only the layers held here are materialized, with weights determined by
+    `seed`. weights: logical name → tensor (the whole weight or its part in `boxes`) that replaces the random weight.
+    Every rank passes the same model and plan. There is no global state: a process may close one runtime and build
+    another for another plan. Raises UserError if the plan cannot be trained, or if replicas would start from different
+    weights.
+    precision: the dtype of weights, activations and rows; the model keeps it. None: the model's own dtypes. With bf16,
+    gradients are still fp32; `training.master_weights` has an optimizer for them.
+    microbatching: settings for planning a step. costs: stage costs for assigning samples and predicting step times, on
+    all ranks those of rank 0; None: token counts. correct_costs: correct the costs by measurements during the run.
     keeps_gradients: keep each rank's own gradients until `forget`, so that they survive the loss of other ranks.
-    exact: make sums over samples bit-identical under any plan whose stages have equally many ranks; needs microbatches
-    of one sample (`Microbatching.alone`).
+    exact: make sums over samples bit-identical under all plans with equal ranks per stage; needs microbatches of one
+    sample (`Microbatching.alone`).
     check_transport: check with a header that both ends agree on every message. owns_comm: `close` closes `comm`, too.
     num_sources: number of data sets; with several, the loss is also reported by data set.
     begins_alike: check that replicas have equal weights, and use the costs of rank 0. False: weights are filled in
-    later, and all ranks were given the same costs.
+    later, and all ranks pass equal costs.
 
-    before: the closed runtime of an earlier generation with the same model, for whose rank `stays` returned True: its
-    stages are reused with their weights, and nothing is built.
+    before: a closed runtime of an earlier generation with the same model, whose `stays` returned True for this rank:
+    its stages and weights are reused, and no stage is built.
 
     holdings: the holders of every weight; boxes: logical name → the part of each weight and buffer held here.
-    parameters: logical name → parameter held here; they are ordinary parameters, which any optimizer updates after
-    `execute` as on every other holder.
+    parameters: logical name → parameter held here. After `execute`, any optimizer may update these ordinary parameters,
+    identically on all holders.
 
     zero: which ranks shard the optimizer state of a weight, see `cost.memory.Zero`; node_of: rank → node (default:
-    detected). Unless `zero` is "none", gradients arrive in `owned`: the optimizer updates its parameters, and
-    `owned.gather` must follow every update. keeps_masters: hold owned bf16 weights in fp32.
+    detected). Unless `zero` is "none", `owned` receives the gradients: the optimizer updates its parameters, and
+    `owned.gather` must follow every update. keeps_masters: hold fp32 masters of owned bf16 weights.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ class Runtime:
         return {index: stage.module for index, stage in self._stages.items()}
 
     def stays(self, plan: Plan, rank: int) -> bool:
-        """Return True if `rank` holds under `plan` the layers that this rank holds here, all in stages of one rank, so
-        that a new `Runtime` can reuse this one."""
+        """Return True if a new `Runtime` for `rank` under `plan` can reuse this one: the rank holds the same layers as
+        here, all in one-rank stages."""
         there = [placed for placed in plan.stages() if rank in placed.stage.ranks]
         here = [stage.placed for stage in self._stages.values()]
         return all(len(placed.stage.ranks) == 1 for placed in (*here, *there)) and [
@@ -232,9 +232,9 @@ class Runtime:
         """Plan the step of a global batch and compile it for this rank. Reads only `sizes` and `draw` of the samples,
         does not communicate and keeps no state, so another thread may plan ahead.
 
-        forwards: forwards only, for `predict`. step_number: in the run, by default the next to execute; required for
-        planning ahead (all ranks must use the same costs), by at most `cost_correction.INTERVAL` steps. Raises
-        RuntimeError for a step further ahead, UserError for samples that cannot be assigned.
+        forwards: plan forwards only, for `predict`. step_number: the step's number in the run, by default that of the
+        next step to execute. Planning ahead requires it, since all ranks must use the same costs. Raises RuntimeError
+        if it is more than `cost_correction.INTERVAL` steps ahead, UserError for samples that cannot be assigned.
         """
         self._has_planned = self._has_planned or not forwards
         number, salvage = self._number(step_number), self._unfinished.salvage
@@ -253,8 +253,8 @@ class Runtime:
         forwards: bool = False,
         step_number: int | None = None,
     ) -> PreparedStep:
-        """Compile a step from a given assignment and schedule, as `plan_step` does from its own. Raises ScheduleError
-        for a step that cannot run; the other ranks are told."""
+        """Compile a step from an assignment and a schedule; `plan_step` makes its own. For a step that cannot run,
+        notifies the other ranks and raises ScheduleError."""
         with self._telling_others():
             return self._planner.prepare(samples, assignment, schedule, self._number(step_number), forwards)
 
@@ -269,15 +269,15 @@ class Runtime:
     ) -> StepResult:
         """Run forward, backward and gradient sync of one global batch; called by all ranks.
 
-        samples: the whole batch, in the same order on all ranks; media are needed only where an encoder's first stage
-        runs the sample. step: the result of `plan_step` or `prepare` for these samples; planned here by default.
-        Existing gradients are added to. Returns when every rank has its reduced gradients: if one rank may apply them,
-        all may. should_stop: called at the end; if it returns True on any rank, the result says so on all. found:
-        called at the end for JSON values to share with all ranks, usually none (see `StepResult.found`). step_number:
-        the caller's number of this step, from 0 on, by default the one after the last; all ranks must agree on it.
+        samples: the whole batch, in the same order on all ranks; media are needed only on ranks whose encoder stage
+        reads them. step: the result of `plan_step` or `prepare` for these samples; planned here by default. New
+        gradients are added to existing ones. Returns when every rank has its reduced gradients, so that all may apply
+        them. should_stop: called at the end; True on any rank makes `StepResult.should_stop` True on all. found: called
+        at the end for JSON values to share with all ranks, usually none (see `StepResult.found`). step_number: the
+        number of this step, counted from 0, by default one more than the last; equal on all ranks.
 
-        Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
-        CommAborted when another rank failed. The runtime can then only be closed.
+        Raises Diverged if ranks have different steps, ActionFailed or UserError if an action fails here, CommAborted if
+        another rank failed. After an error, the runtime can only be closed.
         """
         with self._telling_others():
             number = self._number(step_number)
@@ -294,7 +294,8 @@ class Runtime:
         """Return sample number → predictions for the samples whose last language-model stage is on this rank; called by
         all ranks.
 
-        step: the result of `plan_step` with `forwards` for these samples; planned here by default. Raises as `execute`.
+        step: the result of `plan_step` with `forwards` for these samples; planned here by default. Raises like
+        `execute`.
         """
         with self._telling_others():
             step = step or self.plan_step(samples, forwards=True)
@@ -312,25 +313,25 @@ class Runtime:
 
     def take_up(self, salvage: Salvage, gradients: Mapping[str, Tensor]) -> None:
         """Adopt the recovered part of a failed step: when that step is planned and executed next, only its missing part
-        runs. gradients: this rank's recovered gradients by logical name. If the next step has other samples, all of it
-        runs. Raises RuntimeError if a step has been planned already, since that one would run as a whole."""
+        runs. gradients: this rank's recovered gradients by logical name. A next step with other samples runs
+        completely. Raises RuntimeError if a step is already planned, since it would run completely."""
         if self._has_planned:
             raise RuntimeError("a step was planned before it was known what of it is salvaged")
         self._unfinished.take_up(salvage, gradients)
 
     @property
     def trained_by_layer(self) -> LayerWeights:
-        """Unit → for each layer, the logical names of its trainable weights, on whatever rank."""
+        """Unit → for each layer, the logical names of its trainable weights on all ranks."""
         return self._unfinished.weights
 
     def finished(self) -> Finished | None:
-        """Return what this rank has accumulated of the current step, including what it adopted for it; None for
-        nothing. The gradients are those of `local_gradients`."""
+        """Return a report of what this rank has accumulated in the current step, including adopted gradients, or None.
+        `local_gradients` returns the gradients."""
         self._executor.settle()
         return self._unfinished.finished(self.local_gradients()) if self._keeps else None
 
     def local_gradients(self) -> Mapping[str, Tensor]:
-        """Return this rank's own gradients of that step, sums over its samples, as far as there are any."""
+        """Return this rank's own gradients of the current step: sums over its samples, not over ranks."""
         return self._unfinished.gradients if self._unfinished.is_to_come else self._sync.local()
 
     @property
@@ -352,7 +353,7 @@ class Runtime:
     def clip_grad_norm_(self, max_norm: float, norm: float | None = None) -> float:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm before.
 
-        norm: `StepResult.grad_norm`, if gradients are unchanged since that step; otherwise all ranks must call.
+        norm: `StepResult.grad_norm`, if gradients are unchanged since that step; without it, all ranks must call.
         """
         norm = self.grad_norm() if norm is None else norm
         gradients = [p.grad for p in self.owned.parameters.values() if p.grad is not None]
@@ -384,8 +385,8 @@ class Runtime:
         return [(message.producer, message.consumer) for edge in edges for message in edge]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every weight and persistent buffer held here by logical name, tied ones once; not copies. `boxes` has
-        the part of each that is held."""
+        """Return every weight and persistent buffer held here by logical name, without copying, tied weights once.
+        `boxes` has the part of each tensor that is held."""
         held: dict[str, Tensor] = {}
         for module in self.modules.values():
             held |= stage_tensors(module)
@@ -424,7 +425,7 @@ class Runtime:
     def _telling_others(self) -> Iterator[None]:
         try:
             yield
-        except Diverged:  # every rank detects this itself; an abort would overtake the exchange
+        except Diverged:  # every rank detects this itself; an abort could arrive first
             raise
         except BaseException as error:
             self.comm.abort(f"rank {self.comm.rank} failed: {error}")
@@ -479,7 +480,7 @@ class Runtime:
 
 
 def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts | None:
-    """Return the costs of rank 0: machines may know different costs, but all ranks must plan with the same."""
+    """Return the costs of rank 0: machines may have different costs, but all ranks must plan with equal ones."""
     digests = all_gather_object(comm, None if costs is None else digest(json.dumps(costs.to_document())))
     if len(set(digests)) == 1:
         return costs

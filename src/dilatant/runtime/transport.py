@@ -4,8 +4,8 @@ Every directed edge has its own communicator, on a GPU with its own stream. Both
 and its shape, so only rows are sent; rows for the same rank are not sent at all. Sends return at once. Receives are
 posted in the sender's order, at most `look_ahead` messages beyond the furthest one needed, so the schedule bounds
 the buffers. Tensor-parallel ranks that need the same rows each receive a slice and all-gather within the stage. A sent
-buffer is freed when a message arrives from an action that used it, or from a later action of the same rank: Gloo does
-not report when a send completes, but by then it must have.
+buffer is freed when a message arrives from an action that used it, or from a later action of that rank: Gloo does not
+report when a send completes, but by then the send is complete.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TransportError(RuntimeError):
 class Transport:
     """The edges of one rank. In each step call `begin`, then `receive` and `send`, then `finish`.
 
-    stages: all stages of the plan, by number. All ranks construct it together, since it opens the tensor-parallel
-    groups. check: send a header before every message to prove that both ends mean the same one (slower; for debugging).
+    stages: all stages of the plan, by number. All ranks construct it together, since this opens tensor-parallel groups.
+    check: send a header before every message to verify that both ends expect the same one (slower; for debugging).
     """
 
     def __init__(self, comm: Comm, stages: Sequence[Stage], look_ahead: int = 2, check: bool = False) -> None:
@@ -177,7 +177,7 @@ class Transport:
         return whole
 
     def _let_go(self, ranks: tuple[int, ...], turn: int) -> None:
-        """Free what was sent to the actions of `ranks` (the same on each) up to `turn`, which have run."""
+        """Free buffers sent to actions of `ranks` up to `turn`, which have run; all `ranks` run the same actions."""
         sending = self._sending[ranks]
         for wanted, pending in sending:
             if wanted <= turn:

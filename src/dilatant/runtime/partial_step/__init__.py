@@ -1,1 +1,1 @@
-"""Recovery of a partial step: which gradients of a failed step are still usable."""
+"""Partial-step recovery: determine which gradients of a failed step can be reused."""

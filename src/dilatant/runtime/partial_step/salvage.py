@@ -1,9 +1,9 @@
-"""Partial-step recovery: decide which gradients of a step that lost ranks can be reused, and which samples run again.
+"""Partial-step recovery: after ranks are lost, decide which gradients of the step to reuse and which samples to rerun.
 
-A rank has the gradients of a layer as one sum over the samples whose backward it ran. Such a sum is reused as a whole
-or not at all, so missing gradients are tracked by layer and sample. A sample that lacks any layer runs again, while the
-gradients that exist already are masked (see `Executor`). All ranks decide this alike from the same reports. Imports no
-torch.
+A rank holds the gradient of a layer as one sum over the samples whose backward it ran. Such a sum can only be reused as
+a whole, so missing gradients are tracked by layer and sample. A sample that lacks the gradient of any layer is rerun;
+layers that already have its gradient are masked (see `Executor`). All ranks decide identically from equal reports.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LayerWeights = Mapping[str, Sequence[frozenset[str]]]
 
 
 class Drawn(Protocol):
-    """A sample with its number in the order of training."""
+    """A sample with its position in training order (`draw`)."""
 
     @property
     def draw(self) -> int: ...
@@ -33,7 +33,7 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """The gradients of one layer that a stage has accumulated. ranks: of the stage; each has its part. samples:
+    """The gradients of one layer that a stage has accumulated. ranks: of the stage; each holds its part. samples:
     ascending indices into the global batch."""
 
     layer: Layer
@@ -44,8 +44,8 @@ class LayerShare:
 
 @dataclass(frozen=True, slots=True)
 class LossShare:
-    """Losses of some samples from a stage with the layers `first <= layer < end`. values: name → this rank's sum.
-    by_source: the sum for the language model's loss by data set (see `StepResult.source_losses`)."""
+    """Losses of some samples, from the stage with layers `first <= layer < end`. values: loss name → this rank's sum.
+    by_source: sum of the language model's loss for each data set (see `StepResult.source_losses`)."""
 
     unit: str
     first: int
@@ -58,8 +58,8 @@ class LossShare:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One rank's report of what it has accumulated of step `step`, which no rank has applied. draws: of the samples of
-    the global batch. unused: weights of these layers that no sample used, so that they have no gradient."""
+    """One rank's report of the gradients and losses accumulated in step `step`, which no rank has applied. draws:
+    `draw` of each sample of the batch. unused: weights in `layers` without a gradient, since no sample used them."""
 
     rank: int
     step: int
@@ -69,7 +69,7 @@ class Finished:
     unused: frozenset[str] = frozenset()
 
     def to_json(self) -> str:
-        alike: dict[tuple[Any, ...], list[Layer]] = defaultdict(list)  # layers of one stage
+        alike: dict[tuple[Any, ...], list[Layer]] = defaultdict(list)  # layers with equal samples
         for share in self.layers:
             alike[share.ranks, share.degrees, share.samples].append(share.layer)
         return json.dumps(
@@ -108,8 +108,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Send the gradient of a weight from `source` to rank `target`, often the same, which adds it to its own. source: a
-    rank, or a number from the number of ranks on for gradients left by a departed rank, see `decide`."""
+    """Send the gradient of a weight from `source` to rank `target`, often the same rank, which adds it to its own.
+    source: a rank, or a number past all ranks for gradients exported by a departed rank (see `decide`)."""
 
     name: str
     source: int
@@ -118,8 +118,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """The reused part of a step, the same on every rank. Ranks are those of the new plan. losses: (rank that has the
-    values, losses)."""
+    """The reused part of a step, the same on every rank. Ranks are numbered as in the new plan. losses: (rank that
+    holds the values, losses)."""
 
     step: int
     draws: tuple[int, ...]
@@ -150,11 +150,11 @@ class Salvage:
         weights: LayerWeights,
         speaking: Mapping[str, Collection[int]],
     ) -> frozenset[int]:
-        """Return the samples that run again, at least one.
+        """Return the samples to rerun, always at least one.
 
-        tokens: unit → tokens by sample. speaking: unit → layers that compute a loss. A sample runs again if a layer
-        lacks its gradient or its loss is unknown, and with it all samples whose loss is known only in a sum with its
-        own.
+        tokens: unit → tokens of each sample. speaking: unit → layers that compute a loss. A sample is rerun if one of
+        its gradients or losses is missing, and so are all samples whose loss is known only as a sum with such a
+        sample's.
         """
         covered = self.covered()
         told: dict[Layer, set[int]] = defaultdict(set)
@@ -178,13 +178,13 @@ class Salvage:
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """The reused part of a step, and the samples (`missing`) that it runs."""
+    """The reused part of a step, and the samples that still have to run (`missing`)."""
 
     salvage: Salvage
     missing: frozenset[int]
 
     def losses_of(self, rank: int) -> list[LossShare]:
-        """Return the reused losses that a rank adds to those of the samples that run again."""
+        """Return the reused losses that a rank adds to the losses of the rerun samples."""
         return [
             share
             for holder, share in self.salvage.losses
@@ -199,11 +199,11 @@ def decide(
     weights: LayerWeights,
     gone: Sequence[tuple[int, Finished]] = (),
 ) -> Salvage | None:
-    """Decide which gradients of step `step` are reused, and which rank of `plan` adopts them; None for nothing.
+    """Decide which gradients of step `step` are reused, and which rank of `plan` adopts them; None if nothing is.
 
-    told: by new rank, its report, None if it is new. gone: reports left by departed ranks, each with the rank that acts
-    for it; the first has source `len(told)` in moves. Gradients of a one-rank stage go to any one-rank stage with that
-    layer; those of a stage of several ranks are reused only where the same ranks form a stage again.
+    told: the report of each new rank, None without one. gone: (rank that acts for it, report) of each departed rank;
+    moves number their sources from `len(told)`. Any one-rank stage with the layer can adopt the gradients of a one-rank
+    stage; those of several ranks are reused only if the same ranks form a stage of equal degrees again.
     """
     everybody = [*told, *(each for _, each in gone)]
     having = [(rank, each) for rank, each in enumerate(everybody) if each is not None and each.step == step]
@@ -216,7 +216,7 @@ def decide(
     kept: dict[Layer, Counter[int]] = defaultdict(Counter)
     for share in shares:
         kept[share.layer].update(share.samples)
-    if any(max(counts.values(), default=0) > 1 for counts in kept.values()):  # it would count twice
+    if any(max(counts.values(), default=0) > 1 for counts in kept.values()):  # would be added twice
         return None
     unused = {rank: each.unused for rank, each in having}
     moves: dict[Move, None] = {}
@@ -244,7 +244,7 @@ def decide(
 
 
 def patterns_of(samples: Collection[int], covered: Mapping[Layer, frozenset[int]]) -> dict[int, int]:
-    """Number `samples` such that two have the same number if the same layers lack their gradients."""
+    """Return sample → pattern number, equal for samples that lack the gradients of the same layers."""
     sets = sorted({*covered.values()}, key=sorted)
     numbers: dict[tuple[bool, ...], int] = {}
     found = {}
@@ -295,13 +295,13 @@ def _loss_key(share: LossShare) -> tuple[Any, ...]:
 def _targets(
     shares: Sequence[LayerShare], new_of: Mapping[int, int], plan: Plan
 ) -> dict[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None]:
-    """Return (layer, old ranks) → ranks that adopt its gradients, the same ones if possible; None if no rank can."""
+    """Return (layer, old ranks) → ranks that adopt these gradients, unchanged if possible; None if no rank can."""
     holders: dict[Layer, list[Stage]] = defaultdict(list)
     for placed in plan.stages():
         for number in range(placed.stage.first, placed.stage.end):
             holders[placed.unit, number].append(placed.stage)
     taken: Counter[int] = Counter()
-    given: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)  # what is tied stays together
+    given: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)  # keeps tied layers together
     found: dict[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None] = {}
     for share in sorted(shares, key=lambda share: (share.layer, share.ranks)):
         same = tuple(new_of[rank] for rank in share.ranks)
@@ -346,8 +346,8 @@ def _agreeing(
     weights: LayerWeights,
     tied: Sequence[tuple[Layer, Layer]],
 ) -> list[LayerShare]:
-    """Return the shares that can be reused. A rank has one sum for a tied weight, whatever its layers: their shares are
-    reused together and go to the same rank, or not at all."""
+    """Return the shares that can be reused. A rank holds one gradient sum for a tied weight, so the shares of all its
+    layers are adopted by the same rank or all dropped."""
     kept = [share for share in shares if targets[share.layer, share.ranks] is not None]
     dropped = {*shares} - {*kept}
     shared: dict[LayerShare, set[LayerShare]] = defaultdict(set)

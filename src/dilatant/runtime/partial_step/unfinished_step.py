@@ -1,4 +1,4 @@
-"""Track what one rank has accumulated of the current step, so that it can be reused after a failure."""
+"""Track the gradients and losses that one rank has accumulated in the current step, for reuse after a failure."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dilatant.runtime.state.exact_sums import rounded_loss
 
 @dataclass(slots=True)
 class Ledger:
-    """The part of a step that an executor has completed. added: stage → samples whose gradients it has; forwards:
-    (stage, samples, losses). open: stages to whose gradients an action is adding; they may be incomplete if it was
-    interrupted."""
+    """The part of a step that an executor has completed. added: stage → samples whose gradients are accumulated.
+    forwards: (stage, samples, losses). open: stages whose gradients an action is modifying; they may be incomplete if
+    it was interrupted."""
 
     added: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     forwards: list[tuple[int, tuple[int, ...], Sequence[Outcome]]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Ledger:
 
     @contextmanager
     def adding(self, stage: int) -> Iterator[None]:
-        """Mark a stage's gradients as being added to; they stay marked after an error, since they may be incomplete."""
+        """Mark a stage's gradients as being modified; after an error the mark stays, since they may be incomplete."""
         self.open.add(stage)
         yield
         self.open.discard(stage)
@@ -45,7 +45,7 @@ class Ledger:
 
 @contextmanager
 def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Leave the gradients of `parameters` unchanged, whatever is accumulated inside."""
+    """Discard what is accumulated into the gradients of `parameters` inside this context."""
     kept = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -57,7 +57,7 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def trained_by_layer(units: Mapping[str, Unit]) -> LayerWeights:
-    """Return the trainable weights of every layer of whole units."""
+    """Return the logical names of the trainable weights of every layer of all units."""
     found: dict[str, list[frozenset[str]]] = {}
     for unit_name, unit in units.items():
         parameters = {name for name, _ in unit.named_logical_parameters()} - unit.frozen
@@ -69,7 +69,7 @@ def trained_by_layer(units: Mapping[str, Unit]) -> LayerWeights:
 
 
 def speaking_layers(units: Mapping[str, Unit]) -> dict[str, range]:
-    """Return unit → layers that compute losses: the last one, or all if the unit has further losses (of routers)."""
+    """Return unit → layers that compute losses: the last one, or all if the unit also has router losses."""
     return {
         name: range(0 if len(unit.losses) > 1 else len(unit.layers) - 1, len(unit.layers))
         for name, unit in units.items()
@@ -89,7 +89,7 @@ class _Begun:
 class UnfinishedStep:
     """Track, for one rank, which gradients were recovered after a failure and which have been accumulated since.
 
-    weights, speaking: see `trained_by_layer`, `speaking_layers`. num_sources: data sets with separate losses.
+    weights, speaking: see `trained_by_layer`, `speaking_layers`. num_sources: number of data sets with separate losses.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class UnfinishedStep:
     def begin(
         self, step: int, draws: tuple[int, ...], salvaged: Salvaged | None, sources: Sequence[int]
     ) -> tuple[Ledger, dict[str, Tensor]]:
-        """Begin a step, on top of `salvaged` where that applies to it. sources: data set of each sample. Returns the
-        ledger to fill and the gradients to start from."""
+        """Begin a step, with the reused part `salvaged` if not None. sources: index of each sample's data set. Returns
+        the ledger to fill and the initial gradients."""
         ledger = Ledger()
         self._begun = _Begun(step, draws, salvaged, ledger, tuple(sources))
         gradients = self.gradients if salvaged is not None else {}
@@ -130,7 +130,7 @@ class UnfinishedStep:
 
     @property
     def is_to_come(self) -> bool:
-        """True while a reused part waits for its step."""
+        """True if a reused part was adopted and its step has not begun."""
         return self._begun is None and self.salvage is not None
 
     def forget(self) -> None:
@@ -148,7 +148,7 @@ class UnfinishedStep:
         return names
 
     def finished(self, local: Mapping[str, Tensor]) -> Finished | None:
-        """Return what this rank has accumulated, or None. local: its own gradients, including reused ones."""
+        """Return this rank's report of the unfinished step, if any. local: its own gradients, including reused ones."""
         if self._begun is None:
             return self._taken_up()
         begun = self._begun
@@ -188,7 +188,7 @@ class UnfinishedStep:
         return Finished(self._rank, salvage.step, salvage.draws, layers, losses, unused)
 
     def _unsure(self, open_stages: Collection[int]) -> set[str]:
-        """Return the weights whose gradients an action was adding to when it was interrupted."""
+        """Return the weights whose gradients an interrupted action was modifying."""
         return {
             name
             for placed in self._own

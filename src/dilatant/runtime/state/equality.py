@@ -15,14 +15,14 @@ from dilatant.plan.buckets import BucketShare
 from dilatant.runtime.state.shared_groups import group_of
 
 _ROUNDING = 1e-9
-"""Relative tolerance of sums of up to 1e9 positive float64 in different orders; other draws differ far more."""
+"""Relative tolerance of sums of up to 1e9 positive float64 in different orders; unequal weights differ far more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:
-    """Tensors that must be equal. what: their name in errors. tensor_of: this rank's part for a cell, or None (then on
-    all ranks). is_state: optimizer state is compared between the owners of the same shard, weights between all
-    holders."""
+    """Tensors that must be equal. what: their name in errors. tensor_of: cell → this rank's part of the tensor, or None
+    (then None on all ranks). is_state: optimizer state is compared between the owners of the same shard, weights
+    between all holders."""
 
     what: str
     tensor_of: Callable[[Box], Tensor | None]
@@ -31,7 +31,7 @@ class Compared:
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Checksums of this rank's part of a share, as [sums, -sums]; their maximum over ranks gives both extremes."""
+    """Checksums of this rank's part of a bucket, as [sums, -sums]; the maximum over ranks yields both extremes."""
 
     compared: Compared
     boxes: tuple[Box, ...]
@@ -44,8 +44,8 @@ class _Sums:
 def require_equal(comm: Comm, shares: Iterable[BucketShare], everything: Sequence[Compared]) -> None:
     """Raise UserError naming the tensors that differ between replicas; summing their gradients would be meaningless.
 
-    Compares two checksums per tensor, which differ for different draws and files, all in as many messages as there are
-    sets of ranks. Called by all ranks.
+    Compares two checksums per tensor, which differ for other random weights or files, in one message per set of ranks.
+    Called by all ranks.
     """
     sums = [made for each in everything for share in shares if (made := _sums(comm, share, each)) is not None]
     for number in range(max((len(each.rounds) for each in sums), default=0)):

@@ -1,6 +1,6 @@
 """Exact sums, independent of the layout: numbers are rounded to multiples of a power of two, whose sums are exact.
 
-A floating-point sum depends on its order, and so on which rank has which samples. In exact mode gradients of samples
+A floating-point sum depends on the order of its terms, hence on where samples run. In exact mode, gradients of samples
 are summed as integers, losses as multiples in fp64, and squares for the norm as three integers each.
 """
 
@@ -19,7 +19,7 @@ LOSS_BITS = 36
 _SQUARE_BITS = (20, 50, 80)
 _HALF = 26
 _MOST = 2.0**56
-"""Limit of an integer, which stands for a non-finite gradient; in any sum at least half of it remains."""
+"""Limit of the integers, which also encodes non-finite gradients; a sum that contains it stays above half of it."""
 
 
 class ExactGradients:
@@ -34,8 +34,8 @@ class ExactGradients:
 
     @contextmanager
     def adding(self, parameters: Iterable[nn.Parameter], dropped: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Run the backward of a sample inside, then add the gradients of `parameters` to the totals, except for
-        `dropped`."""
+        """Context for the backward of one sample: at its end, move the gradients of `parameters` into the totals, and
+        discard those of `dropped`."""
         yield
         for parameter in parameters:
             if parameter.grad is not None:
@@ -54,12 +54,12 @@ class ExactGradients:
 def to_integers(gradient: Tensor) -> Tensor:
     """Convert a gradient to int64; `to_numbers` converts back."""
     scaled = (gradient.detach().double() * 2.0**GRADIENT_BITS).round()
-    # Always positive, so that two of them do not cancel.
+    # Non-finite gradients become positive, so that two of them do not cancel.
     return torch.where(scaled.abs() < _MOST, scaled, _MOST).long()
 
 
 def to_numbers(integers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert integers back to gradients; infinite from 2 ** 19 on."""
+    """Convert integers back to gradients; values of 2 ** 19 or more become infinite."""
     numbers = integers.double()
     return (numbers * 2.0**-GRADIENT_BITS).masked_fill(numbers.abs() >= _MOST / 2, float("inf")).to(dtype)
 

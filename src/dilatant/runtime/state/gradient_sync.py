@@ -1,10 +1,10 @@
 """Gradient sync: sum every weight's gradient over its holders while other stages compute.
 
-Losses are divided by the target tokens of the global batch, so the sum over holders is the batch's gradient, whatever
-their shares of the samples. Buckets of cells with equal holders are summed; a bucket starts after the last gradient of
-its last weight, and buckets start in the same order on all ranks (as in the Oobleck thesis, 2.6.1, with buckets and
-overlap; a tied weight is one logical weight with the holders of both ends). Where holders shard the optimizer state,
-each receives only the sum of its own boxes: first within the node, then across nodes, also overlapped.
+Losses are divided by the target tokens of the global batch, so the sum over holders is the batch's gradient, however
+the samples are divided. Cells with equal holders form buckets. The sum of a bucket starts when all its gradients are
+complete, in the same order on all ranks (Oobleck thesis, 2.6.1, plus buckets and overlap; a tied weight is one logical
+weight with the holders of both layers). If holders shard the optimizer state, each gets only the sum of its own boxes:
+first within the node, then across nodes, also overlapped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dilatant.runtime.state.shared_groups import group_of
 @dataclass(slots=True)
 class _Sum:
     """A bucket in flight. numbers: the buffer that `pending` fills, for this rank's shard or the whole bucket. across:
-    the sum with the same shard on other nodes is outstanding."""
+    the sum over the nodes' equal shards has not started."""
 
     share: BucketShare
     numbers: Tensor
@@ -38,11 +38,11 @@ class _Sum:
 
 
 class GradientSync:
-    """Sums the buckets of one rank. In each step call `begin`, `entering_last_backward` and `left_last_backward` around
-    the last backward of each stage, and `finish`.
+    """Reduces the buckets of one rank. In each step call `begin`, `entering_last_backward` and `left_last_backward`
+    around the last backward of each stage, and `finish`.
 
-    owned: the weights held here and the parts that this rank updates. stages_of: logical name → own stages that use it.
-    shares: of all buckets that this rank is in. silent: weights whose gradient another rank of the stage contributes.
+    owned: the weights held here and the parts that this rank updates. stages_of: logical name → this rank's stages that
+    use it. shares: its parts of buckets. silent: weights whose gradient another rank of the stage contributes.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class GradientSync:
         self._missing: list[int] = []
         self._unpacked: dict[str, int] = {}
         self._started: list[_Sum] = []
-        self._crossed = 0  # of them, those whose sum across nodes has started or is not needed
+        self._crossed = 0  # number of first entries that need no sum across nodes or have started it
         self._beside = torch.cuda.Stream() if comm.world.is_on_device else None
         self._current: int | None = None
         self._earlier: dict[str, Tensor] = {}
         self._failed: CommAborted | CommTimeout | None = None
         self.exact: ExactGradients | None = None
-        """If set, gradients are accumulated as integers, and these are summed over ranks."""
+        """If set, gradients are accumulated and summed over ranks as integers."""
         self.keeps = False
-        """Keep this rank's own gradients beside the sums until `forget`, for recovery of a partial step if other ranks
-        are lost; as many numbers as the rank has trainable weights."""
+        """Keep this rank's own gradients in addition to the sums until `forget`, for partial-step recovery if other
+        ranks are lost; one more number per trainable weight of the rank."""
         self._kept: dict[str, Tensor] = {}
         self._to_begin_with: Mapping[str, Tensor] = {}
 
@@ -88,7 +88,7 @@ class GradientSync:
         self._to_begin_with = gradients
 
     def local(self) -> dict[str, Tensor]:
-        """Return this rank's own gradients of the current step by logical name, as far as they are kept."""
+        """Return this rank's own gradients of the current step by logical name; after reduction only if `keeps`."""
         return {
             name: gradient
             for name in self._owned.weights
@@ -97,7 +97,7 @@ class GradientSync:
         }
 
     def forget(self) -> None:
-        """Drop this rank's own gradients: the step was applied, or never will be."""
+        """Drop this rank's own gradients, after the step was applied or abandoned."""
         self._kept = {}
         if self.exact is not None:
             self.exact.totals = {}
@@ -152,7 +152,7 @@ class GradientSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all sums and store them in `grad` of the owned weights; weights that no holder used get none."""
+        """Wait for all sums and store them in `grad` of the owned weights; weights without any user get no gradient."""
         arrived: list[tuple[BucketShare, Tensor, Tensor]] = []
         self._start_ready(wait=True)
         self._cross(wait=True)
@@ -188,7 +188,7 @@ class GradientSync:
         self._hooks = []
 
     def _is_summed(self, share: BucketShare) -> bool:
-        """Return True if the bucket has other holders, or a cell of a weight that other ranks hold elsewhere."""
+        """Return True if the bucket has other holders, or contains only part of a weight held here."""
         held = self._owned.held
         return len(share.bucket.ranks) > 1 or any(box != held[box.name] for box in share.bucket.boxes)
 
@@ -223,15 +223,15 @@ class GradientSync:
         self._cross()
 
     def _crosses_before(self, share: BucketShare) -> bool:
-        """Return True if the group of this bucket has yet to sum an earlier bucket across nodes. A group needs the same
-        order on all ranks, but only a node itself knows when its own sum is complete."""
+        """Return True if the group of this bucket must first start the sum of an earlier bucket across nodes: its order
+        must be equal on all ranks, but when that sum can start is known only within each node."""
         waiting = (one for one in self._started[self._crossed :] if one.across)
         return not _is_scattered(share) and any(one.share.alike == _ranks_of(share) for one in waiting)
 
     @torch.no_grad()
     def _cross(self, wait: bool = False) -> None:
-        """Sum the node's results across nodes, in bucket order. A GPU does so on a second stream, each bucket before
-        the next starts; a host polls whenever a bucket may start, and blocks if `wait`."""
+        """Start sums across nodes in bucket order, where the node's own sum is complete. A GPU uses a second stream,
+        each bucket before the next starts; a CPU polls whenever a bucket may start, and blocks if `wait`."""
         while self._crossed < len(self._started):
             one = self._started[self._crossed]
             if one.across:
@@ -265,8 +265,8 @@ class GradientSync:
 
     def _pack(self, share: BucketShare) -> Tensor:
         """Concatenate the gradients of a bucket's cells and, for each cell, a count of the holders that used it: AdamW
-        treats an unused weight differently from a zero gradient. For reduce-scatter: the same for every shard, padded
-        to equal length, each followed by the counts of all cells."""
+        treats an unused weight differently from a zero gradient. For reduce-scatter, shards are padded to equal length,
+        and the counts of all cells follow each shard."""
         weight = self._owned.weights[share.bucket.names[0]]
         dtype = weight.grad_dtype or weight.dtype
         like = weight.new_empty(0, dtype=dtype if self.exact is None else torch.int64)
@@ -293,7 +293,7 @@ class GradientSync:
         if owned is not None:
             owned.grad = gradient
             return
-        weight = self._owned.weights[box.name]  # `box` is one of several of its cells
+        weight = self._owned.weights[box.name]  # `box` is one of several cells of the weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight, dtype=gradient.dtype)
         weight.grad[self._owned.held[box.name].place(box)] = gradient
@@ -304,12 +304,13 @@ def _is_scattered(share: BucketShare) -> bool:
 
 
 def _ranks_of(share: BucketShare) -> tuple[int, ...]:
-    """Return the ranks that all-reduce an unscattered bucket. If nodes shard it differently, all receive all of it."""
+    """Return the ranks that all-reduce an unscattered bucket: all holders, if nodes shard the bucket differently."""
     return share.alike if share.even else share.bucket.ranks
 
 
 def _own_part(under_way: _Sum) -> Tensor:
-    """Return this rank's shard, perhaps padded, and the use counts of all cells, in memory of its own."""
+    """Return this rank's shard, perhaps padded, and the use counts of all cells, copied so that the bucket can be
+    freed."""
     share, numbers = under_way.share, under_way.numbers
     if not share.is_divided:
         return numbers

@@ -1,4 +1,4 @@
-"""Holders: which ranks hold which weight under a plan; used by gradient groups, counting and state transfer."""
+"""Holders: the ranks that hold each weight under a plan; used for gradient groups, norms and state transfer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilatant.plan.plan import Plan, Stage
 def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
     """Return which ranks hold which part of each parameter and buffer, in layer order of the units in plan order.
 
-    A tied weight is one logical weight, held where either of its layers is.
+    A tied weight is one logical weight, held by the ranks of either of its layers.
     """
     weights = []
     for unit_plan in plan.units:
@@ -48,7 +48,7 @@ def tensor_plans(plan: Plan, units: Mapping[str, Unit]) -> dict[str, TensorPlan]
 
 
 def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
-    """Return unit → for each layer, whether any of its weights trains (a tied weight trains in both of its layers)."""
+    """Return unit → for each layer, True if any of its weights trains (a tied weight trains in both of its layers)."""
     flags = {}
     for name, unit in units.items():
         parameters = {canonical for canonical, _ in unit.named_logical_parameters()}
@@ -77,8 +77,8 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 
 
 def written_cells(held: Holdings, rank: int) -> dict[str, tuple[Box, ...]]:
-    """Return logical name → cells of weights without an optimizer that `rank` writes to checkpoints, as first
-    holder."""
+    """Return logical name → cells of weights without an optimizer that `rank`, their first holder, writes to
+    checkpoints."""
     return {
         name: tuple(_first_of(holding.boxes, rank)) for name, holding in held.items() if rank in holding.boxes
     }

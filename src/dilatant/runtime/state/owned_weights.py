@@ -18,14 +18,14 @@ from dilatant.runtime.state.shared_groups import group_of
 class OwnedWeights:
     """The boxes of trainable weights that this rank updates, as parameters by key (see `Box.key`).
 
-    weights: the trainable ones held here, by logical name. shares: of all buckets that this rank is in.
+    weights: the trainable weights held here, by logical name. shares: this rank's parts of its buckets.
 
     A weight with unsharded optimizer state is its own parameter. In a sharded weight, a contiguous fp32 box is a view
     of the weight; any other box is an fp32 master copy. Without `masters` (the optimizer keeps its own) boxes keep the
-    weight's dtype: contiguous ones are views, others copies. exact: name → values that weights were rounded from, if
-    known. spoken: key → the cells of which this rank is the primary owner: it counts them in norms and writes them into
-    checkpoints, each number once over all ranks. before: the same weights in the last generation; if this rank owns the
-    same boxes (`stays`), the parameters are reused.
+    weight's dtype: contiguous ones are views, others copies. exact: name → the weight's values before rounding, if
+    known. spoken: key → the cells whose primary owner is this rank, which alone includes them in norms and writes them
+    to checkpoints. before: the owned weights of the last generation; if this rank owns the same boxes (`stays`), the
+    parameters are reused.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OwnedWeights:
         return self.weights[box.name].detach()[self.held[box.name].place(box)]
 
     def squared_norm(self) -> float:
-        """Return this rank's part of the squared norm of all gradients: every number counts on one rank."""
+        """Return this rank's part of the squared norm of all gradients: every number is included on one rank."""
         own = [gradient for _, gradient in self.spoken_parts({k: p.grad for k, p in self.parameters.items()})]
         if not own:
             return 0.0
@@ -85,8 +85,8 @@ class OwnedWeights:
         return float(norms.square().sum())
 
     def spoken_parts(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the cells whose primary owner is this rank, from tensors shaped like the parameters; None is
-        skipped."""
+        """Yield (cell, its part of the tensor) if this rank is the primary owner. tensors: shaped like the parameters;
+        None is skipped."""
         for key, cells in self.spoken.items():
             tensor = tensors.get(key)
             if tensor is not None:

@@ -1,5 +1,4 @@
-"""Process groups: one for every set of ranks that sum gradients or shard optimizer state, whatever its uses, and those
-within a stage."""
+"""Process groups: one for each set of ranks that sum gradients or shard optimizer state, and those within a stage."""
 
 from __future__ import annotations
 

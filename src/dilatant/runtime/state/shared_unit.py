@@ -1,4 +1,4 @@
-"""Tensor- and expert-parallel units: draw weights as one process would, keep this rank's part, and build its stages."""
+"""Tensor- and expert-parallel units: initialize weights as one process would, and keep this rank's part."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from dilatant.runtime.state.shared_groups import group_in, tensor_group_of
 
 
 class SharedUnit:
-    """A transformers model that tensor-parallel ranks, expert-parallel ranks or both shard. The unit itself is not
+    """A transformers model sharded over tensor-parallel ranks, expert-parallel ranks or both. The unit itself is not
     changed: it stays whole, or on the meta device.
 
-    placed: a stage of it on this rank. boxes: logical name → this rank's part.
+    placed: one of the unit's stages on this rank. boxes: logical name → this rank's part.
     """
 
     def __init__(self, unit: Unit, comm: Comm, placed: StagePlan, boxes: Mapping[str, Box]) -> None:
@@ -47,7 +47,7 @@ class SharedUnit:
         self._parameters: dict[str, nn.Parameter] = {}
 
     def materialize(self, first: int, end: int, seed: int | None, given: Collection[str]) -> None:
-        """Draw the layers one at a time as a single process does, and keep this rank's part; see `materialize`."""
+        """Initialize one layer at a time, as a single process does, and keep this rank's part; see `materialize`."""
         unit = self._unit
         absent = {name for name, parameter in unit.named_logical_parameters() if parameter.is_meta}
         for layer in range(first, end):
@@ -59,7 +59,7 @@ class SharedUnit:
             self._release(absent)
 
     def share(self, stage: Stage, placed: StagePlan) -> None:
-        """Give `stage` its own modules with this rank's part of the weights of the `placed` layers."""
+        """Give `stage` separate modules that hold this rank's part of the weights of the `placed` layers."""
         first, end = placed.first, placed.end
         model = getattr(stage, "model", None)
         if model is None:  # a projector alone

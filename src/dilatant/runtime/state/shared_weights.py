@@ -20,15 +20,15 @@ from dilatant.runtime.state.shared_groups import open_groups
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedWeights:
-    """A rank's trainable weights. shares: of its buckets. owned: what it updates. sync: their gradient sync."""
+    """A rank's trainable weights. shares: its parts of buckets. owned: boxes it updates. sync: their gradient sync."""
 
     shares: tuple[BucketShare, ...]
     owned: OwnedWeights
     sync: GradientSync
 
     def require_equal(self, state: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
-        """Check that all holders of a weight have equal weights, and all owners of a box equal `state`: kind → tensors
-        shaped like the owned weights, by key. Called by all ranks. Raises UserError."""
+        """Check that all holders of a weight have equal values, and all owners of a box equal `state` (kind → key →
+        tensor shaped like the owned weight). Called by all ranks. Raises UserError."""
 
         def of_kind(tensors: Mapping[str, Tensor]) -> Callable[[Box], Tensor | None]:
             def state_of(box: Box) -> Tensor | None:
@@ -58,9 +58,9 @@ def share_weights(
     """Bucket the trainable weights for ownership and gradient sync; called by all ranks, on which only `weights` and
     `stages_of` differ.
 
-    weights: the trainable ones held here, by logical name. stages_of: own stages that use them. formats: of every
-    trainable weight anywhere. zero, node_of: see `share_of`; without node_of all ranks are on one node. exact, masters,
-    before: see `OwnedWeights`.
+    weights: the trainable ones held here, by logical name. stages_of: this rank's stages that use them. formats: of
+    every trainable weight on any rank. zero, node_of: see `share_of`; without node_of all ranks are on one node. exact,
+    masters, before: see `OwnedWeights`.
     """
     nodes = [0] * comm.size if node_of is None else node_of
     shares = tuple(

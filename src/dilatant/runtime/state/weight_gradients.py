@@ -8,7 +8,7 @@ embeddings, convolutions, routers) get their gradients in `I`, since they are ch
 Weight gradients below fp32 are accumulated here in fp32, product by product: autograd would first round every product
 to the weight's dtype.
 
-torch.distributed.pipelining walks the graph twice instead; that recomputes a checkpointed block many times and loses
+torch.distributed.pipelining instead walks the graph twice, which recomputes a checkpointed block many times and loses
 gradients behind frozen stages.
 """
 
@@ -28,7 +28,7 @@ from dilatant.models.parallel.experts import group_experts, is_fused, ungroup_ex
 from dilatant.models.parallel.grouped_linear import grouped_linear
 
 _PIECE = 1 << 24
-"""Numbers of a weight gradient computed at once, where it is accumulated in another dtype than it is computed in."""
+"""Elements of a weight gradient that are computed at once, if it is computed and accumulated in different dtypes."""
 
 Deferred = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor, Sequence[int] | None]
 """A delayed weight gradient: weight and bias (None if frozen), the inputs [rows, in_features], the output gradient
@@ -38,8 +38,8 @@ Deferred = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor, Seque
 class WeightGradients:
     """The delayed weight gradients of one stage. Enter `deferring` around a backward to delay them.
 
-    splits: the backward of a forward that runs now may be split. If False, most fp32 linear layers run as plain ones,
-    which is cheaper.
+    splits: the backward of the current forward may be split into I and W. If False, most fp32 linear layers run as
+    plain layers, which is cheaper.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def replace_linears(
 
 
 def restore_linears(replaced: Replaced) -> None:
-    """Undo `replace_linears`; weights that were loaded, frozen or moved meanwhile stay so."""
+    """Undo `replace_linears`; weights that were meanwhile loaded, frozen or moved are kept."""
     for parent, name, linear in replaced.linears:
         current = parent._modules[name]
         assert isinstance(current, DeferredLinear)
@@ -205,7 +205,7 @@ class _Linear(torch.autograd.Function):
                 )
             )
         elif trains[0] and (not ctx.defers or _adds_itself(weight)):
-            # In place, since chunks of a row and microbatches add up; post-accumulate hooks still run.
+            # In place, since gradients of row chunks and microbatches add up; accumulation hooks still run.
             _add_product(weight, flat, rows)
         elif trains[0]:
             grad_weight = flat.t() @ rows

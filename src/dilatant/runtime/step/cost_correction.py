@@ -1,9 +1,9 @@
-"""Cost correction: measured action times scale the costs that later steps are planned with, alike on all ranks.
+"""Cost correction: scale the costs for planning later steps by measured action times, identically on all ranks.
 
 Every rank sums the normal equations of its own actions: measured seconds against the quadratic, linear and fixed parts
 of the predicted cost. These few sums are exchanged with the agreement that commits a step, so all ranks know the totals
-and derive the same factors. New factors apply from a later step number on, which every rank can derive, so ranks that
-plan ahead use the same ones.
+and derive the same factors. New factors take effect at a later step number, which every rank derives, so ranks that
+plan ahead use the same factors.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ INTERVAL = 16
 """Number of steps that share one set of factors. The factors of an interval are fixed when the preceding interval
 begins, so a step may be planned at least this many steps ahead."""
 FORGETTING = 0.95
-"""Decay per step of a step's sums: about the last twenty steps count."""
+"""Decay of the sums per step: an average over about twenty steps."""
 UNSETTLED = 2
-"""The first steps after a start are not counted, since buffers are allocated and kernels chosen in them."""
+"""Number of steps after a start that are ignored, since buffers are allocated and kernels chosen in them."""
 RIDGE = 2e-3
 """Strength of the ridge terms that pull a unit's part factors towards one common factor, and that factor towards 1."""
 DRIFT = 1.5
@@ -54,7 +54,7 @@ class CostCorrection:
     There is a factor for each unit and direction (forward, backward), and on mixed hardware for each device type of a
     unit.
 
-    enabled: False only observes; `costs_at` then always returns `origin`.
+    enabled: if False, only record measurements; `costs_at` always returns `origin`.
     """
 
     def __init__(self, plan: Plan, origin: StepCosts, enabled: bool = True) -> None:
@@ -85,8 +85,7 @@ class CostCorrection:
         return self._sums.size + self.slowness.num_sums
 
     def costs_at(self, step: int) -> StepCosts:
-        """Return the costs that every rank plans step `step` with. Raises RuntimeError for a step whose costs are not
-        known yet."""
+        """Return the costs with which every rank plans step `step`. Raises RuntimeError if they are not known yet."""
         with self._lock:
             interval = step // INTERVAL
             if self._finished is None:
@@ -122,7 +121,7 @@ class CostCorrection:
         measured, predicted = np.asarray(seconds, dtype=np.float64), work.parts.sum(axis=1)
         sums = np.zeros(self._sums.shape)
         if len(measured) == len(predicted):
-            # Errors count relative to the prediction, so that long actions do not dominate the fit.
+            # Errors are weighted relative to the prediction, so that long actions do not dominate the fit.
             known = predicted > 0
             weight = np.where(known, 1.0 / np.where(known, predicted, 1.0), 0.0)
             products = work.parts[:, _TRIANGLE[0]] * work.parts[:, _TRIANGLE[1]]
@@ -194,7 +193,7 @@ class CostCorrection:
             self._costs = {}
             nobody = np.ones(len(self.slowness.factors))
             if slow.keys() != versions.keys() or not self.slowness.from_document(state["slowness"]):
-                slow = {}  # other ranks
+                slow = {}  # saved for other ranks
             self._slow = {number: slow.get(number, nobody) for number in versions}
 
     def _drift_of(self, sums: NDArray[np.float64]) -> dict[str, float]:

@@ -25,8 +25,8 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """The part of a message sent from one rank to another: `rows` rows of `width` numbers. at_source, at_target: their
-    indices among the message's rows on the sender, and among those sent to the receiver; None for all of them."""
+    """The part of a message sent from one rank to another: `rows` rows of `width` numbers. at_source: indices among the
+    sender's rows of the message; at_target: among those sent to the receiver; None for all."""
 
     rows: int
     width: int
@@ -58,8 +58,8 @@ class RowOwners:
     def counts(
         self, stage: int, rank: int, samples: tuple[int, ...], other: str, boundary: Boundary
     ) -> list[int]:
-        """Return, for each of `samples` (run together by the stage), how many of its rows at the boundary to or from
-        the unit `other` are on `rank`."""
+        """Return, for each of `samples` (one microbatch of the stage), the number of its rows on `rank` at the boundary
+        to or from the unit `other`."""
         own = self._placed[stage].stage
         if own.cp == 1:
             return [boundary.rows_of(self._data.samples[sample]) for sample in samples]
@@ -76,7 +76,7 @@ class RowOwners:
 
     def shares(self, message: Message, rank: int) -> tuple[Rows, ...] | None:
         """Return, for each tensor-parallel rank that needs the same rows of a message as `rank`, the indices of the
-        rows sent to it; None where each of them already gets, or has, all rows."""
+        rows sent to it; None if each of these ranks gets or already has all rows."""
         own = self._placed[message.consumer.stage].stage
         if own.tp == 1:
             return None
@@ -99,7 +99,7 @@ class RowOwners:
         return Parcel(len(rows), boundary.width, boundary.dtype, _among(rows, source), _among(rows, target))
 
     def _crossing(self, message: Message, place: int) -> dict[tuple[int, int], Rows]:
-        """Return (giver, taker) → the rows of a message sent between them, for takers at one context-parallel index."""
+        """Return (sender, receiver) → the rows sent between them, for receivers at one context-parallel index."""
         if (message, place) not in self._crossings:
             giving, taking = (self._placed[end.stage] for end in (message.producer, message.consumer))
             samples = [self._routes.samples[end] for end in (message.producer, message.consumer)]
@@ -115,7 +115,7 @@ class RowOwners:
         return self._crossings[message, place]
 
     def _sent_to(self, message: Message, place: int, rank: int) -> Rows:
-        """Return the rows of a message that a rank is sent or already has, ascending."""
+        """Return the rows of a message that a rank receives or already has, ascending."""
         rows = [rows for (_, taker), rows in self._crossing(message, place).items() if taker == rank]
         return np.sort(np.concatenate([np.empty(0, np.int64), *rows]))
 

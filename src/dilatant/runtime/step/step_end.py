@@ -27,7 +27,7 @@ from dilatant.runtime.step.time_shares import ShareCounter
 
 
 class StepEnd:
-    """Exchange a step's results between all ranks. costs: receives the measured times. num_sources, exact: as in
+    """Exchange a step's results between all ranks. costs: receives the measured times. num_sources, exact: see
     `Runtime`."""
 
     def __init__(
@@ -61,8 +61,8 @@ class StepEnd:
         should_stop: Callable[[], bool],
         found: Callable[[], Sequence[Any]],
     ) -> StepResult:
-        """Finish the gradient sync of step `number`, whose actions made `outcomes` on this rank, and agree with all
-        ranks; returns the same result on each. should_stop, found: as in `Runtime.execute`."""
+        """Finish the gradient sync of step `number`, whose actions produced `outcomes` on this rank, and agree with all
+        ranks; returns the same result on each. should_stop, found: see `Runtime.execute`."""
         anchor = self._graph.anchor
         told = () if step.salvaged is None else step.salvaged.losses_of(self._comm.rank)
         own_losses, nonfinite = sum_losses(outcomes, data, told, self._exact)

@@ -66,8 +66,8 @@ class PreparedStep:
     salvaged: Salvaged | None = None
 
     def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
-        """Return name → digest of everything that must be equal on all ranks before data is exchanged. samples: to
-        execute step `number` of the run with. Raises ValueError when the step was planned for others."""
+        """Return name → digest of everything that must be equal on all ranks before data is exchanged. samples: those
+        of step `number` of the run. Raises ValueError if the step was planned for other samples."""
         if self.draws != tuple(sample.draw for sample in samples):
             raise ValueError("the step was planned for other samples than it is given")
         kept = self.salvaged
@@ -114,8 +114,8 @@ class StepPlanner:
         }  # fmt: skip
 
     def plan_step(self, samples: Sequence[Sized], step: int, forwards: bool = False) -> PreparedStep:
-        """Plan step `step` of the run from a global batch. forwards: forwards only, and only of units that the language
-        model's predictions depend on. Raises RuntimeError as `CostCorrection.costs_at`."""
+        """Plan step `step` of the run from a global batch. forwards: plan only forwards, of units on which the language
+        model's predictions depend. Raises RuntimeError, see `CostCorrection.costs_at`."""
         idle = self._graph.behind_anchor if forwards else ()
         tokens = self._tokens(samples, idle)
         costs = self._costs.origin if forwards else self._costs.costs_at(step)
@@ -130,7 +130,7 @@ class StepPlanner:
         return self.prepare(samples, assignment, schedule, step, forwards)
 
     def plan_missing(self, samples: Sequence[Sized], salvaged: Salvaged) -> PreparedStep:
-        """Plan the missing part of a step that is partly recovered. Raises as `plan_step`."""
+        """Plan the missing part of a partly recovered step. Raises the errors of `plan_step`."""
         step, missing = salvaged.salvage.step, sorted(salvaged.missing)
         costs = self._costs.costs_at(step)
         tokens = {
@@ -160,7 +160,7 @@ class StepPlanner:
     def missing(
         self, samples: Sequence[Sized], salvage: Salvage, weights: LayerWeights, speaking: Mapping[str, range]
     ) -> Salvaged:
-        """Return what is recovered of a global batch, with the samples that must run again; see `Salvage.missing`."""
+        """Return the recovered part of a global batch, and the samples that must be rerun; see `Salvage.missing`."""
         return Salvaged(salvage, salvage.missing(self._tokens(samples), weights, speaking))
 
     def prepare(
@@ -213,7 +213,7 @@ class StepPlanner:
         rows = slice(packed.offsets[index], packed.offsets[index + 1])
         stage, kind, piece = packed.stage[rows], packed.kind[rows], packed.piece[rows]
         seconds = self._costs.origin.stages.seconds[stage, kind]
-        # Ranks that split a microbatch's items count an even share each: their measured times add up to the total.
+        # Each rank that splits a microbatch's items has an equal part: measured times add up to the total.
         return OwnWork(seconds * timed.pieces[piece], self._costs.group_of(stage, kind))
 
 

@@ -13,13 +13,13 @@ from dilatant.runtime.step.time_shares import StepShares
 class StepResult:
     """The result of a step, the same on every rank. Reduced gradients are in the parameters of every holder.
 
-    loss: of the global batch, the weighted sum of `losses`, by name. target_tokens: of the language model. grad_norm:
-    of all gradients, every logical weight counted once. should_stop: some rank was asked to stop (see `execute`).
-    shares: how time was spent, up to the last gradient. nonfinite_samples: ids of the samples in microbatches with a
+    loss: of the global batch, the weighted sum of `losses` (by name). target_tokens: of the language model. grad_norm:
+    of all gradients, every logical weight counted once. should_stop: some rank requested a stop (see `execute`).
+    shares: shares of time until the last gradient. nonfinite_samples: ids of the samples in microbatches with a
     non-finite loss; gradients of a step with a non-finite loss or norm should not be applied. found: values from all
     ranks, in rank order. predicted_seconds: up to synced gradients; None if the costs are in tokens. is_rough: see
     `PreparedStep`. drift: unit → measured over predicted seconds of its actions, by uncorrected costs. warning: a
-    message about drift for the user, at most once per run. source_losses: by data set, its unweighted share of the
+    message about drift for the user, at most once per run. source_losses: each data set's unweighted part of the
     language model's loss (see `EncodedSample.source`).
     """
 

@@ -20,15 +20,15 @@ SLOW, WELL = 1.25, 1.1
 MOST = 16.0
 """Upper limit of a rank's slowness factor."""
 FORGETTING = 0.9
-"""Decay per step of a step's sums: about the last ten steps count."""
+"""Decay of the sums per step: an average over about ten steps."""
 
 
 class Slowness:
-    """Slowness factors of all ranks of a plan, the same on all ranks, which know the same sums. The peers of a rank
-    hold stages of the same unit; a rank without peers is never slow. Ranks that are `together` are averaged, since
-    their work differs by chance (for example, by an odd image).
+    """Slowness factors of all ranks of a plan, computed identically on all ranks from the same sums. The peers of a
+    rank hold stages of the same unit; a rank without peers is never slow. The ranks of each group in `together` are
+    averaged, since their work differs by chance (for example, by an odd image).
 
-    factors: by rank, as last decided.
+    factors: by rank, from the last `decide`.
     """
 
     def __init__(self, plan: Plan, together: Collection[tuple[int, ...]] = ()) -> None:
@@ -49,7 +49,7 @@ class Slowness:
 
     @property
     def is_sure(self) -> bool:
-        """True if the factors are from these ranks: restored ones may be of other machines, and decay."""
+        """True if these ranks measured the factors; restored factors may be of other machines, and decay."""
         return self._decisions > 1
 
     @property
@@ -70,7 +70,7 @@ class Slowness:
             self._sums = FORGETTING * self._sums + now
 
     def decide(self) -> NDArray[np.float64]:
-        """Return by rank how many times slower it is than its peers, 1 for ranks that are not slow."""
+        """Return for each rank how many times slower it is than its peers; 1 for ranks that are not slow."""
         sums = self._sums.copy()
         for ranks in self._together:
             sums[ranks] = sums[ranks].mean(axis=0)
