@@ -26,8 +26,8 @@ def generations(
 ) -> tuple[Generation, ...]:
     """Return events and rebuilds by generation, in order; empty for a run that has not begun.
 
-    A generation's lost time runs from the coordinator's detection of the change to its first committed step; time that
-    the first rank did not spend on copying counts as reconfiguration.
+    A generation's lost time runs from the coordinator's detection of the change to its first committed step. Before
+    training resumes, all time that the first rank did not spend on copying is reported as reconfiguration.
     """
     rebuilt = {record["generation"]: record for record in rebuilds}
     when: dict[int, dict[str, Mapping[str, Any]]] = {}
@@ -79,7 +79,7 @@ def _pairs(record: Mapping[str, Any], name: str) -> int | None:
 
 
 def write_history(run: Path, title: str) -> None:
-    """Write the generations page of a run that has more than one; never raises, since training matters more."""
+    """Write the generations page of a run that has more than one; never raises, so that training continues."""
     with suppress(OSError, UserError, ValueError):
         status = read_status(run)
         found = generations(status.events, read_rebuilds(run))

@@ -37,9 +37,9 @@ AGENT = "dilatant.resilience.processes.agent_process"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
 RESTART_SECONDS = 1.0
-"""Delay before a lost node is restarted: its start would take cores from the recovery."""
+"""Delay before a lost node is restarted: an immediate start would take CPU cores from the recovery."""
 BETWEEN_STARTS_SECONDS, UNATTENDED_SECONDS = 0.25, 30.0
-"""Pause and limit for restarts of a coordinator that ends at once (its port is taken, the disk is full)."""
+"""Pause between restarts of a coordinator that exits at once (port in use, disk full), and limit for all restarts."""
 
 
 def launch_resiliently(
@@ -52,7 +52,7 @@ def launch_resiliently(
 ) -> RunResult:
     """Train in `ranks` processes of this machine; returns the result of the final first rank.
 
-    Raises UserError or WorkerFailed, as `launch_local`.
+    Raises UserError or WorkerFailed, see `launch_local`.
     """
     warn_of_few_copies(config, plan_json, show)
     folder = fresh_folder(config)
@@ -96,8 +96,8 @@ def stopped_error(record: Record) -> WorkerFailed:
 
 
 def fresh_folder(config: Config) -> Path:
-    """Empty the folder of the coordinator's record, but keep the term: agents of an earlier start that still look for
-    their coordinator find this one, and obey only a greater term. Raises UserError."""
+    """Empty the folder of the coordinator's record, but keep the term number: agents of an earlier start that still
+    look for their coordinator connect to this one, and obey only greater terms. Raises UserError."""
     folder = RunFolder(config.output_dir).path / FOLDER
     before = known_record(folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -182,7 +182,7 @@ class _Supervisor:
         self._closed = threading.Event()
         self._began = self._stood = time.monotonic()
         self.failure = ""
-        """Why the run cannot go on, if the coordinator is the cause."""
+        """The reason why the run cannot continue, if the coordinator is the cause."""
         self._thread = threading.Thread(target=self._run, name="dilatant-supervisor", daemon=True)
         self._thread.start()
 
@@ -193,7 +193,7 @@ class _Supervisor:
         return self._coordinator
 
     def restarted(self) -> list[tuple[int, list[Seat]]]:
-        """Return the ranks whose processes are to be restarted, each with the seats of all."""
+        """Return the ranks whose processes must be restarted, each with the seats of all ranks."""
         found = []
         while not self._restarted.empty():
             found.append(self._restarted.get())
@@ -211,7 +211,7 @@ class _Supervisor:
             self._restarted.put((rank, list(self._seats)))
 
     def _watch_coordinator(self) -> None:
-        """Replace a coordinator that has died or hangs; if none can be started for long, end the run."""
+        """Replace a coordinator that has died or hangs; if none can be started in UNATTENDED_SECONDS, end the run."""
         now = time.monotonic()
         if self._coordinator.is_alive:
             if not self._coordinator.stands_still():

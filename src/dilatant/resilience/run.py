@@ -1,4 +1,4 @@
-"""Train as a config asks: fail with the first lost rank, or recover from losses."""
+"""Train as configured: fail with the first lost rank, or recover from losses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
 
     overwrite: start anew in an output_dir that holds a run. show: where progress is shown. Starts the ranks of the
     layout, or is one of them under torchrun, Slurm or Kubernetes. With `resilience.enabled` a launcher starts one
-    process per machine instead: the first leads, the others are its agents. Raises UserError for a mistake in config,
-    data or folder, WorkerFailed when a rank fails (with `resilience.enabled`: when no rank can go on), Stopped when a
-    signal ends a run before it trains; a run asked to stop later is saved and returns.
+    process per machine instead: the first is the leader, the others are agents. Raises UserError for a mistake in
+    config, data or folder, WorkerFailed when a rank fails (with `resilience.enabled`: when no rank can continue),
+    Stopped when a signal ends a run before it trains; after a later signal the run saves and returns.
     """
     if not config.resilience.enabled:
         return train_once(config, overwrite=overwrite, show=show)

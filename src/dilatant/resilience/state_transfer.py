@@ -40,10 +40,10 @@ class Copy:
 def plan_copies(
     held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], num_bytes: int = 4
 ) -> tuple[Copy, ...]:
-    """Plan the copies that give every rank what it wants; the result is the same on all ranks, given equal arguments.
+    """Plan the copies that give every rank its wanted boxes; equal arguments yield the same plan on all ranks.
 
-    held, wanted: by rank. A cell is copied from the rank itself if it has it, else from the holder that has sent least.
-    num_bytes: per number. Raises Lost.
+    held, wanted: by rank. A cell's source is the target itself if it holds the cell, else the holder that has sent
+    least. num_bytes: per number. Raises Lost.
     """
     holders: dict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
@@ -141,7 +141,7 @@ def transfer(comm: Comm, held: Sequence[Piece], wanted: Sequence[Piece]) -> int:
 def _cover(
     wanted: Box, target: int, holders: Sequence[tuple[int, Box]], sent: Mapping[int, int]
 ) -> list[tuple[int, Box]]:
-    """Return (source, cell) for the cells of a box; they do not cover all of it if no rank holds some of it."""
+    """Return (source, cell) for the cells of a box; parts that no rank holds are omitted."""
     if not wanted.size:
         return []
     order = sorted(holders, key=lambda holder: (holder[0] != target, sent.get(holder[0], 0), holder[0]))

@@ -23,7 +23,7 @@ REBUILDS = "rebuilds.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of a run. is_member: of the generation; is_alive: its agent runs, if on this host, else the run goes on
+    """A node of a run. is_member: of the generation; is_alive: its agent runs or, on another host, the run continues
     with it."""
 
     name: str

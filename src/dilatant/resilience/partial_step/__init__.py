@@ -1,1 +1,1 @@
-"""Recovery of a partial step between ranks: exchange, export and adopt its gradients."""
+"""Partial-step recovery between ranks: exchange, export and adopt gradients."""

@@ -1,7 +1,7 @@
 """Gradient export: a rank that must leave during a step writes its gradients to the run folder for the others.
 
-A file names its generation and step, and is used only by a run that continues from exactly that state. It is written
-atomically, and is read, and verified by a hash, by one rank.
+A file's name contains generation and step; a run uses the file only if it continues from exactly that state. The file
+is written atomically; one rank reads it and verifies its hash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HandedOver:
-    """A departed rank's export. gradients: its own sums by logical name, as in `Runtime.local_gradients`."""
+    """A departed rank's export. gradients: its own sums by logical name, see `Runtime.local_gradients`."""
 
     finished: Finished
     gradients: Mapping[str, Tensor]
@@ -39,7 +39,7 @@ def hand_over(folder: Path, generation: int, runtime: Runtime) -> None:
     finished = runtime.finished()
     if finished is None or all(
         len(share.ranks) > 1 for share in finished.layers
-    ):  # of no use without the others
+    ):  # useless without the stage's other ranks
         return
     local = {
         name: gradient.detach().cpu().contiguous() for name, gradient in runtime.local_gradients().items()
@@ -57,8 +57,8 @@ def hand_over(folder: Path, generation: int, runtime: Runtime) -> None:
 
 
 def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) -> list[HandedOver]:
-    """Read the gradients that ranks of `generation` exported for a step, as far as they fall to this one of `size`
-    ranks; unreadable or corrupted files are ignored."""
+    """Read the gradients that ranks of `generation` exported for a step and that `rank` of now `size` ranks must read
+    (exporting rank modulo `size`); unreadable or corrupted files are ignored."""
     found = []
     for path in sorted(folder.glob(f"{generation}-{step}-*.safetensors")):
         match = _NAME.fullmatch(path.name)

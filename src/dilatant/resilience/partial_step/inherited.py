@@ -1,4 +1,4 @@
-"""State inheritance: a rank's trainer takes over the last generation's state and its unfinished step."""
+"""State inheritance: a new trainer receives the state and the unfinished step of the last generation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dilatant.training.trainer import Trainer
 
 
 def take_over(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
-    """Transfer the last generation's state to the ranks that need it now; returns the bytes received. Raises Lost on
-    all ranks."""
+    """Transfer the last generation's state to the ranks that hold it in this one; returns the bytes received. Raises
+    Lost on all ranks."""
     newest = list_checkpoints(checkpoints)[:1] if trainer.rank == 0 else []
     own = None if old is None else [old.values(), sorted(old.names_with_moments())]
     gathered = all_gather_object(trainer.comm, [own, newest[0].step if newest else 0, trainer.stays])
@@ -34,9 +34,9 @@ def take_over(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
 
 
 def take_up(trainer: Trainer, old: Trainer | None, base: int, handed: Path) -> tuple[tuple[int, int], int]:
-    """Adopt the gradients of the unfinished step. Returns its (layer, sample) pairs that are reused and that are
-    missing, (0, 0) if nothing is reused, and how many departed ranks of generation `base` exported gradients to the
-    folder `handed`."""
+    """Adopt the gradients of the unfinished step. Returns the numbers of its reused and missing (layer, sample) pairs,
+    (0, 0) if nothing is reused, and the number of departed ranks of generation `base` whose exports in the folder
+    `handed` are reused."""
     comm, step = trainer.comm, trainer.step
     left = handed_over(handed, base, step, comm.rank, comm.size)
     found = salvage_step(comm, step, None if old is None else old.runtime, trainer.runtime, left)

@@ -1,4 +1,4 @@
-"""Gradient exchange after a failure: ranks report what they have of a step, and others adopt its gradients."""
+"""Gradient exchange after a failure: ranks report their gradients of a step, and ranks of the new plan adopt them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dilatant.training.checkpoints.boxes import Piece
 def salvage_step(
     comm: Comm, step: int, old: Runtime | None, new: Runtime, left: Sequence[HandedOver] = ()
 ) -> Salvage | None:
-    """Let `new` adopt what ranks have of step `step`; called by all ranks of `comm`. Returns the reused part, None for
-    nothing.
+    """Let `new` adopt the gradients of step `step` that ranks have; called by all ranks of `comm`. Returns the reused
+    part, or None.
 
     old: the last generation's runtime, which no longer communicates; None for a new rank, or if its gradients must not
-    be used. left: exports of departed ranks that this rank has read, and for which it acts.
+    be used. left: exports that this rank has read; it acts for their departed ranks.
     """
     own = None if old is None else old.finished()
     texts = [None if own is None else own.to_json(), *(each.finished.to_json() for each in left)]
@@ -49,8 +49,8 @@ def _moved(
     reader_of: Sequence[int],
     new: Runtime,
 ) -> dict[str, Tensor]:
-    """Return this rank's gradients of the next step: its own plus those received. local: by source of a move;
-    reader_of: source → the rank that has it."""
+    """Return this rank's initial gradients of the next step: its own plus received ones. local: source of a move →
+    gradients held here; reader_of: source → the rank that holds its gradients."""
     parts: dict[str, list[Tensor]] = {}
     held, wanted = [], []
     for move in salvage.moves:

@@ -38,14 +38,14 @@ LEAVE_SECONDS = 2.0
 
 
 SILENT_LEASES = 2
-"""Leases without a beat after which a worker is lost; honest work may block its interpreter for a while."""
+"""Leases without a heartbeat after which a worker is lost; normal work may block its interpreter for a while."""
 
 
 class Service:
-    """Serves one node until the run is over, or goes on without the node.
+    """Serves one node until the run is over or continues without the node.
 
-    ended_worker: returns a worker whose process has ended, perhaps before it connected. ended: why service ended;
-    is_out: the run goes on. leaves: the node was asked to leave.
+    ended_worker: returns the index of a worker whose process has exited, even before it connected. ended: the reason
+    why service ended; is_out: the run continues. leaves: the node has been requested to leave.
     """
 
     def __init__(self, start: Start, ended_worker: Callable[[], int | None] = lambda: None) -> None:
@@ -79,7 +79,7 @@ class Service:
         self.is_out = False
 
     def serve(self) -> None:
-        """Run the agent. Raises nothing: whatever happens, the workers end with it."""
+        """Run the agent. Never raises; the workers always end with this method."""
         beat = self._start.settings.lease_seconds / 4
         while len(self._warm) < self._start.workers and not self._agent.status().failed:
             for heard in self._connections.wait(beat):
@@ -162,7 +162,7 @@ class Service:
             self._give(self._agent.on_event(worker, message))
 
     def _miss_silent(self) -> None:
-        """Report a worker as dead that is stopped, or whose interpreter was blocked for long."""
+        """Report a worker as dead if its process is stopped, or its interpreter was blocked for too long."""
         limit = time.monotonic() - SILENT_LEASES * self._start.settings.lease_seconds
         for worker, heard in self._last_heard.items():
             if heard < limit and not self._agent.ended:
@@ -185,7 +185,7 @@ class Service:
             self._hear(Received(link, None))
 
     def _miss_end(self) -> None:
-        """Read from the run folder that the run is over: no coordinator tells a node that connects after the end."""
+        """Check in the run folder if the run is over: no coordinator notifies a node that connects after the end."""
         now, lease = time.monotonic(), self._start.settings.lease_seconds
         if self._coordinator is not None or not self._start.folder or now - self._record_read < lease:
             return
@@ -195,7 +195,7 @@ class Service:
             self.ended = "" if record is None else record.stopped
 
     def _follow(self, host: str, port: int) -> None:
-        """Tell the workers the address of the new leader's store."""
+        """Send the workers the address of the new leader's store."""
         if self._store_at != (host, port):
             self._store_at = host, port
             self._give([StoreAt(host, port)])
@@ -213,7 +213,7 @@ class Service:
                 self._coordinator.send(self._agent.status())
 
     def _end_workers(self) -> None:
-        """Kill the workers that have not ended after they were told to, such as those with a blocked interpreter."""
+        """Kill the workers that have not exited when ordered to, such as those with a blocked interpreter."""
         deadline = time.monotonic() + LEAVE_SECONDS
         is_out = self._agent.status().failed or not self._agent.status().done
         if not is_out:
@@ -225,7 +225,7 @@ class Service:
                 os.kill(pid, signal.SIGKILL)
 
     def _stay_connected(self) -> None:
-        """Connect to the coordinator, again when it has restarted, or to the standby's."""
+        """Connect to the coordinator, after a restart again, or to the standby's coordinator."""
         place = 0
         while True:
             self._is_alone.wait()

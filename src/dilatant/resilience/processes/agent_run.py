@@ -44,9 +44,9 @@ LAST_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Options of an agent. host, port: of the coordinator. name: of this machine, for people; its host name by default.
-    wait_seconds: to wait for a coordinator that is not there yet. notice_file: this node leaves when the file exists;
-    notice_url: when the address answers 200. stands_by: this is the machine of `resilience.standby`."""
+    """Options of an agent. host, port: of the coordinator. name: readable name of this machine, by default its host
+    name. wait_seconds: time limit for the coordinator to be reachable. notice_file: this node leaves when the file
+    exists; notice_url: when the address answers 200. stands_by: this is the machine of `resilience.standby`."""
 
     host: str
     port: int
@@ -58,8 +58,8 @@ class AgentOptions:
 
 
 def coordinator_port(place: Place) -> int:
-    """Return the leader's port under a launcher: one above the named port where torchrun's own store uses that. Raises
-    UserError where the launcher started several processes on a machine."""
+    """Return the leader's port under a launcher: the launcher's port, plus one if torchrun's own store uses that port.
+    Raises UserError if the launcher started several processes on a machine."""
     if place.local_size > 1:
         raise UserError(
             f"{place.launcher} started {place.local_size} processes on this machine; with resilience.enabled start "
@@ -69,16 +69,16 @@ def coordinator_port(place: Place) -> int:
 
 
 def launched_agent(config: Config, place: Place) -> AgentOptions:
-    """Return the options of a launched machine other than the first, which leads. Raises as `coordinator_port`."""
+    """Return the options of a launched machine other than the first, the leader. Raises like `coordinator_port`."""
     stands_by = place.rank == 1 and config.resilience.standby is not None
     return AgentOptions(place.host, coordinator_port(place), stands_by=stands_by)
 
 
 def run_agent(options: AgentOptions) -> int:
-    """Run this machine's ranks in a run; returns an exit code when the run is over or goes on without this machine.
+    """Run this machine's ranks in a run; returns an exit code when the run is over or continues without this machine.
 
-    0: the run has finished, or it or this node was asked to end. 75: try again later. Raises UserError if no
-    coordinator answers, or one with another token.
+    0: the run has finished, or an end of the run or of this node was requested. 75: try again later. Raises UserError
+    if no coordinator answers, or one with another token.
     """
     token = shared_token()
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
         except UserError:
             if attempt == 0:
                 raise
-            job = None  # it has ended meanwhile, or another machine leads
+            job = None  # it has ended meanwhile, or the leader is another machine
             if following is not None:
                 options, following = replace(options, host=following[0], port=following[1]), None
                 with suppress(UserError):
@@ -106,7 +106,7 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
                 raise UserError("--standby: the run has no resilience.standby, this machine's HOST:PORT")
             stack.callback(Standby(job, options.host, options.port, token).close)
         following = job.next_address
-        # A name that was never used: a lost node that returns counts as another node.
+        # A unique name: a lost node that returns is treated as a new node.
         service = _take_part(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
         if service.ended in (FINISHED, ASKED) or service.leaves:
             return 0
@@ -127,7 +127,7 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
 
 
 def _what_is_left(run: Path) -> str:
-    """Describe how to resume a run that nobody leads any more."""
+    """Describe how to resume a run that has no leader any more."""
     names = (path.name for path in run.glob("checkpoints/step-*"))
     saved = [name for name in names if re.fullmatch(r"step-\d+", name)]  # others are of abandoned branches
     newest = max(saved, key=lambda name: int(name[5:]), default="its beginning, for nothing is saved")
@@ -135,7 +135,7 @@ def _what_is_left(run: Path) -> str:
 
 
 def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
-    """Ask the coordinator for the run's description. Raises UserError."""
+    """Request the run's description from the coordinator. Raises UserError."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -163,7 +163,7 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
 
 
 def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Service:
-    """Serve as a node until that is over; its workers have then ended."""
+    """Serve as a node until service ends; the workers have then exited."""
     workers: list[subprocess.Popen[bytes]] = []
 
     def ended_worker() -> int | None:
@@ -209,7 +209,7 @@ def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
     worker = subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", WORKER],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for us
+        start_new_session=True,  # Ctrl-C goes to this process only
     )
     assert worker.stdin is not None
     worker.stdin.write(json.dumps(asdict(start)).encode() + b"\n")

@@ -68,7 +68,7 @@ class Service:
         self._began_at: int | None = None
 
     def serve(self) -> None:
-        """Run the coordinator. Raises SystemExit where another one leads, or most members do not connect."""
+        """Run the coordinator. Raises SystemExit if another one has taken over, or most members do not connect."""
         early = self._await_majority() if self._majority_seconds else []
         coordinator = self._coordinator = Coordinator(
             self._settings, read_record(self._folder), time.monotonic()
@@ -152,7 +152,7 @@ class Service:
             self._show()
 
     def _persist(self, record: Record) -> None:
-        """Write the record. Raises SystemExit where another coordinator leads, since it must not be contradicted."""
+        """Write the record. Raises SystemExit if another coordinator has taken over, whose record is valid."""
         written = read_record(self._folder)
         if written is not None and written.term > record.term:
             raise SystemExit(SUPERSEDED_EXIT_CODE)
@@ -181,7 +181,7 @@ class Service:
             "reason": coordinator.stopped or coordinator.reason,
         }
         with suppress(OSError), open_in_place(self._folder / EVENTS) as file:
-            file.write(json.dumps(event).encode() + b"\n")  # a full disk costs the history, not the run
+            file.write(json.dumps(event).encode() + b"\n")  # a full disk must not end the run
 
 
 def main() -> None:

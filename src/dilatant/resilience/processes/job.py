@@ -1,4 +1,4 @@
-"""Job: what a machine must know to join a run; its agent gets it from the coordinator. Imports no torch."""
+"""Job: the description of a run that the coordinator sends to an agent that joins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Job:
 
     config: YAML, with absolute paths. plan: JSON of the first generation's `TrainingPlan`. checkpoint: to start from,
     empty for none; discards: see `training.starting_point.Start`. store_port: of the ranks' store, on the coordinator's
-    host. on_one_machine: servers listen on loopback only. workers: ranks of every machine. restarts: how often each
-    machine may join again. folder: of the coordinator's record. show: where the first rank shows its progress. standby:
-    HOST:PORT of the machine that takes over from a lost leader; empty for none.
+    host. on_one_machine: servers listen on loopback only. workers: ranks of every machine. restarts: number of times
+    each machine may rejoin. folder: of the coordinator's record. show: where the first rank shows its progress.
+    standby: HOST:PORT of the machine that takes over from a lost leader; empty for none.
     """
 
     config: str
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """An agent's input to a worker on its standard input. agent_port: on loopback; host: of coordinator and store."""
+    """An agent's data for a worker, on standard input. agent_port: on loopback. host: of coordinator and store."""
 
     job: Job
     node: str

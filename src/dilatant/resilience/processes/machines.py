@@ -40,7 +40,7 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True, slots=True)
 class Leading:
     """The leader's addresses. host, port: where the coordinator listens; host "" for all addresses. name: host name for
-    others. trains_here: this machine has ranks, too."""
+    others. trains_here: this machine also has ranks."""
 
     host: str
     port: int
@@ -59,8 +59,8 @@ def lead(
 ) -> RunResult:
     """Train in `ranks` processes of machines whose agents connect here; returns the result of the final first rank.
 
-    started: called with the function that asks the run to save and end. Store and coordinator run here, so the run ends
-    with this process. Raises UserError, or WorkerFailed when no rank can go on.
+    started: called with a function that makes the run save and end. Store and coordinator run here, so the run ends
+    with this process. Raises UserError, or WorkerFailed when no rank can continue.
     """
     warn_of_few_copies(config, plan_json, show)
     folder = fresh_folder(config)
@@ -118,7 +118,7 @@ def _own_agent(leading: Leading, stack: contextlib.ExitStack) -> subprocess.Pope
     host = leading.host if is_loopback(leading.host) else LOOPBACK
     agent = subprocess.Popen(
         [sys.executable, "-P", "-m", "dilatant", "agent", "--coordinator", f"{host}:{leading.port}"],
-        start_new_session=True,  # Ctrl-C is for this process, which asks all to end
+        start_new_session=True,  # Ctrl-C goes to this process, which makes all ranks end
     )
 
     def close() -> None:

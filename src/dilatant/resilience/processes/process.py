@@ -23,20 +23,20 @@ TOO_FEW_EXIT_CODE = 75
 """EX_TEMPFAIL: try again later, with more nodes."""
 ASK = b"?"
 ASK_SECONDS, ANSWER_SECONDS = 5.0, 10.0
-"""How often a child is asked whether it still runs, and the least time that it has to answer."""
+"""Interval of liveness checks of a child, and the minimum time that it has to answer."""
 SUPERSEDED_EXIT_CODE, NO_MAJORITY_EXIT_CODE = 3, 4
-"""Exit codes of coordinators: another one leads; too few members connected to this one."""
+"""Exit codes of coordinators: another one has taken over; too few members connected to this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Configuration of such a process, on its standard input, since command lines are visible to every user.
+    """Configuration of a coordinator or agent, read from standard input, since command lines are visible to every user.
 
     folder: of the coordinator's record and of the agents' descriptions. port: to listen on (0: any); for an agent, that
-    of the coordinator at `host`. token: hexadecimal. node: an agent's name. workers: how many it has. patience_seconds:
-    how long an agent goes on without a coordinator; 0: for ever, since it ends with its parent. job: a coordinator's
-    answer to agents that ask; for an agent, the answer that it got. majority_seconds: for a standby's coordinator, the
-    time within which more than half of the last members must connect before it leads.
+    of the coordinator at `host`. token: hexadecimal. node: an agent's name. workers: number of its workers.
+    patience_seconds: time that an agent continues without a coordinator; 0: no limit, since it ends with its parent.
+    job: a coordinator's answer to `Ask`; for an agent, the answer that it received. majority_seconds: for a standby's
+    coordinator, the time within which more than half of the last members must connect before it takes over.
     """
 
     host: str
@@ -90,10 +90,10 @@ class Child:
         return self.process.poll() is None
 
     def stands_still(self) -> bool:
-        """Return True when the process has owed an answer for ANSWER_SECONDS, or three leases. To be called often.
+        """Return True if a check has been unanswered for ANSWER_SECONDS, or three leases if longer. Call it often.
 
-        It is asked over a private connection: a stopped process keeps its port open, and other clients may crowd the
-        port of a running one.
+        Checks use a private connection: a stopped process keeps its port open, and other clients may crowd the port of
+        a running process.
         """
         now = time.monotonic()
         with suppress(OSError):  # nothing is there, or the process has ended
@@ -128,7 +128,7 @@ def end_with_parent() -> None:
     """End this process when its parent, and so its standard input, has ended; until then echo the parent's queries."""
 
     def watch() -> None:
-        # Not through Python's buffer, whose lock the end of the interpreter would wait for.
+        # Not through Python's buffer: interpreter shutdown would wait for its lock.
         while asked := os.read(0, 1):
             with suppress(OSError):
                 os.write(0, asked)

@@ -1,4 +1,4 @@
-"""Standby leader: takes over from an unresponsive leader with its own coordinator and store, if most members agree."""
+"""Standby leader: takes over from an unresponsive leader with a new coordinator and store, if most members connect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST_SECONDS = 10.0
 
 
 class Standby:
-    """Polls the leader from a thread, and leads when there was no answer for `job.leader_patience_seconds`. host, port:
+    """Polls the leader from a thread, and takes over after `job.leader_patience_seconds` without an answer. host, port:
     of the leader."""
 
     def __init__(self, job: Job, host: str, port: int, token: bytes) -> None:
@@ -37,7 +37,7 @@ class Standby:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop standing by; if this machine leads, wait for the end of the run."""
+        """Stop polling; if this machine has taken over, wait for the end of the run."""
         self._closed.set()
         self._thread.join()
 
@@ -53,7 +53,7 @@ class Standby:
                 spoke = time.monotonic()
 
     def _lead(self) -> None:
-        """Lead until the run ends, another machine leads, or most members fail to connect."""
+        """Coordinate the run until it ends, another machine takes over, or most members fail to connect."""
         assert self._job.next_address is not None
         host, port = self._job.next_address
         host = host if is_loopback(host) else ""

@@ -66,7 +66,7 @@ class Warm(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """The worker is alive."""
+    """Heartbeat: the worker is alive."""
 
 
 _Anything = (
@@ -189,7 +189,7 @@ def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a listening socket. Raises OSError; first retries a port in use, which a dialling agent may have briefly."""
+    """Open a listening socket; retries a port in use, which a connecting agent may hold briefly. Raises OSError."""
     deadline = time.monotonic() + PORT_SECONDS
     while True:
         try:
@@ -202,14 +202,14 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """A message from one of several connections. message: None, once and last, when the connection is closed."""
+    """A message from one of several connections. message: None, as the last message, if the connection is closed."""
 
     link: Link
     message: Any
 
 
 class Connections:
-    """Receives, in one thread, messages from everyone who connects with the token, and from links added.
+    """Receives, in one thread, messages from all peers that connect with the token, and from added links.
 
     No peer can block it: handshakes run in their own thread, and a peer that does not read is disconnected.
     """
@@ -230,7 +230,7 @@ class Connections:
 
     def drop(self, link: Link) -> None:
         """Close a connection without further messages from it; called by the waiting thread."""
-        with contextlib.suppress(KeyError, ValueError):  # twice
+        with contextlib.suppress(KeyError, ValueError):  # dropped twice
             self._selector.unregister(link.socket)
         link.close()
 

@@ -1,4 +1,4 @@
-"""Agent: the node's state machine between coordinator and workers; it reports only what all workers share."""
+"""Agent: the node's state machine between coordinator and workers; it reports only what all workers have reached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fence(Message, frozen=True):
 
 
 class Rebuild(Message, frozen=True):
-    """Join this generation, and answer with `Made`. See `Order`; first_rank: of this node's workers."""
+    """Join this generation, and answer with `Made`. See `Order`; first_rank: rank of this node's first worker."""
 
     generation: int
     members: tuple[str, ...]
@@ -53,7 +53,7 @@ class Apply(Message, frozen=True):
 
 
 class End(Message, frozen=True):
-    """The run is over, or (is_out) goes on without this node."""
+    """The run is over, or (is_out) continues without this node."""
 
     reason: str
     is_out: bool = False
@@ -66,8 +66,8 @@ class SaveAndEnd(Message, frozen=True):
 
 
 class HandOver(Message, frozen=True):
-    """Stop computing, export the step's gradients for the others, who go on without this node as `generation`, and
-    answer with `HandedOver`."""
+    """Stop computing, export the step's gradients for the other nodes, which continue as `generation` without this
+    node, and answer with `HandedOver`."""
 
     generation: int
 
@@ -76,7 +76,7 @@ Command = Fence | Rebuild | Activate | Apply | SaveAndEnd | HandOver | End
 
 
 class Stopped(Message, frozen=True):
-    """A worker has stopped, with `applied` steps in the state of generation `base`. prepared: a step that it could
+    """A worker has stopped; it holds generation `base`'s state after `applied` steps. prepared: a step that it could
     still apply."""
 
     generation: int
@@ -86,7 +86,7 @@ class Stopped(Message, frozen=True):
 
 
 class Made(Message, frozen=True):
-    """A worker has built its part of a generation, whose state has `applied` steps."""
+    """A worker has built its part of a generation and holds its state after `applied` steps."""
 
     generation: int
     applied: int
@@ -101,7 +101,7 @@ class Computing(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """A worker has all gradients of a step. hashes: layer → hash of them."""
+    """A worker has all gradients of a step. hashes: layer → hash of its gradients."""
 
     generation: int
     step: int
@@ -109,7 +109,7 @@ class Prepared(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """A worker cannot go on in this generation. accuses: the node that it waited for. fatal: no worker could go on."""
+    """A worker cannot continue in this generation. accuses: the unresponsive node. fatal: no worker could continue."""
 
     generation: int
     reason: str
@@ -130,14 +130,14 @@ class Died(Message, frozen=True):
 
 
 class Slow(Message, frozen=True):
-    """A worker is `times` slower than others, which is too much; 0: it no longer is."""
+    """A worker is `times` slower than others, which exceeds the limit; 0: it no longer does."""
 
     generation: int
     times: float
 
 
 class HandedOver(Message, frozen=True):
-    """A worker has exported its gradients to this generation, of which it is not a member."""
+    """A worker has exported its gradients for this generation, of which it is not a member."""
 
     generation: int
 
@@ -154,8 +154,8 @@ class _Deadline:
 
 
 class Agent:
-    """Takes orders, workers' events and the time; returns commands for all of its workers. `status` is for the
-    coordinator, repeatedly; `changed` says that it should be sent now.
+    """Receives orders, workers' events and the time; returns commands for all of its workers. `status` is sent to the
+    coordinator repeatedly, and at once if `changed`.
 
     workers: number of workers; they have started, and hold no state.
     """
@@ -195,7 +195,7 @@ class Agent:
         return self._status
 
     def leave(self) -> None:
-        """Announce that this node wants to leave; it leaves when it is told `End`."""
+        """Announce that this node wants to leave; it leaves when the coordinator orders it out."""
         self._set(leaving=True)
 
     def obey(self, order: Order, now: float) -> list[Command]:
@@ -267,7 +267,7 @@ class Agent:
             if not own.done and not self.ended and not own.failed:
                 self._set(failed=event.reason)
         elif event.generation != own.generation:
-            pass  # it has not seen the fence yet
+            pass  # sent before the worker received the fence
         elif isinstance(event, Broken):
             if event.fatal:
                 self._set(fatal=event.reason)
@@ -325,8 +325,8 @@ class Agent:
                 return
 
     def _fence_deadline(self, now: float) -> float:
-        """Return the deadline for workers to stop. A worker that builds, or reads weights, notices a fence only between
-        two operations, and so does a second fence during the first."""
+        """Return the deadline for workers to stop. A worker that builds stages or reads weights notices a fence only
+        between two operations; a second fence during the first keeps a later deadline."""
         own, settings = self._status, self.settings
         if own.phase is Phase.REBUILDING:
             return now + max(settings.fence_seconds, settings.build_seconds)
@@ -341,7 +341,7 @@ class Agent:
             self._prepared.clear()
             unsaid = self.changed
             self._set(applied=order.committed, prepared=None, hashes={})
-            # The coordinator decided this and can wait: the next status has it, with the next step at the latest.
+            # The coordinator decided this, so it need not be sent now: the next status, one step later, has it.
             self.changed = unsaid
             return [Apply(own.generation, order.committed - 1)]
         return []
@@ -359,7 +359,7 @@ class Agent:
             return
         stopped = [each for each in answers if isinstance(each, Stopped)]
         base = max(each.base for each in stopped)
-        # All were prepared before any was told to apply, so a worker that has not applied yet still can.
+        # All were prepared before any received `Apply`, so a worker that has not applied yet still can.
         applied = max(each.applied for each in stopped if each.base == base) if base != NO_STATE else 0
         prepared = applied if all(each.prepared == each.applied == applied for each in stopped) else None
         hashes = self._status.hashes if prepared == self._status.prepared else {}

@@ -6,7 +6,7 @@ from dilatant.resilience.protocol.values import Record, Status
 
 
 class Candidate:
-    """Counts the members of `record` (the last coordinator's) that connect here because no other one answers.
+    """Counts the members in `record` (the last coordinator's) that connect here, since no other coordinator answers.
 
     A member belongs to one coordinator at a time, so at most one coordinator can have a majority.
     """
@@ -16,7 +16,7 @@ class Candidate:
         self._here: set[str] = set()
 
     def hear(self, status: Status) -> None:
-        """Count the node of a status; one that has failed counts, too, since no other coordinator leads it."""
+        """Count the node of a status, even one that has failed, since it has no other coordinator."""
         if status.node in self.record.members:
             self._here.add(status.node)
 

@@ -25,10 +25,10 @@ STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
 
 
 class Coordinator:
-    """Takes statuses, lost connections and the time; returns effects, to be carried out in order.
+    """Receives statuses, lost connections and the time; returns effects, to be carried out in order.
 
-    saved: the predecessor's record, if there was one. Call `start` first. No method raises for a bad status: one that
-    makes no sense is outdated.
+    saved: the predecessor's record, if there was one. Call `start` first. No method raises for a nonsensical status,
+    which must be outdated.
     """
 
     def __init__(self, settings: Settings, saved: Record | None, now: float) -> None:
@@ -46,7 +46,7 @@ class Coordinator:
         self.reason = ""
         self.statuses: dict[str, Status] = {}
         self._returned = bool(before.members)
-        self._doubts = self._returned  # the predecessor may have had doubts
+        self._doubts = self._returned  # the predecessor may have seen unequal gradients
         self._since = now
         self._heard: dict[str, float] = {}
         self._gone: set[str] = set()
@@ -163,7 +163,7 @@ class Coordinator:
         return []
 
     def _begin(self, now: float) -> list[Effect]:
-        """Begin the run; after a coordinator's restart, go on if all members still run, else with those present."""
+        """Begin the run; after a coordinator's restart, continue if all members still run, else with those present."""
         if not self._returned:
             enough = len(self.newcomers) >= self.settings.initial
             return self._new_generation([], "the run begins", now) if enough else []
@@ -180,7 +180,7 @@ class Coordinator:
         return self._new_generation([s.node for s in own], "the coordinator is back", now)
 
     def _while_running(self, own: list[Status], now: float) -> list[Effect]:
-        """Commit the step that all have prepared; no node computes at that moment, so others may join and leave."""
+        """Commit the step that all have prepared; no node computes at that moment, so nodes may join and leave."""
         if not all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
             return []
         if all(s.done for s in own):
@@ -214,7 +214,7 @@ class Coordinator:
         return self._without(leaving, "; ".join(why), now)
 
     def _cut_short(self, leaving: set[str], now: float) -> list[Effect]:
-        """Go on without nodes that cannot wait for the end of the step, once they have exported their part of it."""
+        """Continue without nodes that cannot wait for the end of the step, once they have exported their gradients."""
         self._giving |= leaving
         reason = "; ".join(f"{node} leaves before the end of the step" for node in sorted(leaving))
         return self._new_generation([n for n in self.members if n not in leaving], reason, now)
@@ -229,7 +229,7 @@ class Coordinator:
         return newcomers if now - self._newcomer_since >= self.settings.join_seconds else []
 
     def _without(self, gone: Iterable[str], reason: str, now: float) -> list[Effect]:
-        """Drop the nodes `gone`; if they were members or are none (nobody to blame), form a new generation."""
+        """Drop the nodes `gone`; form a new generation if `gone` contains a member or is empty (no node to blame)."""
         gone = set(gone)
         awaited = gone & self._giving
         self._gone |= gone
@@ -250,7 +250,7 @@ class Coordinator:
         return out + self._new_generation([n for n in self.members if n not in gone], reason, now)
 
     def _new_generation(self, survivors: list[str], reason: str, now: float) -> list[Effect]:
-        """Form a generation of the survivors and of all newcomers, since everybody has to stop anyway."""
+        """Form a generation of the survivors and of all newcomers, since all nodes have to stop anyway."""
         members = [*survivors, *self.newcomers]
         if not members:
             return self.stop(self.ending or self._too_few(0, reason), now)
@@ -269,11 +269,11 @@ class Coordinator:
         return f"{left} {TOO_FEW} {self.settings.fewest} that are needed ({reason})"
 
     def _rebuild(self, own: list[Status], now: float) -> list[Effect]:
-        """Decide the state to go on from, once all members have stopped and reported what they hold.
+        """Decide the state to continue from, once all members have stopped and reported what they hold.
 
-        The newest generation that any node ran counts: all its members were ready for it, so they hold its state, even
-        those who never learned that it ran. A step counts as committed if any node applied it, or if all remaining
-        nodes have all its gradients, which holds for every step that was committed here.
+        This is the state of the newest generation that any node ran: all its members were ready for it, so they hold
+        its state, even those that never learned that it ran. A step is treated as committed if any node applied it, or
+        if all remaining nodes have all its gradients, which is true of every step that was committed here.
         """
         base = max(s.base for s in own)
         holders = [s for s in own if s.base == base != NO_STATE]
@@ -287,7 +287,7 @@ class Coordinator:
         return self._orders()
 
     def _not_heeding(self) -> list[str]:
-        """Return the members whose agents have not acknowledged the last order, which they do at once."""
+        """Return the members whose agents have not acknowledged the last order, which a working agent does at once."""
 
         def heeds(s: Status) -> bool:
             if self.task is Task.RUN:
@@ -300,7 +300,7 @@ class Coordinator:
         return [node for node in self.members if node not in own]
 
     def _is_quiet(self, status: Status) -> bool:
-        """Return True if a status can only complete the step, together with those of all other nodes."""
+        """Return True if a status can have no other effect than to complete the step, with those of all other nodes."""
         return (
             self.task is Task.RUN
             and (status.generation, status.phase) == (self.generation, Phase.RUNNING)
@@ -321,9 +321,9 @@ class Coordinator:
         return self._orders()
 
     def _blame(self, broken: list[Status], now: float) -> set[str] | None:
-        """Return the nodes to drop; none at first, since a network may have failed briefly. None: wait.
+        """Return the nodes to drop, at first an empty set, since a network may have failed briefly; None means wait.
 
-        A node that most of the others accuse is cut off from them, or hangs.
+        A node that most of the others report as unresponsive is cut off from them or hangs, and is dropped.
         """
         votes = Counter(s.accuses for s in broken if s.accuses in self.members and s.accuses != s.node)
         others = len(self.members) - 1
@@ -332,7 +332,7 @@ class Coordinator:
                 return {node}
         if not any(s.broken for s in broken):
             return None
-        if votes and len(broken) < len(self.members):  # the others may say more
+        if votes and len(broken) < len(self.members):  # wait for reports of the others
             self._accused_since = now if self._accused_since is None else self._accused_since
             if now - self._accused_since < self.settings.accuse_seconds:
                 return None

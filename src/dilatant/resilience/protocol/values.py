@@ -13,26 +13,26 @@ NO_STATE = -1
 
 
 ASKED = "it was asked to stop"
-"""Reason to save and end a run that was asked to stop."""
+"""Reason to save and end a run after a stop request."""
 FINISHED = "finished"
 """Reason to stop a run whose nodes have all finished."""
 TOO_FEW = "nodes are left of the"
 """Part of the reason to stop a run that has too few nodes."""
 DRAIN_SHARE = 0.75
-"""Share of a leaving node's time that it waits for the end of the step. The rest is for exporting gradients."""
+"""Fraction of a leaving node's time for which it waits for the end of the step; the rest is for exporting gradients."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of messages: on the wire a message is its type name and its fields in order, each checked when it is read.
 
-    Structs, not dataclasses: they are created and changed in a tenth of the time, and steps wait for some of them.
+    Structs, not dataclasses: creating and changing them takes a tenth of the time, and steps wait for some messages.
     """
 
 
 class Phase(StrEnum):
-    """The phase of a node in its generation. fresh: in none. fencing: its workers are being stopped. fenced: they have
-    stopped. rebuilding: they open groups and copy state. ready: they hold all they need. running: they train. giving:
-    the node must leave before the end of the step, and exports its gradients. given: it has."""
+    """The phase of a node in its generation. fresh: it has none. fencing: its workers are being stopped. fenced: they
+    have stopped. rebuilding: they open groups and copy state. ready: they hold all state. running: they train. giving:
+    the node must leave before the end of the step, and exports its gradients. given: it has exported them."""
 
     FRESH = "fresh"
     FENCING = "fencing"
@@ -46,7 +46,7 @@ class Phase(StrEnum):
 
 class Task(StrEnum):
     """The coordinator's order to the nodes of a generation. give: this node is no longer a member, and must export its
-    gradients of the step. out: this node is not a member, and must start anew. stop: the run is over."""
+    gradients of the step. out: this node is not a member, and must rejoin under a new name. stop: the run is over."""
 
     WAIT = "wait"
     FENCE = "fence"
@@ -58,16 +58,16 @@ class Task(StrEnum):
 
 
 class Status(Message, frozen=True):
-    """Everything that the coordinator knows of a node.
+    """A node's report, the coordinator's only information about the node.
 
-    node: a name that no other process ever has, nor this one after a restart. serial: grows with every change.
-    generation: the latest that it obeys. base: the generation whose state its workers hold, and applied: the number of
-    steps in that state. ready_at: the steps in the state that it has prepared for `generation`; it holds both states
-    until it runs. prepared: the number of the step of which all its workers have the gradients; hashes: layer → hash of
-    these gradients. accuses: the unresponsive node that its workers wait for. broken: why they cannot go on in this
-    generation. failed: why this node cannot go on at all. fatal: why no node can (a mistake of the user). leaving: it
-    leaves at the end of the step; overdue: it cannot wait for that any longer. slow: how many times slower than others
-    it is, if that is too much.
+    node: a unique name, changed at every restart. serial: increases with every change. generation: the latest whose
+    orders it obeys. base: the generation whose state its workers hold; applied: number of steps in that state.
+    ready_at: number of steps in the state that it has built for `generation`; it holds both states until it runs.
+    prepared: the step of which all its workers have the gradients; hashes: layer → hash of these gradients. accuses:
+    the unresponsive node that its workers wait for. broken: why they cannot continue in this generation. failed: why
+    this node cannot continue at all. fatal: why no node can (a mistake of the user). leaving: it leaves at the end of
+    the step; overdue: it cannot wait for that any longer. slow: how many times slower than others it is, if above the
+    limit.
     """
 
     node: str
@@ -91,13 +91,13 @@ class Status(Message, frozen=True):
 
 
 class Order(Message, frozen=True):
-    """Everything that a node needs to know. term, serial: a later order has a greater pair.
+    """The coordinator's instructions to a node. term, serial: a later order has a greater pair.
 
-    members: of a generation to be rebuilt, in rank order, with those that ran before first; workers: of each member.
-    Other orders, one per step and node, leave both out. base, committed: the state to go on from: the generation that
-    ran it, and its number of steps. In a running generation `committed` grows as steps are committed, and a node that
-    has prepared the last one applies it. ending: why all are to save and end. doubted: replicas had different gradients
-    in the current step, so that none of them may be reused.
+    members: of a generation to be rebuilt, in rank order, previous members first; workers: number of workers of each
+    member. Other orders, one per step and node, omit both. base, committed: the state to continue from: its generation
+    and its number of steps. In a running generation `committed` grows as steps are committed, and a node that has
+    prepared the last one applies it. ending: why all must save and end. doubted: replicas had different gradients in
+    the current step, so that no gradient may be reused.
     """
 
     node: str
@@ -116,8 +116,8 @@ class Order(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The coordinator's state on disk, written before it tells anybody. term: grows with every coordinator that takes
-    over. ending: why all save and end; stopped: why they have."""
+    """The coordinator's state on disk, written before orders that depend on it. term: grows with every coordinator that
+    takes over. ending: why all save and end; stopped: why they have ended."""
 
     term: int = 0
     generation: int = 0
@@ -141,12 +141,13 @@ class Settings:
     """Time limits and sizes of the protocol.
 
     lease_seconds: a node without a message for longer is lost. fence_seconds: limit for workers to stop; build_seconds:
-    the limit, if longer, while they are made ready for a generation. join_seconds: wait for more newcomers after the
-    first. return_seconds: limit for members to return to a restarted coordinator. initial: nodes to begin with. fewest:
-    with fewer all save and the run ends. attempts: generations in a row without a step before a node is blamed; after
-    twice as many the run stops. drain_seconds: time of a leaving node: it waits `DRAIN_SHARE` of it for the step to end
-    and exports its gradients in the rest; then the others go on. accuse_seconds: after a first accusation, time for
-    others to accuse. leader_seconds: least silence before a standby takes over; the coordinator is restarted meanwhile.
+    the limit, if longer, while they build a generation. join_seconds: wait for more newcomers after the first.
+    return_seconds: limit for members to return to a restarted coordinator. initial: nodes to begin with. fewest: with
+    fewer nodes the run is saved and ends. attempts: generations in a row without a step before a node is blamed; after
+    twice as many the run stops. drain_seconds: time limit of a leaving node: it waits `DRAIN_SHARE` of it for the step
+    to end and exports its gradients in the rest; then the others continue. accuse_seconds: time for further reports of
+    an unresponsive node. leader_seconds: minimum time without an answer before a standby takes over; the coordinator is
+    restarted meanwhile.
     """
 
     lease_seconds: float = 3.0

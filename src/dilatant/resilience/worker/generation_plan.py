@@ -20,11 +20,11 @@ from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
 from dilatant.training.prepare import Prepared, with_costs
 
 LOOK = timedelta(seconds=0.2)
-"""How long a rank waits for the plan before it checks again whether its generation has ended."""
+"""Interval at which a rank that waits for the plan checks if its generation has ended."""
 
 
 class GenerationPlans:
-    """Plans the generations of a run. initial: the run's first plan, which later ones follow where they can."""
+    """Plans the generations of a run. initial: the run's first plan, which later plans keep to if possible."""
 
     def __init__(self, config: Config, prepared: Prepared, initial: TrainingPlan) -> None:
         self._config = config

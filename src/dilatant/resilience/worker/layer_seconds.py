@@ -1,4 +1,4 @@
-"""Layer times of a run, by the costs that the run uses; pipeline templates are made from them."""
+"""Layer times by the costs that a run uses, from which pipeline templates are planned."""
 
 from __future__ import annotations
 

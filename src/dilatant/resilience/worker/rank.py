@@ -44,7 +44,7 @@ from dilatant.training.trainer import Trainer
 STORE_SECONDS = 30.0
 """Timeout for connecting to a store that was reachable a moment ago."""
 LATER_SECONDS = 1.0
-"""Delay after a generation begins before non-urgent work starts, so that nobody waits for it."""
+"""Delay after a generation begins before non-urgent work starts, so that no rank waits for it."""
 FOLDER = "resilience"
 _BEGUN = "resilience/begun"
 """Key in the run's store, set once the run has its own folder."""
@@ -52,7 +52,7 @@ _BEGUN = "resilience/begun"
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker's place at its agent. index: among its node's workers. store_at: the store's address, for a worker that
+    """A worker's connection to its agent. index: among its node's workers. store_at: the store's address, if the worker
     is not connected yet (the leader may have changed); on_one_machine: all ranks of the store are on this machine."""
 
     node: str
@@ -84,7 +84,7 @@ def train_rank_resiliently(
 def train_seat(
     worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
 ) -> RunResult | None:
-    """Run one worker's part of a run, whichever rank it has at the time; None if the run goes on without it.
+    """Run one worker, whose rank may change between generations; returns None if the run continues without it.
 
     Raises errors that stop the run for all workers, and RunEnded when there are too few nodes.
     """
@@ -218,7 +218,7 @@ class _Rank:
         else:
             order = self._link.await_rebuild(held.generation, held.trainer.step, held.trainer.voted_step)
         if self._pending is not None and self._pending.generation == order.base:
-            self._activate(self._pending)  # other nodes were told to run it
+            self._activate(self._pending)  # other nodes were ordered to run it
         self._pending = None
         held = self._held
         self._follow_store(held)
@@ -232,7 +232,7 @@ class _Rank:
         return self._worker.store
 
     def _follow_store(self, held: Held | None) -> None:
-        """Connect to the current leader's store, and publish there what the next generation is planned from. Raises
+        """Connect to the current leader's store, and publish the plan there for planning the next generation. Raises
         RunEnded where the store cannot be reached: that ends this node only."""
         at = self._link.store_at or self._seat.store_at
         if at is None or at == self._store_at:
@@ -311,8 +311,8 @@ class _Rank:
         self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
     ) -> Trainer:
         """Build a trainer. If this rank's part is unchanged, it reuses the last trainer's model, whose weights stay
-        untouched until all ranks are ready; otherwise it uses another copy, and the last trainer keeps its memory until
-        then."""
+        untouched until all ranks are ready; otherwise it uses another copy, and the last trainer's memory is not freed
+        until then."""
         self._is_joining = True
         if self._link.is_fenced:
             raise Fenced
@@ -368,8 +368,8 @@ class _Rank:
         return self._folder.path / FOLDER / "handed_over"
 
     def _hand_over(self) -> None:
-        """Export this rank's gradients of the unfinished step, since the run goes on without it. A failure here costs
-        the others only these gradients."""
+        """Export this rank's gradients of the unfinished step, since the run continues without this rank. After a
+        failure here, the others only lack these gradients."""
         held = self._held
         if held is not None and self._config.resilience.salvage:
             try:
@@ -394,7 +394,7 @@ class _Rank:
     def _unblock(self, generation: int) -> None:
         """Interrupt everything that waits for other ranks in this generation; called by the link's thread."""
         is_joining = self._is_joining  # read before `_opened`: joining turns into open communication
-        for comm in tuple(self._opened):  # in threads of their own: the link must go on receiving
+        for comm in tuple(self._opened):  # in separate threads: the link must continue to receive
             end = partial(comm.abort, "this generation is over", tell_others=False)
             threading.Thread(target=end, name="dilatant-end", daemon=True).start()
         if is_joining:
@@ -402,7 +402,7 @@ class _Rank:
                 end_generation(store, generation, self._rank, "this generation is over")
 
     def _explain(self, error: Exception) -> None:
-        """Report why this rank cannot go on, unless its generation is over already."""
+        """Report why this rank cannot continue, unless its generation is over already."""
         if self._link.is_fenced:
             return
         if isinstance(error, UserError):

@@ -27,14 +27,14 @@ def replan(
 ) -> Plan:
     """Return the plan for the ranks that are present now.
 
-    anchor: the unit whose ranks host other units that have lost too many of their own. survivors: old rank → new rank;
-    joined: new ranks that held nothing. Every new rank is used, with as many replicas as `fault_tolerance` asks for and
-    ranks allow. num_microbatches: of a step, over all replicas.
-    layer_seconds: unit → forward plus backward of each layer for a microbatch; by default all layers count alike.
+    anchor: the unit whose ranks also run units that have lost too many of their own ranks. survivors: old rank → new
+    rank; joined: new ranks without state. Every new rank is used, with as many replicas as `fault_tolerance` requires
+    and ranks allow. num_microbatches: of a step, over all replicas.
+    layer_seconds: unit → forward plus backward of each layer for a microbatch; by default equal for all layers.
 
-    Each unit with its own ranks is reinstantiated separately (Oobleck thesis, 2.5.1). Units on another unit's ranks
-    follow that unit, and so does a unit whose own ranks make too few replicas. A replica that lost no rank is
-    unchanged. Where units share ranks in other ways, or nothing fits, all units are placed on all ranks.
+    Each unit with its own ranks is reinstantiated separately (Oobleck thesis, 2.5.1). Units on another unit's ranks are
+    placed like that unit, and so is a unit whose own ranks form too few replicas. A replica that lost no rank is
+    unchanged. If units share ranks in any other layout, or nothing fits, all units are placed on all ranks.
     """
     seconds = layer_seconds or {unit.name: [1.0] * unit.replicas[0].stages[-1].end for unit in plan.units}
     try:
@@ -91,7 +91,7 @@ def _reinstantiated(
 
 
 def _hosts(plan: Plan, anchor: str) -> dict[str, str | None]:
-    """Return unit → the unit on whose ranks it runs, None for its own. Raises PlanError for other ways of sharing."""
+    """Return unit → the unit on whose ranks it runs, None if it has its own. Raises PlanError for other layouts."""
     ranks = {
         unit.name: {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
         for unit in plan.units
@@ -107,7 +107,7 @@ def _hosts(plan: Plan, anchor: str) -> dict[str, str | None]:
 
 
 def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[Group]]:
-    """Return, for every replica, the rank groups that lost nobody, as new ranks, in pipeline order."""
+    """Return, for every replica, the groups without lost ranks, as new ranks, in pipeline order."""
     return [
         [
             tuple(survivors[rank] for rank in group)
@@ -119,8 +119,8 @@ def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[Group]]:
 
 
 def _lacks_copies(unit: UnitPlan, alive: list[list[Group]], joined: int, fault_tolerance: int) -> bool:
-    """Return True if the unit's own ranks, at one group a replica, make fewer replicas than it had and than are
-    required: the next failure might hit the last one. On the ranks of another unit it has as many as that unit."""
+    """Return True if the unit's own ranks, with one group per replica, form fewer replicas than before and than
+    required: the next failure might hit the last one. On another unit's ranks it has as many replicas as that unit."""
     left = sum(map(len, alive))
     stage = unit.replicas[0].stages[0]
     return not left or left + joined // (stage.tp * stage.cp) < min(len(unit.replicas), fault_tolerance + 1)
@@ -133,8 +133,8 @@ def _groups(replica: Replica) -> list[Group]:
 def _share_out(
     plan: Plan, owners: Sequence[str], alive: Mapping[str, list[list[Group]]], free: list[int], anchor: str
 ) -> dict[str, list[Group]]:
-    """Assign free ranks in groups, first to units that lost some, then to the one that hosts others. Raises PlanError
-    where they do not fill whole groups."""
+    """Assign free ranks in groups, first to units that lost ranks, then to the unit that hosts others. Raises PlanError
+    if the ranks do not fill whole groups."""
     given: dict[str, list[Group]] = {name: [] for name in owners}
     wants = []
     for name in owners:
@@ -264,7 +264,7 @@ def _renamed(replica: Replica, survivors: Mapping[int, int]) -> Replica:
 
 
 def _together(plan: Plan, anchor: str, size: int, fault_tolerance: int) -> Plan:
-    """Place all units on all ranks: with the required number of replicas if it divides the ranks, else one a rank."""
+    """Place all units on all ranks: with the required number of replicas if it divides the ranks, else one per rank."""
     layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
     feeds = {unit.name: unit.feeds for unit in plan.units}
     replicas = fault_tolerance + 1

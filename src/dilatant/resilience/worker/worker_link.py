@@ -31,7 +31,7 @@ from dilatant.resilience.protocol.agent import (
 )
 
 SOON_BEATS = 2
-"""A step whose time limit is at most this many beats is announced at once, not with the next beat."""
+"""A step whose time limit is at most this many heartbeats is announced at once, not with the next heartbeat."""
 
 
 class Fenced(Exception):
@@ -44,10 +44,10 @@ class RunEnded(Exception):
 
 class WorkerLink:
     """A worker's connection to its agent, used by one thread. A reader thread calls `on_fence` with the generation that
-    is over, and `on_ending` when all ranks are to save and end. `await_rebuild` calls `on_hand_over` when the run goes
-    on without this worker, to export its part of the step.
+    is over, and `on_ending` when all ranks are to save and end. `await_rebuild` calls `on_hand_over` when the run
+    continues without this worker, to export its part of the step.
 
-    A worker without its agent ends at once: it would get no more commands, and the others go on without it.
+    A worker without its agent exits at once: it would get no more commands, and the others continue without it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WorkerLink:
         threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
 
     def warm(self) -> None:
-        """Report that this worker can join a generation; from now on missing beats count as a failure."""
+        """Report that this worker can join a generation; from now on missing heartbeats are treated as a failure."""
         self._send(Warm())
         threading.Thread(target=self._beat, name="dilatant-beat", daemon=True).start()
 
@@ -113,8 +113,8 @@ class WorkerLink:
         self._await(Activate)
 
     def begin(self, step: int, limit_seconds: float) -> None:
-        """Report that this worker begins to compute a step, with a time limit after which the others should know. A
-        long limit is reported with the next beat only: most steps are over by then and cost no message."""
+        """Report that this worker begins to compute a step, with a time limit after which it is considered hung. A long
+        limit is reported only with the next heartbeat: most steps are over by then and cost no message."""
         computing = Computing(self._generation, step, limit_seconds)
         if limit_seconds > SOON_BEATS * self._beat_seconds:
             self._unsaid = computing, time.monotonic()
@@ -127,11 +127,11 @@ class WorkerLink:
         self._send(Prepared(self._generation, step, hashes))
 
     def await_commit(self) -> None:
-        """Return when the proposed step is committed. Raises Fenced when it is unknown whether it is, or RunEnded."""
+        """Return when the proposed step is committed. Raises Fenced if the outcome is unknown, or RunEnded."""
         self._await(Apply)
 
     def slow(self, times: float) -> None:
-        """Report that this worker is `times` slower than the others, which is too much; 0: no longer."""
+        """Report that this worker is `times` slower than the others, which exceeds the limit; 0: no longer."""
         self._send(Slow(self._generation, times))
 
     def await_end(self) -> None:
@@ -143,7 +143,7 @@ class WorkerLink:
             return
 
     def broken(self, reason: str, fatal: bool = False, accuses: str | None = None) -> None:
-        """Report that this worker cannot go on in its generation; fatal: no worker could. accuses: the unresponsive
+        """Report that this worker cannot continue in its generation; fatal: no worker could. accuses: the unresponsive
         node that it waited for."""
         self._send(Broken(self._generation, reason[:2000], accuses, fatal))
 
@@ -182,7 +182,7 @@ class WorkerLink:
                 os._exit(1)
 
     def _beat(self) -> None:
-        """Send beats; a process that is stopped, or whose interpreter is blocked, sends none."""
+        """Send heartbeats; a process that is stopped, or whose interpreter is blocked, sends none."""
         said: tuple[Computing, float] | None = None
         while True:
             time.sleep(self._beat_seconds)

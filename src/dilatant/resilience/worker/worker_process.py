@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Train until the run is over, or goes on without this node."""
+    """Train until the run is over, or continues without this node."""
     for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals all; the agent decides what follows
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerStart)
