@@ -61,8 +61,8 @@ class Runtime:
     microbatching: settings for planning a step. costs: stage costs for assigning samples and predicting step times, on
     all ranks those of rank 0; None: token counts. correct_costs: correct the costs by measurements during the run.
     keeps_gradients: keep each rank's own gradients until `forget`, so that they survive the loss of other ranks.
-    exact: make sums over samples bit-identical under all plans with equal ranks per stage; needs microbatches of one
-    sample (`Microbatching.alone`).
+    exact: make sums over samples bit-identical under all plans with equally many ranks per stage; needs microbatches of
+    one sample (`Microbatching.alone`).
     check_transport: check with a header that both ends agree on every message. owns_comm: `close` closes `comm`, too.
     num_sources: number of data sets; with several, the loss is also reported by data set.
     begins_alike: check that replicas have equal weights, and use the costs of rank 0. False: weights are filled in
@@ -294,8 +294,7 @@ class Runtime:
         """Return sample number → predictions for the samples whose last language-model stage is on this rank; called by
         all ranks.
 
-        step: the result of `plan_step` with `forwards` for these samples; planned here by default. Raises like
-        `execute`.
+        step: the result of `plan_step` with `forwards` for these samples, by default planned here. See `execute`.
         """
         with self._telling_others():
             step = step or self.plan_step(samples, forwards=True)

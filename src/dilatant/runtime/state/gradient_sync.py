@@ -223,8 +223,8 @@ class GradientSync:
         self._cross()
 
     def _crosses_before(self, share: BucketShare) -> bool:
-        """Return True if the group of this bucket must first start the sum of an earlier bucket across nodes: its order
-        must be equal on all ranks, but when that sum can start is known only within each node."""
+        """Return True if the group of this bucket must first sum an earlier bucket across nodes. A group needs the same
+        order on all ranks, but only each node knows when its own sum is complete."""
         waiting = (one for one in self._started[self._crossed :] if one.across)
         return not _is_scattered(share) and any(one.share.alike == _ranks_of(share) for one in waiting)
 
@@ -309,8 +309,7 @@ def _ranks_of(share: BucketShare) -> tuple[int, ...]:
 
 
 def _own_part(under_way: _Sum) -> Tensor:
-    """Return this rank's shard, perhaps padded, and the use counts of all cells, copied so that the bucket can be
-    freed."""
+    """Return this rank's shard, perhaps padded, and all cells' use counts, as a copy that lets the bucket be freed."""
     share, numbers = under_way.share, under_way.numbers
     if not share.is_divided:
         return numbers
