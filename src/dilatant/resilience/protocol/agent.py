@@ -341,7 +341,7 @@ class Agent:
             self._prepared.clear()
             unsaid = self.changed
             self._set(applied=order.committed, prepared=None, hashes={})
-            # The coordinator decided this, so it need not be sent now: the next status, one step later, has it.
+            # The coordinator decided this, so it can wait: the next status, one step later, has it.
             self.changed = unsaid
             return [Apply(own.generation, order.committed - 1)]
         return []

@@ -142,12 +142,11 @@ class Settings:
 
     lease_seconds: a node without a message for longer is lost. fence_seconds: limit for workers to stop; build_seconds:
     the limit, if longer, while they build a generation. join_seconds: wait for more newcomers after the first.
-    return_seconds: limit for members to return to a restarted coordinator. initial: nodes to begin with. fewest: with
-    fewer nodes the run is saved and ends. attempts: generations in a row without a step before a node is blamed; after
-    twice as many the run stops. drain_seconds: time limit of a leaving node: it waits `DRAIN_SHARE` of it for the step
-    to end and exports its gradients in the rest; then the others continue. accuse_seconds: time for further reports of
-    an unresponsive node. leader_seconds: minimum time without an answer before a standby takes over; the coordinator is
-    restarted meanwhile.
+    return_seconds: limit for members to return to a restarted coordinator. initial: nodes at the start. fewest: with
+    fewer the run is saved and ends. attempts: generations in a row without a step before a node is blamed; after twice
+    as many, the run stops. drain_seconds: time of a leaving node: it waits `DRAIN_SHARE` of it for the step to end and
+    exports its gradients in the rest; then the others continue. accuse_seconds: time for more reports of an
+    unresponsive node. leader_seconds: least time without an answer before a standby takes over (time for a restart).
     """
 
     lease_seconds: float = 3.0
