@@ -24,12 +24,12 @@ MAX_TAG = 1 << 20
 """Upper bound (exclusive) of the tags of transfers."""
 ABORT_SECONDS = 5.0
 _EDGE_CTAS = 4
-"""Most CTAs of a transfer on an edge: a receive that waits occupies GPU multiprocessors."""
+"""Maximum CTAs of a transfer on an edge, since a waiting receive occupies GPU multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One communicator. store: used for its rendezvous, must live as long. rank: this rank's index in the group."""
+    """One communicator. store: of its rendezvous, must live as long as it. rank: this rank's index in the group."""
 
     handle: Any
     store: Store
@@ -141,8 +141,8 @@ def _abort_nccl(backends: Sequence[Backend]) -> None:
 
 def _abort_gloo(backend: Backend) -> None:
     """Abort a Gloo communicator. Gloo's own abort does nothing (pytorch #130345), but an operation that times out
-    closes all connections of its group: so wait one millisecond for a message that nobody sends. From a dead peer
-    that receive fails at once and closes nothing; then try the next peer."""
+    closes all connections of its group: so wait one millisecond for a message that no rank sends. A receive from a dead
+    peer fails at once and closes nothing; then try the next peer."""
     for distance in range(1, backend.size):
         peer = (backend.rank + distance) % backend.size
         try:

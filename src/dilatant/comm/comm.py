@@ -29,8 +29,8 @@ class Comm:
     """One rank's communication in one generation, until `close()`.
 
     store: shared by all ranks, best hosted by a process that is no rank; None for a single rank, which opens no socket
-    and starts no thread. A rank that fails calls `abort`; a watchdog thread in every other rank then aborts what that
-    rank is blocked in. `device` selects the backend of groups (NCCL for CUDA, else Gloo); `world` is always Gloo, for
+    and starts no thread. A rank that fails calls `abort`; a watchdog thread in every other rank then aborts that rank's
+    blocked operations. `device` selects the backend of groups (NCCL for CUDA, else Gloo); `world` is always Gloo, for
     CPU tensors. Ranks may join one generation repeatedly, also after a failure; attempts never share messages.
 
     Raises CommAborted or CommTimeout.
@@ -126,7 +126,7 @@ class Comm:
     def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
         """Return the group called `name`. Its members, which must pass equal ranks, create it at the first call.
 
-        A group of one rank is legal and communicates with nobody.
+        A group of one rank is legal and does not communicate.
         """
         known = self._groups.get(name)
         if known is None:
@@ -331,7 +331,7 @@ class Comm:
         return f"is busy in {code.co_qualname} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
     def _describe_others(self) -> tuple[str, list[int]]:
-        """After a timeout, find the ranks that do not answer or do not wait themselves. Return (description, ranks)."""
+        """After a timeout, find the ranks that do not answer or do not wait for others. Return (description, ranks)."""
         try:
             with contextlib.closing(self._inbox_store.clone()) as store:
                 inboxes = self._inboxes_of_others(store)

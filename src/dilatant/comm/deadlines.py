@@ -1,8 +1,8 @@
 """Host-side deadlines for device waits: detect transfers that a GPU stream would wait for forever.
 
 On a GPU `Pending.wait` only makes a stream wait, so no host call can time out. Instead the host polls which of the
-awaited transfers have completed. A deadline counts from the last completion, not from the call, because the host may
-enqueue a long step within moments.
+awaited transfers have completed. A timeout starts at the last completion, not at the call, because the host may enqueue
+a long step within moments.
 """
 
 from __future__ import annotations

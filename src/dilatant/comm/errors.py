@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class CommAborted(RuntimeError):
-    """Communication of this generation was aborted; the message says by whom and why."""
+    """Communication of this generation was aborted; the message contains origin and reason."""
 
 
 class CommTimeout(RuntimeError):
-    """A peer did not answer in time; the message says what was awaited, and which ranks are silent or busy.
+    """A peer did not answer in time; the message says what was awaited, and which ranks are unresponsive or busy.
 
-    culprits: these ranks; empty if all ranks answer that they are waiting.
+    culprits: the unresponsive or busy ranks; empty if all ranks answer that they are waiting.
     """
 
     def __init__(self, message: str, culprits: Sequence[int] = ()) -> None:

@@ -37,9 +37,9 @@ NO_GUARD = (
 def warm_up(preload: Sequence[str] = RANK_PRELOAD) -> None:
     """Start the fork server; its imports run in parallel to the caller.
 
-    Signals to the whole process group (Ctrl-C in a terminal, SIGTERM from `timeout` or Slurm) are for the caller: the
-    server and its workers block them. Nothing is imported from the caller's working directory. Raises UserError if no
-    temporary folder has a path short enough for a socket.
+    The server and its workers block signals to the whole process group (Ctrl-C in a terminal, SIGTERM from `timeout` or
+    Slurm), which only the caller handles. Nothing is imported from the caller's working directory. Raises UserError if
+    no temporary folder has a path short enough for a socket.
     """
     require_main_guard()
     main = sys.modules["__main__"]
@@ -81,8 +81,8 @@ def own_folder() -> str | None:
 
 
 def remove_behind_parent(folder: str | None, seconds: float = 1.0) -> None:
-    """In a worker whose parent seems gone: remove the parent's `own_folder`, which a killed parent leaves behind. The
-    folder is kept if the parent still lives after `seconds`, because it may start other workers from there."""
+    """In a worker whose parent seems gone: remove the parent's `own_folder`, which a killed parent leaves behind. If
+    the parent still lives after `seconds`, keep the folder, from which the parent may start other workers."""
     parent = multiprocessing.parent_process()
     if folder is None or parent is None:
         return

@@ -1,7 +1,7 @@
 """All-gather of small values over the ranks' CPU group, with few hops.
 
-Ranks exchange with those 1, 2, ..., 7 places further, then pass on all they have with strides of 8, 64, ...: up to
-eight ranks need one hop, a thousand need four (Bruck et al., 1997, with radix 8). Gloo's own collectives use a ring,
+Ranks exchange with those 1, 2, ..., 7 places further, then forward all collected values with strides of 8, 64, ...: up
+to eight ranks need one hop, a thousand need four (Bruck et al., 1997, with radix 8). Gloo's own collectives use a ring,
 with as many hops as ranks; `benchmarks/agreement.py` measures both.
 """
 

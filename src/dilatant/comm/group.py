@@ -131,8 +131,8 @@ class Group:
     def reduce_scatter(self, output: Tensor, input: Tensor, what: str = "") -> Pending:
         """Fill `output` with this rank's part of the sum of all inputs over the ranks, in group order.
 
-        input: the same number of elements and dtype on every rank; unchanged, unless `output` is this rank's part of
-        it: then its other parts are undefined afterwards. output: same dtype, 1 / ranks of the elements. Raises
+        input: the same number of elements and dtype on every rank; unchanged, unless `output` is a view of this rank's
+        part: the other parts are then undefined afterwards. output: same dtype, 1 / ranks of the elements. Raises
         ValueError.
         """
         self._check_sizes(whole=input, part=output)
@@ -146,7 +146,7 @@ class Group:
             if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
                 work = self._backend.all_reduce(input.view(-1), dist.ReduceOp.SUM)
                 return self._pending(work, what, (output, input))
-            # Gloo has no reduce-scatter of its own, and would send everything everywhere.
+            # Gloo has no native reduce-scatter, and would send everything to all ranks.
             parts = torch.empty_like(input.view(len(self.ranks), -1))
             work = self._backend.all_to_all(parts.view(-1), input.view(-1), [], [])
 

@@ -1,7 +1,7 @@
-"""Launch: run a function on every rank, in own worker processes or as one task of torchrun, Slurm or Kubernetes.
+"""Launch: run a function on every rank, in new worker processes or as one task of torchrun, Slurm or Kubernetes.
 
 The process that starts workers hosts their store and watches them, so it can notify the others when one dies; under an
-outer launcher rank 0 hosts the store. The error reported first is that of the worker that first failed by itself.
+outer launcher rank 0 hosts the store. The error reported first is that of the first worker that failed by itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dilatant.config.errors import UserError
 GRACE_SECONDS = 5.0
 """Time that workers have to exit after one has died or hangs; they have nothing useful left to save."""
 NEWCOMER_SECONDS = 0.2
-"""Interval of looking for ranks to start again."""
+"""Interval of checks for ranks to restart."""
 START_SECONDS = 300.0
 """Default time limit for rank 0 to be reachable."""
 SAVE_SECONDS = 60.0
@@ -52,7 +52,7 @@ SAVE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """This rank's place, passed to the launched function. store: shared by all ranks; None for a single rank."""
+    """Rank and device of this process, for the launched function. store: shared by all ranks; None for one rank."""
 
     rank: int
     size: int
@@ -81,7 +81,7 @@ class WorkerFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Start parameters of a worker. folder: of the launcher, which the worker removes if the launcher was killed."""
+    """Start parameters of a worker. folder: the launcher's, removed by the worker if the launcher was killed."""
 
     rank: int
     size: int
@@ -128,7 +128,7 @@ def launch(
 
 
 Newcomers = Callable[[], Sequence[tuple[int, tuple[Any, ...]]]]
-"""Callback that returns the ranks whose processes ended and shall start again, with the function's arguments."""
+"""Callback that returns the ranks whose processes ended and must restart, with the function's arguments."""
 
 
 def launch_local(
@@ -140,8 +140,8 @@ def launch_local(
 ) -> list[Any]:
     """Like `launch`, but always in `num_workers` new processes (one worker: in this process).
 
-    newcomers: given if the workers handle the loss of a rank themselves. Then only the loss of all ranks is an error,
-    only ranks that finish return results, and this callback is polled for ranks to start again.
+    newcomers: passed if the workers handle the loss of a rank themselves. Then only the loss of all ranks is an error,
+    only ranks that finish return results, and this callback is polled for ranks to restart.
     """
     if num_workers < 1:
         raise UserError(f"cannot start {num_workers} workers")
@@ -207,7 +207,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...]) -> Any:
-    """Run `function` in this process, with failures as `launch` raises them."""
+    """Run `function` in this process; failures are raised in the same form as by `launch`."""
     try:
         return function(worker, *args)
     except UserError:
@@ -335,7 +335,7 @@ def _serve(connection: Connection, start: _Start) -> None:
 
 
 def _end_with_launcher(folder: str | None) -> None:
-    """Exit after the launcher: its end aborts communication, and this ends a rank that does not notice."""
+    """Exit when the launcher has exited, also in a rank that does not notice the abort of communication."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

@@ -41,7 +41,7 @@ def register_inbox(store: Store, generation: int, rank: int, size: int) -> str:
     inbox = f"inbox/{uuid4().hex}"
     keys = ["generation", f"generation/{generation}/inbox/{rank}"]
     store.multi_set(keys, [f"{generation} {size}", inbox])
-    # After registering the inbox: this check finds an announcement that did not find the inbox.
+    # Check after registering the inbox, to find a failure that was announced before.
     failed = f"generation/{generation}/failed"
     if store.check([failed]):
         raise CommAborted(store.get(failed).decode())

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the group of ranks that share the layers of a stage, and its collectives.
+"""Tensor parallelism: the group of ranks that shard the layers of a stage, and its collectives.
 
 If all ranks have the same rows and each computes a shard of the features, `copy` enters such a region (identity in
 forward, all-reduce of gradients in backward) and `sum` leaves it (all-reduce in forward, identity in backward): f and g
@@ -20,7 +20,7 @@ ROWS_OF_PIECE = 512
 
 class TensorGroup:
     """The tensor-parallel ranks of a stage. index: this rank's place among them. rows_of_piece: rows of each rank in
-    one collective when collectives are overlapped with products; None where overlap does not help, as on a CPU, whose
+    one collective when collectives are overlapped with products; None if overlap does not help, as on a CPU, whose
     cores do both."""
 
     def __init__(self, group: Group) -> None:

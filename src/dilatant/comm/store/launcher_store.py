@@ -61,8 +61,8 @@ def _serve(place: Place, token: bytes) -> StoreServer:
 
 
 def _address(place: Place, server: StoreServer | None, timeout_seconds: float) -> tuple[str, int]:
-    """Return the store's host and port; under torchrun read them from the agent's store, which anybody may write: the
-    token protects ours. Raises UserError."""
+    """Return the store's host and port; under torchrun read them from the agent's store, to which any process may
+    write: the token protects the run's store. Raises UserError."""
     if place.hosts_store:
         return LOOPBACK if place.one_machine else place.host, place.port
     key, timeout = f"dilatant/{place.attempt}", timedelta(seconds=timeout_seconds)

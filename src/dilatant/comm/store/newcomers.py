@@ -2,7 +2,7 @@
 
 Imports no torch. Unauthenticated connections cost the server memory for at most `most` challenge answers, and no
 thread. One deadline covers the whole handshake, however many bytes arrive before it. When there are too many, the
-oldest is dropped, never an authenticated one: a holder of the token answers at once, before it is the oldest.
+oldest is dropped, never an authenticated one: a peer with the token answers at once, before it is the oldest.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Newcomers:
             self.drop(newcomer)
 
     def read(self, newcomer: Newcomer) -> Proved | None:
-        """Read what has arrived. Return the connection once it is authenticated; it has then left the selector."""
+        """Read what has arrived. Return the connection once it is authenticated and unregistered."""
         if newcomer not in self._waiting:  # dropped after the selector reported it
             return None
         try:

@@ -85,8 +85,8 @@ def frame_bytes(prefix: bytes) -> int:
 def dial(host: str, port: int, token: bytes, seconds: float) -> tuple[socket.socket, bytes, bytes]:
     """Open an authenticated connection; return it with the random bytes of server and client.
 
-    seconds: limit for all of it. A crowded server may drop a connection before its handshake; the call then retries for
-    up to CROWDED_SECONDS. Raises Refused, ProtocolError or OSError.
+    seconds: limit for the whole call. A crowded server may drop a connection before its handshake; the call then
+    retries for up to CROWDED_SECONDS. Raises Refused, ProtocolError or OSError.
     """
     began = time.monotonic()
     deadline = began + seconds
