@@ -1,4 +1,4 @@
-"""The config: the whole YAML file as a value, read with overrides; unknown keys are refused with the nearest name."""
+"""Config: the whole YAML file as a value, read with overrides; errors for unknown keys suggest the nearest name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Config(Section):
 
     @property
     def row_tokens(self) -> int:
-        """Most tokens of the language model in one microbatch, hence in one sample."""
+        """Maximum number of the language model's tokens in one microbatch, hence in one sample."""
         return self.train.row_tokens or self.data.max_length
 
     def to_yaml(self) -> str:
@@ -132,11 +132,11 @@ def load_config(
     """Read a YAML file and apply `a.b=c` overrides (values are YAML).
 
     Relative paths in the file and in overrides become absolute, so that a run's saved config means the same anywhere.
-    trust_remote_code: whether the user allows code that the file names (`trust_remote_code`, the user's own metrics) to
-    run. Default: yes, unless a run wrote the file, which then may come from another person (see
-    `config/files/trust.py`). A config written by a run gets the folder that contains it as `output_dir`, in which no
-    entry may be a link. from_shell: paths in overrides are relative to the working folder, not to the file. prepare:
-    called with the tree of plain values, to change it before it is checked.
+    trust_remote_code: allow code that the file names (`trust_remote_code`, the user's own metrics) to run. Default:
+    True, unless a run wrote the file, which may then come from another person (see `config/files/trust.py`). A config
+    written by a run gets the folder that contains it as `output_dir`, in which no entry may be a link. from_shell:
+    paths in overrides are relative to the working folder, not to the file. prepare: called with the tree of plain
+    values, to change it before it is checked.
     Raises UserError that lists every problem with its key.
     """
     path, overrides = Path(path), tuple(overrides)
@@ -253,7 +253,7 @@ def _explain(problem: Any) -> str:
 
 
 def _as_list(problem: Any) -> str:
-    """Return the given value, written as the list that it should be."""
+    """Return the user's value, written as the list that is expected."""
     value = problem["input"]
     if value is None:
         return "[] for none"
@@ -318,7 +318,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         return os.path.normpath(base / expand_path(text, base))
 
     def local(text: str | None) -> str | None:
-        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id. To name a
+        # An id that names an existing folder next to the YAML file is that folder, otherwise a hub id. To name a
         # folder that is called like a reserved word, write ./ before it.
         if not text or text in ("auto", "bytes"):
             return text

@@ -38,20 +38,20 @@ class DataSource(Section):
     """The split of a data set on the hub, or of a folder whose files or folders are named after splits. Default:
     `train`; required for a folder of several splits under `data.eval`."""
     media_dir: str | None = None
-    """The folder from which relative paths of media start, relative to the YAML file. Default: the folder of the file
-    that names the media."""
+    """The base folder of relative media paths, itself relative to the YAML file. Default: the folder of the file that
+    names the media."""
     format: Literal["auto", "parquet", "jsonl", "llava", "webdataset", "arrow", "hub"] = "auto"
     """The file format; `auto` detects it from the file."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in the blend, relative to the other weights."""
     limit: int | None = Field(None, gt=0)
-    """Use only the first samples."""
+    """Number of samples to use, from the first on."""
     name: str | None = Field(None, min_length=1)
     """Name of this data set in statistics. Default: the last part of its path or id."""
     prompt: str | None = None
     """The question of a sample that has media and an answer but no question (captions, labels)."""
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Your names of columns: `{question: prompt_text, answer: category}`."""
+    """The names of your columns: `{question: prompt_text, answer: category}`."""
     streaming: bool = False
     """Read a data set on the hub as a stream, without downloading all of it first."""
 
@@ -72,16 +72,16 @@ class DataConfig(Section):
     """Instead of `eval`: hold out samples of each data set of `train`, either a number (1 or more) or a share (below
     1), chosen by the seed. Held-out samples are not trained on."""
     max_samples: int | None = Field(None, gt=0)
-    """Use only the first samples of each data set of `train`, like `limit` for all of them."""
+    """Number of samples to use of each data set of `train`, like a `limit` for all of them."""
     chat_template: str = "auto"
     """`auto` (the tokenizer's template, else `plain`), `plain`, or a file with a Jinja template."""
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
     """The date that a chat template prints (`strftime_now`), as `YYYY-MM-DD`, at midnight. Default: the day on which
     the run starts, which is stored with the run and its checkpoints."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """The tokens that carry loss."""
+    """The tokens for which the loss is computed."""
     max_length: int = Field(2048, gt=0)
-    """Most tokens of one sample, media included. `dilatant data lint` reports longer samples as errors."""
+    """Maximum tokens of one sample, media included. `dilatant data lint` reports longer samples as errors."""
     truncation: Literal["error", "right"] = "error"
     """Treatment of longer training samples: `error` applies `on_error`; `right` cuts off all tokens after `max_length`,
     and the whole of an image or clip that crosses that limit. Held-out samples are never cut."""
@@ -89,11 +89,11 @@ class DataConfig(Section):
     """A corrupt sample stops the run with an error that names it (`error`), or is skipped and counted (`skip`)."""
     workers: int | None = Field(None, ge=0)
     """Worker processes per machine that decode and tokenize, shared by its ranks. Default: the cores that the ranks
-    leave free, at least one and at most eight per rank. 0 works in the training processes."""
+    leave free, at least one and at most eight per rank. 0: decode in the training processes."""
     memory: int = Field(512, gt=0)
-    """Most MiB per rank for samples that are being prepared or are ready; this bounds the prefetch."""
+    """Maximum MiB per rank for samples that are being prepared or are ready; this bounds the prefetch."""
     decode_seconds: float = Field(60.0, ge=1, allow_inf_nan=False)
-    """Most seconds for decoding a sample; after two timeouts (with `ray` three) the sample is treated as corrupt."""
+    """Time limit for decoding a sample; after two timeouts (with `ray` three) the sample is treated as corrupt."""
     preprocess: Literal["local", "ray"] = "local"
     """`local` decodes in processes of each rank's machine; `ray` in those of a Ray cluster, whose machines must see the
     data under the same paths. With `ray`, `workers` is the total for all ranks."""

@@ -108,7 +108,7 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
                 local_rank=environment[local_rank],
                 local_size=environment.get(local_size, "1"),
                 host=environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_machine else None),
-                # Two mpirun jobs on one node must not use the same port; the ranks of one job share these words.
+                # Two mpirun jobs on one node must not use one port; all ranks of a job have this text.
                 port=environment.get("MASTER_PORT")
                 or str(20000 + crc32(_shared_word(environment).encode()) % 20000),
             )
@@ -200,7 +200,7 @@ def _place(
         raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
     number, count, local, num_local, port_number = numbers
     ranges = [("rank", number, count)] if size else []
-    if num_local != 1:  # some launchers only give the local rank, not their number
+    if num_local != 1:  # some launchers only set the local rank, not the number of local ranks
         ranges.append(("local rank", local, num_local))
     for name, index, of in ranges:
         if not 0 <= index < of:
@@ -273,7 +273,7 @@ def prepare_cuda() -> None:
 def prepare_nccl(one_machine: bool) -> None:
     """Set NCCL's variables before the first communicator: disable its error handling, use loopback on one machine.
 
-    NCCL's own error handling and heartbeat monitor kill the process; `Comm` aborts, explains and may continue.
+    NCCL's own error handling and heartbeat monitor kill the process; `Comm` aborts, reports why and may continue.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

@@ -42,10 +42,10 @@ class LanguageModelConfig(Source):
     or a name that transformers knows, such as `sdpa` or `eager`, with a dense mask over the whole row. Default:
     `dilatant` if the family supports it, else transformers' default."""
     media_attention: MediaMask | dict[str, MediaMask] = "causal"
-    """Attention mask of media tokens in the text. `causal`: all preceding tokens. `bidirectional`: these and the whole
-    of their own item (Gemma 3). `embedded`: their own item only. `modality`: all items of the same encoder in the
-    sample, and nothing else. One word for all encoders or one for each, as in `{vision: bidirectional}`; default
-    `causal`. Text attends to all preceding tokens. Masks other than `causal` need `dilatant`."""
+    """Attention mask of media tokens in the text. `causal`: all preceding tokens. `bidirectional`: these and their own
+    whole item (Gemma 3). `embedded`: only their own item. `modality`: all items of the same encoder in the sample, and
+    nothing else. One value for all encoders, or one for each, as in `{vision: bidirectional}`; default `causal`. Text
+    attends to all preceding tokens. Masks other than `causal` need `dilatant`."""
 
     @model_validator(mode="after")
     def _media_need_block_tables(self) -> Self:
@@ -96,7 +96,7 @@ class EncoderConfig(Source):
 
     @property
     def goes_on(self) -> bool:
-        """Return True if `projector` is a path, whose weights are loaded."""
+        """Return True if `projector` is a path from which weights are loaded."""
         return self.projector is not None and self.projector not in PROJECTORS
 
     @property
@@ -133,7 +133,7 @@ class GeneratorConfig(Section):
     tokens_per_item: int = Field(4, ge=1)
     """Tokens in the text whose hidden states are the condition of a picture."""
     token: str | None = None
-    """A token of the vocabulary to use at these positions. Default: learned queries (`language.queries`)."""
+    """The vocabulary token at the positions of `tokens_per_item`. Default: learned queries (`language.queries`)."""
     start: str = Field("<draw>", min_length=1)
     """The text that the assistant writes before a picture; may be a token of the tokenizer."""
     placeholder: str = ""
@@ -145,8 +145,8 @@ class GeneratorConfig(Section):
     """Features of a frozen vision model, to be generated instead of pictures. Turning them into pictures needs a
     decoder, which is not part of the model."""
     cache_latents: bool = False
-    """Cache the autoencoder's output for each picture (mean and log-variance) beside the data index, so that no picture
-    is decoded or encoded again, in this or another run. Needs an autoencoder with pretrained weights."""
+    """Cache the autoencoder's output for each picture (mean and log-variance) next to the data index, so that no
+    picture is decoded or encoded again, in this or another run. Needs an autoencoder with pretrained weights."""
     objective: Literal["flow", "epsilon", "velocity"] | None = None
     """The prediction target of the net: the direction from picture to noise (rectified flow), the noise, or the
     velocity. Default: that of the pipeline's scheduler, else flow."""
@@ -185,7 +185,7 @@ class GeneratorConfig(Section):
 
 
 class LoraConfig(Section):
-    """LoRA: low-rank matrices beside linear layers, which alone are trained; names as in peft."""
+    """LoRA: only low-rank matrices, added to linear layers, are trained; names as in peft."""
 
     r: int = Field(16, gt=0, le=1 << 16)
     """Rank of the matrices."""
@@ -210,8 +210,8 @@ class LoraConfig(Section):
     adapter: str | None = None
     """Start from an adapter that peft or a run has saved."""
     merge: bool = True
-    """Export the merged model, with the adapter in its folder `adapter` (of parts: one for each unit). `false`, only
-    for a whole model: export the adapter alone."""
+    """Export the merged model, with the adapter in its folder `adapter` (for parts: one per unit). `false`, only for a
+    whole model: export the adapter alone."""
 
 
 class ModelConfig(Section):
@@ -241,7 +241,7 @@ class ModelConfig(Section):
     (`language.model`), or a pattern for parameter names (`language.layers.0.*`)."""
 
     lora: LoraConfig | None = None
-    """LoRA. In a model of parts, projectors are trained in addition."""
+    """Settings of LoRA. In a model of parts, projectors are also trained."""
 
     @property
     def is_whole(self) -> bool:
@@ -250,7 +250,7 @@ class ModelConfig(Section):
 
     @property
     def text(self) -> LanguageModelConfig:
-        """Return the language model's section; of a whole model, one made from its keys."""
+        """Return the language model's section; for a whole model, a section made from its keys."""
         return self.language_model or LanguageModelConfig(
             id=self.id,
             config=self.config,

@@ -18,21 +18,21 @@ class UnitParallelism(Section):
     replicas: int = Field(1, ge=1)
     """Data parallelism: copies that divide the samples among them."""
     tp: int = Field(1, ge=1)
-    """Tensor parallelism: ranks that share each layer."""
+    """Tensor parallelism: ranks that shard each layer."""
     cp: int = Field(1, ge=1)
-    """Context parallelism: ranks that share each sample."""
+    """Context parallelism: ranks that split the tokens of each sample."""
     ep: int = Field(1, ge=1)
     """Expert parallelism: ranks, of the `tp * cp` of each stage, that hold different experts; tokens are exchanged
     between them. A multiple of `tp`. With 1, every rank holds all experts, sharded by `tp` like other layers."""
     pp: int = Field(1, ge=1)
     """Pipeline parallelism: groups of ranks that a sample passes through."""
     chunks: int = Field(1, ge=1)
-    """Stages per group: a sample passes through the groups this often (interleaved, or virtual, pipeline stages), which
+    """Stages per group: a sample passes through the groups this many times (interleaved, or virtual, stages), which
     shortens warm-up and drain and sends more messages. The default schedule is then `interleaved`."""
     cuts: tuple[int, ...] | None = None
-    """First layer of each of the `pp * chunks` stages, beginning with 0. Default: stages of most equal seconds by the
-    cost model, in which frozen layers, embedding and head have their own costs (as in plans); a resumed run keeps its
-    cuts."""
+    """First layer of each of the `pp * chunks` stages, beginning with 0. Default: cuts that balance the stages' seconds
+    by the cost model, in which frozen layers, embedding and head have their own costs (as in plans); a resumed run
+    keeps its cuts."""
 
 
 class ParallelConfig(Section):
@@ -45,8 +45,8 @@ class ParallelConfig(Section):
     units: dict[str, UnitParallelism] | None = None
     """A layout for each unit, including `language`."""
     colocated: dict[str, str] = Field(default_factory=dict)
-    """Units without ranks of their own, which run on those of another unit, stage by stage (`audio: language`), or
-    without an entry in `units` on those of its first stage."""
+    """Units that run on the ranks of another unit (`audio: language`): stage by stage, or without an entry in `units`
+    on the ranks of the other unit's first stage."""
     plan: str | None = None
     """A plan file written by `dilatant plan`, instead of `units`."""
     microbatches: int | None = Field(None, ge=1)
@@ -61,7 +61,7 @@ class ParallelConfig(Section):
     check_transport: bool = False
     """Send a header with every message to verify that both ends agree on it. Slower; for debugging."""
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)
-    """Seconds that a rank waits for another one before the run ends with an error that names the silent ranks."""
+    """Seconds that a rank waits for another one before the run ends with an error that names the unresponsive ranks."""
 
     @model_validator(mode="before")
     @classmethod

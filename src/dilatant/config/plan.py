@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from dilatant.config.base import Section
 
 MOST_DEVICES = 131_072
-"""Most devices of a plan; the minutes and GiB of a search grow with their number."""
+"""Maximum number of devices of a plan; the minutes and GiB of a search grow with their number."""
 
 
 class ReserveConfig(Section):
@@ -48,14 +48,14 @@ class ClusterConfig(Section):
     nodes: int = Field(1, gt=0)
     """Number of machines."""
     gpus_per_node: int | None = Field(None, gt=0)
-    """GPUs per node; on a machine without GPUs, training processes. Default: this machine's GPUs, else one process per
-    core, between 2 and 4."""
+    """GPUs per node; on a machine without GPUs, training processes per node. Default: this machine's GPUs, else one
+    process per core, between 2 and 4."""
     hardware: str | None = None
     """An entry of the hardware file: `A40`, `A100`, `H100`, `H200`, `CPU` or your own. Default: this machine's."""
     hardware_file: str | None = None
     """Your hardware file, in the format of the one that ships with Dilatant."""
     memory_gib: float | None = Field(None, gt=0)
-    """Memory per device that training may use; nothing of it is reserved unless `reserve` is given too. Default: all
+    """Memory per device that training may use; nothing of it is reserved unless `reserve` is set too. Default: all
     memory of a GPU of this machine, otherwise that of the hardware file, minus `reserve`."""
     reserve: ReserveConfig | None = None
     """Memory of each device that plans leave free."""
@@ -96,7 +96,7 @@ class ClusterConfig(Section):
 
     @property
     def of_groups(self) -> tuple[ClusterConfig, ...]:
-        """Return each group as a cluster of its own."""
+        """Return each group as a separate cluster."""
         return tuple(
             self.model_copy(update={"groups": None, **group.model_dump(exclude={"name"})})
             for group in self.groups or ()
@@ -126,26 +126,26 @@ class PlanConfig(Section):
     microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
     """Samples per microbatch to try; only divisors of the global batch are used."""
     microbatch_tokens: tuple[int, ...] | None = None
-    """Microbatches limited by tokens to try as well: the most language-model tokens of each. The number of microbatches
-    then follows from the samples of a step, and any number of pipelines can share the batch. Default:
+    """Microbatches limited by tokens to try as well: the maximum language-model tokens of each. The number of
+    microbatches then follows from the samples of a step, and any number of pipelines can divide the batch. Default:
     `train.row_tokens`; an empty list: none. Tried in mode `best`, without `parallel.microbatches`."""
     tensor_parallel: tuple[int, ...] | None = None
     """Tensor-parallel degrees to measure or model, and to plan with. A cost file has its own. Default: on GPUs the
     powers of two up to the devices of a node that all units support; on a CPU 1."""
     context_parallel: tuple[int, ...] | None = None
-    """Context-parallel degrees to model, and to plan with. A cost file has its own. Default: as `tensor_parallel`, if
-    the product of both fits a node."""
+    """Context-parallel degrees to model, and to plan with. A cost file has its own. Default: the same as
+    `tensor_parallel`, if the product of both fits a node."""
     chunks: tuple[int, ...] = (1, 2, 4)
     """Stages per group of ranks to try for the language model (interleaved pipelines), unless `parallel.schedule` names
     a schedule other than `interleaved`."""
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
     """The policy that groups samples into microbatches, in plans and in training with several processes. Default: in
-    training that of `parallel.plan`, else `balanced`."""
+    training the policy of `parallel.plan`, else `balanced`."""
     correct_costs: bool = True
     """Correct the costs with which later steps are planned by the measured seconds of actions, equally on all ranks.
     `false`: samples are assigned identically in every run of a config."""
     finalists: int = Field(24, gt=0)
-    """Most candidates to simulate, the most promising first."""
+    """Maximum number of candidates to simulate, the most promising first."""
 
     @model_validator(mode="after")
     def _positive(self) -> Self:

@@ -16,10 +16,10 @@ class ResilienceConfig(Section):
     """Continue on the remaining nodes: they copy lost layers from other replicas, or else load them from the newest
     checkpoint, and finish the current step. Under Slurm or Kubernetes start one process per machine."""
     fault_tolerance: int = Field(1, ge=0)
-    """Nodes that may be lost at once: after a recovery every layer has one more copy than this number, as far as there
-    are ranks. You choose the first plan; the run warns if it has fewer copies."""
+    """Nodes that may be lost at once: after a recovery every layer has one more copy than this number, if there are
+    enough ranks. You choose the first plan; the run warns if it has fewer copies."""
     ranks_per_node: int = Field(1, ge=1)
-    """Processes that are lost together: with several machines those of each machine, with one this many of them."""
+    """Number of processes that are lost together on one machine; with several machines, all processes of a machine."""
     listen: str | None = None
     """HOST:PORT at which this process waits for machines instead of training; machines join with `dilatant agent
     --coordinator HOST:PORT`. HOST is an address of this machine, or 0.0.0.0 for all of them."""
@@ -30,27 +30,27 @@ class ResilienceConfig(Section):
     """Number of times that lost nodes are restarted: in total on one machine, per node on several. A restarted node
     joins at the end of a step and takes over layers."""
     lease_seconds: float = Field(3.0, gt=0, le=1e5)
-    """Seconds of silence after which a node is lost (hung or cut off). The end of its process is noticed at once."""
+    """Seconds without a message until a node is lost (hung or cut off). The end of its process is noticed at once."""
     fence_seconds: float = Field(10.0, gt=0, le=1e5)
     """Seconds that a process has to stop computing when others were lost; then it is killed."""
     progress_seconds: float = Field(60.0, gt=0)
-    """A process is considered hung if it computes a step for more than these seconds and for more than five times the
-    longest step so far. A process that builds stages or reads weights has these seconds instead of `fence_seconds`."""
+    """A process is considered hung if it computes a step for longer than this and than five times the longest step so
+    far. A process that builds stages or reads weights has this time to stop, if longer than `fence_seconds`."""
     drain_seconds: float = Field(600.0, gt=0)
-    """Seconds that a node has after it was asked to leave: it leaves at the end of the step, or hands over its finished
-    part of the step when a quarter of the time is left. Clouds give 30 to 120 s before they reclaim a machine."""
+    """Seconds that a node has after a request to leave: it leaves at the end of the step, or exports its gradients of
+    the step when a quarter of the time is left. Clouds give 30 to 120 s before they reclaim a machine."""
     evict_slower: float | None = Field(None, gt=1)
     """Ask a node to leave if one of its processes is this many times slower than its peers, one node at a time and
     while `fewest_nodes` remain. Before that, and without this key, slow processes get fewer samples."""
     salvage: bool = True
-    """Repeat only the missing part of the current step after a loss, and keep what the other processes have finished.
+    """Repeat only the missing part of the current step after a loss, and reuse the gradients of the other processes.
     For this, each process keeps its local gradients until the step commits: 4 bytes per trained weight."""
     fewest_nodes: int = Field(1, ge=1)
     """With fewer nodes the run is saved and exits with code 75; start it again when there are more."""
 
     @property
     def keeps_gradients(self) -> bool:
-        """Return True if processes keep their local gradients beside the reduced ones."""
+        """Return True if processes keep their local gradients in addition to the reduced ones."""
         return self.enabled and self.salvage
 
     @property

@@ -36,8 +36,8 @@ class OptimizerConfig(Section):
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
     ema: float | None = Field(None, gt=0, lt=1)
-    """Also keep an exponential moving average of the weights with this decay (0.999), which is smaller in the first
-    steps. Evaluations and exports use the average; training continues with the weights."""
+    """Also keep an exponential moving average of the weights with this decay (such as 0.999; smaller in the first
+    steps). Evaluations and exports use the average; training continues with the weights."""
     offload: bool = False
     """Keep fp32 master weights and moments in host memory and update there: a GPU then holds only weights and
     gradients. Slower; refused without a GPU, since they are in host memory anyway."""
@@ -69,13 +69,13 @@ class TrainConfig(Section):
     global_batch_size: int = Field(32, gt=0, le=1 << 24)
     """Samples of one optimizer step, over all devices."""
     row_tokens: int | None = Field(None, gt=0)
-    """Most language-model tokens of one packed microbatch. Default: `data.max_length`."""
+    """Maximum language-model tokens of one packed microbatch. Default: `data.max_length`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
     zero: Literal["none", "node", "all"] | None = None
     """Sharding of optimizer state (ZeRO stage 1): none, over the ranks of a node that hold a weight, or over all ranks
     that hold it. With `all`, a lost rank's state is lost too, so that a run continues only from a checkpoint. Default:
-    the fastest, by the plan (never `all` with `resilience.enabled`); without a plan `node`."""
+    the fastest according to the plan (never `all` with `resilience.enabled`); without a plan `node`."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip gradients to this norm over the whole model; `null`: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -95,8 +95,8 @@ class TrainConfig(Section):
     keep only the input of each block; `block_keep_attention`: also keep the output of attention. Default: chosen by the
     plan for each block, as little as fits memory; without a plan `none`."""
     loss_chunk: int | None = Field(1024, gt=0)
-    """Target tokens whose logits exist at once; a microbatch with more recomputes the head for each chunk in the
-    backward. `null`: keep all logits."""
+    """Maximum target tokens whose logits exist at once; a microbatch with more recomputes the head for each chunk in
+    the backward. `null`: keep all logits."""
     logging_steps: int = Field(1, gt=0)
     """Steps between lines of metrics.jsonl."""
     save_steps: int | None = Field(500, gt=0)
@@ -123,11 +123,11 @@ class EvaluationConfig(Section):
     steps: int | None = Field(None, gt=0)
     """Steps between evaluations. Default: only after training."""
     limit: int | None = Field(None, gt=0)
-    """Use only the first held-out samples of each data set."""
+    """Number of held-out samples to use of each data set, from the first on."""
     batch_size: int = Field(64, gt=0)
     """Samples per batch."""
     max_new_tokens: int = Field(16, gt=0)
-    """Most tokens of a generated answer."""
+    """Maximum tokens of a generated answer."""
     metrics: tuple[str, ...] = ("exact_match",)
     """Metrics besides the loss: `exact_match`, `anls` (text similarity, as in DocVQA), `wer` (word error rate), or your
     own as `module:function`, declared with `@dilatant.metric`, which gets the expected and the generated answers as

@@ -30,7 +30,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def write_named(path: Path, text: str) -> None:
-    """Like `write_durably`, but a path that is no plain file (a link, /dev/stdout) is written through."""
+    """Like `write_durably`, but a path that is no plain file (a link, /dev/stdout) is written in place."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text, encoding="utf-8")
     else:

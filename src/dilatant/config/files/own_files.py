@@ -15,9 +15,9 @@ from dilatant.config.errors import UserError
 
 RUN_FOLDERS = frozenset({"checkpoints", "export", "plan", "resilience", "tensorboard"})
 RUN_SUFFIXES = (".lock", ".damaged", ".html", ".json", ".jsonl", ".yaml")
-"""Folders and file suffixes that a run writes. Users may keep other entries beside them (also links, like wandb)."""
+"""Folders and file suffixes that a run writes. Users may keep other entries next to them (also links, like wandb)."""
 MOST_TEXT = 256 << 20
-"""Most bytes of a text file that is read whole; a plan of ten thousand ranks takes a tenth of it."""
+"""Maximum bytes of a text file that is read whole; a plan of ten thousand ranks takes a tenth of it."""
 LFS_POINTER = b"version https://git-lfs"
 """Beginning of the placeholder that a clone without Git LFS has in place of a large file."""
 FETCH_LFS = "is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"

@@ -1,4 +1,4 @@
-"""Paths that are not relative to the YAML file: those given by `--set`, and those of a run that was moved."""
+"""Paths that are not relative to the YAML file: those in `--set` options, and those of a run that was moved."""
 
 from __future__ import annotations
 

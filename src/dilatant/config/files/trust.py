@@ -54,7 +54,7 @@ def names_code(tree: dict[str, Any]) -> bool:
 
 def note_word(folder: Path, tree: dict[str, Any]) -> None:
     """Record that the user started a run that wrote the config `tree` into `folder`, so that commands on the run need
-    no confirmation. If the record cannot be written, they will ask."""
+    no confirmation. Without the record, such commands require it."""
     for key, what in _named_code(tree):
         note = _note_of(folder, key, what)
         with suppress(OSError):

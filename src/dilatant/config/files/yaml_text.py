@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 MOST_BYTES = 4 << 20
-"""Most bytes of a document; a file of measured costs with hundreds of layer types takes a tenth of it."""
+"""Maximum bytes of a document; a file of measured costs with hundreds of layer types takes a tenth of it."""
 MOST_COPIES = 100_000
-"""Most values that a document's aliases may add to those written out."""
+"""Maximum number of values that a document's aliases may add to those written out."""
 
 
 def read_yaml(text: str) -> Any:
