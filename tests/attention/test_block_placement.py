@@ -162,6 +162,7 @@ def test_chunks_are_neighbours_of_one_document_within_the_limit(work, limit, see
             assert total + work[following] > limit
 
 
+@pytest.mark.slow
 def test_on_a_causal_mask_longest_first_and_zigzag_agree():
     work = block_workloads(packing.causal(RowLayout.of_lengths([1 << 16])))
     for num_ranks in (4, 8, 32):

@@ -148,6 +148,7 @@ def test_a_long_sample_is_visited_in_chunks_of_bounded_size(monkeypatch: pytest.
     assert sum(sizes) >= tokens
 
 
+@pytest.mark.slow
 def test_no_tensor_grows_faster_than_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 64k tokens nothing is larger than a chunk of scores or a few numbers a token, tables included."""
     monkeypatch.undo()

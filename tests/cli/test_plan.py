@@ -281,6 +281,7 @@ def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, dilatan
     assert step.schedule.to_json() == expected.schedule.to_json()
 
 
+@pytest.mark.slow
 def test_a_zero_bubble_schedule_that_the_search_chose_trains_as_one_process_does(
     project: Path, dilatant: Dilatant
 ) -> None:
@@ -350,6 +351,7 @@ def test_links_between_processes_are_measured_into_a_hardware_file(project: Path
     refused(dilatant("profile", project / "config.yaml", *H100, "--links", links), "cannot be measured")
 
 
+@pytest.mark.slow
 def test_nodes_that_come_and_go(project: Path, dilatant: Dilatant) -> None:
     trace = project / "trace.csv"
     trace.write_text("".join(f"0,add,{node}\n" for node in range(4)) + "600000,remove,1\n900000,add,7\n")
@@ -437,6 +439,7 @@ def test_a_data_set_too_small_for_a_stable_ratio_is_said_and_planned_for(
     )
 
 
+@pytest.mark.slow
 def test_a_global_batch_below_the_stable_one_is_said(project: Path, dilatant: Dilatant) -> None:
     uneven(project, 400)
     small = planned(dilatant, project / "config.yaml", *H100, *FOUR)

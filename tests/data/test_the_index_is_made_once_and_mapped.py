@@ -150,7 +150,7 @@ CHILD = """
 import os, sys, time
 from data_builders import small_encoding
 from dilatant.config import DataSource
-from dilatant.data import json_records
+from dilatant.data.readers import json_records
 from dilatant.data.order.blend import open_blend
 from dilatant.data.index.sizes import blend_sizes
 scans = []
@@ -375,7 +375,7 @@ def test_many_files_are_scanned_by_all_cores(tmp_path, monkeypatch):
 UNGUARDED = """
 import sys
 from dilatant.config import DataSource
-from dilatant.data import pieces
+from dilatant.data import parallel_map as pieces
 from dilatant.data.order.blend import open_blend
 pieces.TRIAL_SECONDS = pieces.WORTH_SECONDS = 0.0
 pieces.os.sched_getaffinity = lambda process: {0, 1}

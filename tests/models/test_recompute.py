@@ -134,7 +134,10 @@ def test_kept_attention_runs_once_through_torch(how: Any, runs: int) -> None:
     assert counted.count == runs
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen3", "phi3"))],
+)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("media", ["causal", "embedded"])
 def test_kept_attention_runs_once_through_our_kernels(

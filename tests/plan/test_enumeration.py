@@ -88,6 +88,7 @@ def test_only_candidates_whose_bound_is_above_the_limit_are_left_out(cases):
     check()
 
 
+@pytest.mark.slow
 def test_ways_to_run_units_are_left_out_only_beside_better_ones():
     """Beside a plain comparison of each with all."""
     for seed in range(12):

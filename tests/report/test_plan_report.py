@@ -16,6 +16,7 @@ from example_reports import large_report, small_report
 from rich.console import Console
 
 from dilatant.plan import Plan
+from dilatant.report.pages import page
 from dilatant.report.pages.plan_page import render_plan_page
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.text.gantt_tables import cause_tones
@@ -223,7 +224,7 @@ def test_a_cause_of_idle_time_has_one_colour_on_every_page():
     assert cause_tones(report.plan, causes[::-1]) == alone
     assert len(set(alone.values())) == len(causes)
     # And no page or script has colours of its own: all are classes of the one style.
-    assets = Path(cause_tones.__code__.co_filename).parent / "assets"
+    assets = Path(page.__file__).parent / "assets"
     for asset in assets.iterdir():
         literals = re.findall(
             r"#[0-9a-f]{3,8}\b|\b(?:rgb|hsl|oklch)\(", asset.read_text(encoding="utf-8"), re.I

@@ -183,8 +183,8 @@ def predicted(case: Drawn) -> np.ndarray:
         replace(
             _probe(
                 replace(entry, unit=tensor_shard(entry.unit, tp)) if entry.is_divided else entry,
-                torch.device("cpu"),
                 case.dtype,
+                (),
             ),
             degree=(tp, 1),
         )

@@ -61,6 +61,7 @@ def test_the_same_seed_gives_the_same_microbatches(seed, policy):
     assert once == again
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(SMALL)
 def test_the_search_is_never_worse_than_any_policy_and_never_beats_the_bound(seed):
