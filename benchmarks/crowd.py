@@ -24,7 +24,7 @@ from typing import Any
 
 from trace_replay import Machines
 
-from dilatant.resilience.processes.process import Child, Start
+from dilatant.resilience.processes.process import Child, ProcessStart
 from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import Settings
 
@@ -70,7 +70,7 @@ def alone(counts: list[int], seconds: float) -> list[dict[str, Any]]:
     """What a crowd costs the coordinator by itself: its CPU seconds, and how long the right token waits."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        child = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), Settings(), folder))
+        child = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, TOKEN.hex(), Settings(), folder))
         try:
             for count, kind in [(0, KINDS[0]), *itertools.product(counts, KINDS)]:
                 before = _cpu_seconds(child.process.pid)

@@ -26,10 +26,10 @@ from dilatant.config.config import Config, parse_config
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.launch import AGENT, COORDINATOR
-from dilatant.resilience.processes.process import Child, Start
+from dilatant.resilience.processes.process import Child, ProcessStart
 from dilatant.resilience.protocol.values import Settings
 from dilatant.resilience.worker.worker_link import WorkerLink
-from dilatant.training.commit import Membership, gradient_hashes
+from dilatant.training.commit import RunMembership, gradient_hashes
 from dilatant.training.prepare import prepare
 from dilatant.training.rank import train_to_end
 from dilatant.training.stop_signal import StopSignal
@@ -133,7 +133,7 @@ def _train(
     assert sizes is not None
     link = _linked(port, worker.rank)
     folder, gate = RunFolder(config.output_dir), _EveryOtherTurn(link, turn_steps, meet)
-    membership = Membership(1, (0,) * worker.size, gate=gate, keeps_gradients=config.resilience.salvage)
+    membership = RunMembership(1, (0,) * worker.size, gate=gate, keeps_gradients=config.resilience.salvage)
     given = config, prepared.samples, prepared.model, planned, worker, folder.checkpoints, membership
     trainer = gate.trainer = Trainer(*given)
     # As long again as in the forward for each of the two gradients in the backward; all samples are alike.
@@ -157,8 +157,8 @@ def paced_training(
     config = config_of(folder, trains, steps)
     planned = prepare(config).planned.to_json()
     settings = Settings(lease_seconds=30.0, initial=1)
-    coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, str(folder)))
-    start = Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings, str(folder), "node0", ranks)
+    coordinator = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, TOKEN.hex(), settings, str(folder)))
+    start = ProcessStart("127.0.0.1", coordinator.port, TOKEN.hex(), settings, str(folder), "node0", ranks)
     agent = Child(AGENT, start)
     fork_server.warm_up()
     context = multiprocessing.get_context("forkserver")

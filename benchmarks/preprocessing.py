@@ -41,7 +41,7 @@ from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import TOKENS, Encoding
 from dilatant.data.text.tokenizer import byte_tokenizer
-from dilatant.data.workers.pool import InlineSource, Request, Source
+from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import join
 from dilatant.data.workers.ray_cluster import LOCAL, Connection
@@ -136,15 +136,17 @@ def waited(batches: Iterator[list[EncodedSample]], compute_seconds: float, steps
     return waits / total, made / (compute_seconds * (steps - FIRST))
 
 
-def taken_at_once(source: Source, steps: int) -> Iterator[list[Any]]:
+def taken_at_once(source: SampleSource, steps: int) -> Iterator[list[Any]]:
     """By a trainer that does nothing ahead."""
     for step in range(steps):
         draws = range(step * BATCH, (step + 1) * BATCH)
-        source.ask([Request(draw, draw, PARTS) for draw in draws])
+        source.ask([SampleRequest(draw, draw, PARTS) for draw in draws])
         yield [source.take("train", draw) for draw in draws]
 
 
-def fed(photos: Photos, encoding: Encoding, source: Source, steps: int) -> Iterator[list[EncodedSample]]:
+def fed(
+    photos: Photos, encoding: Encoding, source: SampleSource, steps: int
+) -> Iterator[list[EncodedSample]]:
     """As the trainer is."""
     one = encode_sample(photos[0], encoding)
     sizes = np.array([[one.sizes[unit] for unit in encoding.unit_names]] * len(photos))

@@ -40,8 +40,8 @@ from machine import machine
 from msgspec.structs import replace
 from paced_training import paced_training
 
-from dilatant.resilience.processes.process import Child, Start
-from dilatant.resilience.processes.wire import Link, accept, connect
+from dilatant.resilience.processes.process import Child, ProcessStart
+from dilatant.resilience.processes.wire import WireLink, accept, connect
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
 from dilatant.resilience.worker.worker_link import WorkerLink
@@ -84,8 +84,8 @@ def paired_steps(nodes: int, workers: int, turns: int, pace: float) -> tuple[lis
     settings = Settings(lease_seconds=30.0, initial=nodes)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, folder))
-        start = Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings, workers=workers)
+        coordinator = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, TOKEN.hex(), settings, folder))
+        start = ProcessStart("127.0.0.1", coordinator.port, TOKEN.hex(), settings, workers=workers)
         agents = [Child(AGENT, with_values(start, node=f"node{node}")) for node in range(nodes)]
         barrier, seconds = context.Barrier(nodes * workers), context.Queue()
         processes = [
@@ -169,7 +169,7 @@ def decision_seconds(voters: int, rounds: int = 20) -> float:
 def message_seconds(rounds: int = 500) -> tuple[float, float]:
     """CPU seconds of receiving a vote and of sending the answer, for whoever does it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    accepted: list[Link] = []
+    accepted: list[WireLink] = []
     thread = threading.Thread(target=lambda: accepted.append(accept(listener.accept()[0], TOKEN)))
     thread.start()
     client = connect("127.0.0.1", listener.getsockname()[1], TOKEN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dilatant.plan.boxes import Intervals
+from dilatant.plan.boxes import BoxIntervals
 from dilatant.plan.holdings import HeldWeight
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
@@ -10,7 +10,7 @@ SHAPES = {"rows": (7, 3), "columns": (3, 9), "kv": (8, 2), "fused": (10, 3), "pa
 WEIGHTS = [HeldWeight(f"u.0.{name}", frozenset({"u.0"}), shape) for name, shape in SHAPES.items()]
 
 
-def split(weight: HeldWeight, stage: Stage, place: int) -> tuple[Intervals | None, bool]:
+def split(weight: HeldWeight, stage: Stage, place: int) -> tuple[BoxIntervals | None, bool]:
     """Rows, columns, a fused weight, key and value heads held twice, a norm; of uneven sizes."""
     tp, index = stage.tp, place % stage.tp
     rows, columns = weight.shape if len(weight.shape) == 2 else (weight.shape[0], 0)

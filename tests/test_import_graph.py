@@ -59,7 +59,7 @@ def test_sub_rooms_import_only_what_is_written_before_them() -> None:
             assert not targets & later, f"{room}.{importer} imports {sorted(targets & later)}"
 
 
-def test_folders_are_small_and_large_rooms_say_what_to_read_first() -> None:
+def test_folders_are_small_and_large_rooms_have_a_readme() -> None:
     source = ROOT / "src" / "dilatant"
     for folder in {path.parent for path in source.rglob("*.py")}:
         assert len([*folder.glob("*.py")]) <= 20, folder

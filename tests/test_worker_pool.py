@@ -34,7 +34,7 @@ def _hang_on_one(worker: Worker) -> None:
         time.sleep(1000)
 
 
-def test_a_function_runs_once_on_every_rank_with_a_store_of_its_own(workers: WorkerPool) -> None:
+def test_a_function_runs_once_on_every_rank_with_a_store(workers: WorkerPool) -> None:
     assert workers.run(_sum_over_ranks, 8, 1) == [36] * 8
     assert workers.run(_sum_over_ranks, 3, 0) == [3] * 3
 

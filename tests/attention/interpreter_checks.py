@@ -114,7 +114,7 @@ LONG_ROW = RowLayout.of_samples(
         pytest.param("bidirectional_instances", SQUARE, id="bidirectional-square"),
     ],
 )
-def test_long_rows_with_full_and_partial_blocks_equal_dense_attention(kind: str, tuning: Tuning) -> None:
+def test_long_rows_of_mixed_blocks_equal_dense_attention(kind: str, tuning: Tuning) -> None:
     mask = packing.build_mask(LONG_ROW, kind)
     check(make_case(mask, query_heads=2, kv_heads=1, sinks=True), tuning, 2e-5)
 
@@ -161,7 +161,7 @@ def test_strided_tensors_are_read_as_they_lie() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_gradients_of_a_sum_which_arrive_without_memory_of_their_own() -> None:
+def test_expanded_gradients_equal_dense_attention() -> None:
     mask = packing.build_mask(RowLayout.of_lengths([20]), "document_causal")
     case = make_case(mask, query_heads=1, kv_heads=1)
     for tuning in (SQUARE, DESCRIPTORS):
@@ -173,9 +173,7 @@ def test_gradients_of_a_sum_which_arrive_without_memory_of_their_own() -> None:
     "heads_per_gather", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, None))]
 )
 @pytest.mark.parametrize("kind", ["document_causal", "embedded"])
-def test_groups_of_heads_that_are_gathered_in_turn_give_the_gradients_of_dense_attention(
-    kind: str, heads_per_gather: int | None
-) -> None:
+def test_head_groups_gathered_in_turn_equal_dense_gradients(kind: str, heads_per_gather: int | None) -> None:
     """Each group's output is a view of some heads of all; one rank is enough to take them in turn."""
     mask = packing.build_mask(LONG_ROW, kind)
     case = make_case(mask, query_heads=4, kv_heads=2, sinks=True)

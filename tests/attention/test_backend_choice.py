@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
 from dilatant.attention.kernels.attention_plan import AttentionPlan
-from dilatant.attention.kernels.backends import Installed, Request, choose_backend, explain_backend
+from dilatant.attention.kernels.backends import AttentionCall, Installed, choose_backend, explain_backend
 from dilatant.attention.kernels.explain import explain_here
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks import packing
@@ -24,7 +24,7 @@ HOPPER = Installed(triton=True, capability=(9, 0))
 CPU = Installed()
 
 
-def request(**changes) -> Request:
+def request(**changes) -> AttentionCall:
     usual = {
         "device": "cuda",
         "dtype": torch.bfloat16,
@@ -34,7 +34,7 @@ def request(**changes) -> Request:
         "key_tokens": 1024,
         "not_plain": "the tokens of sample 0 attend in more than one way",
     }
-    return Request(**{**usual, **changes})
+    return AttentionCall(**{**usual, **changes})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def request(**changes) -> Request:
         (request(device="cpu", not_plain=None, logsumexp=True), CPU, "blockwise"),
     ],
 )
-def test_the_automatic_choice(asked: Request, machine: Installed, chosen: str) -> None:
+def test_the_automatic_choice(asked: AttentionCall, machine: Installed, chosen: str) -> None:
     choice = choose_backend(asked, machine)
     assert choice.name == chosen
     assert set(choice.others) == {"triton", "blockwise", "sdpa"} - {chosen}
@@ -81,7 +81,7 @@ def test_the_automatic_choice(asked: Request, machine: Installed, chosen: str) -
     ],
 )
 def test_a_backend_asked_for_by_name_runs_or_says_why_not(
-    wanted: str, asked: Request, machine: Installed, reason: str
+    wanted: str, asked: AttentionCall, machine: Installed, reason: str
 ) -> None:
     with pytest.raises(AttentionError, match=reason):
         choose_backend(asked, machine, wanted)
@@ -164,7 +164,7 @@ def test_drawn_plain_rows_on_sdpa_equal_dense_attention(
 
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60))
 @settings(deadline=None, print_blob=True)
-def test_padding_of_similar_samples_costs_little_more_than_the_sum_of_their_squares(
+def test_padding_of_similar_samples_costs_little_extra_work(
     lengths: list[int],
 ) -> None:
     groups = sdpa.group_samples(packing.document_causal(RowLayout.of_lengths(lengths)).runs, 1024)

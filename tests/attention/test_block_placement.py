@@ -272,7 +272,7 @@ def test_a_row_is_placed_as_simply_as_its_mask_allows(num_ranks):
         assert place_row(mask, num_ranks).placement.loads.max() <= 1.01 * best
 
 
-def test_chunks_of_documents_go_to_the_least_loaded_rank_also_without_swaps():
+def test_document_chunks_go_to_the_least_loaded_rank():
     """List scheduling (Graham): no rank is above the mean by more than one chunk."""
     rng = np.random.default_rng(3)
     documents = np.repeat(np.arange(30), rng.integers(1, 12, 30))

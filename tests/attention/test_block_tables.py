@@ -71,7 +71,7 @@ def test_the_transposed_table_is_the_table_by_columns(mask, block, key_block):
 
 @checked
 @given(mask=any_mask, block=blocks, key_block=blocks, seed=st.integers(0, 2**32 - 1))
-def test_a_rank_with_part_of_the_queries_has_its_part_of_the_mask(mask, block, key_block, seed):
+def test_a_rank_with_some_queries_has_their_part_of_the_mask(mask, block, key_block, seed):
     rng = np.random.default_rng(seed)
     order = rng.permutation(mask.num_tokens)[: rng.integers(0, mask.num_tokens + 1)]
     queries = mask.take(order)
@@ -167,7 +167,7 @@ def test_summaries_are_sound(mask, block, key_block):
 
 
 @pytest.mark.parametrize("kind", ["document_causal", "full"])
-def test_summaries_are_sound_where_a_window_ends_at_every_place_of_a_block(kind):
+def test_summaries_are_sound_wherever_a_window_ends_in_a_block(kind):
     row = RowLayout.of_lengths([17, 7])
     for window in range(1, 18):
         for block, key_block in ((1, 1), (2, 3), (4, 4), (5, 2)):

@@ -173,13 +173,13 @@ def test_heads_may_be_gathered_in_any_groups(
     check(pool, 3, call)
 
 
-def test_soft_caps_sinks_and_layers_of_another_window_equal_one_process(pool: RankPool) -> None:
+def test_softcaps_sinks_and_layer_windows_equal_one_process(pool: RankPool) -> None:
     mask = build_mask(ROW, "bidirectional_instances")
     check(pool, 3, make_call(mask, 3, sinks=True, softcap=1.5, layer_window=20))
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
-def test_bfloat16_gradients_are_summed_in_float32_unless_told_otherwise(
+def test_bfloat16_gradients_are_summed_in_the_reduce_dtype(
     pool: RankPool, reduce_dtype: torch.dtype | None
 ) -> None:
     call = make_call(build_mask(ROW, "embedded"), 4, dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -222,7 +222,7 @@ def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.
     ).logits[0].detach()
 
 
-def test_a_model_given_a_share_for_its_plan_computes_its_tokens_of_the_row(pool: RankPool) -> None:
+def test_a_model_with_a_share_computes_its_tokens_of_the_row(pool: RankPool) -> None:
     """Windows, soft caps and grouped heads come from the model; every layer talks to the other ranks."""
     from tiny_families import language_model
 

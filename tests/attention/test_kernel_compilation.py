@@ -49,7 +49,7 @@ def test_variants_cost_no_more_than_the_plain_kernels(name: str, options: dict) 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", KERNELS)
-def test_ampere_kernels_use_the_tensor_cores_and_fit_consumer_cards(name: str, head_dim: int) -> None:
+def test_ampere_kernels_use_tensor_cores_and_fit_consumer_cards(name: str, head_dim: int) -> None:
     compiled = compile_kernel(name, tuning_for(head_dim, 2, (8, 0)), head_dim, capability=80)
     assert compiled.warp_products > 0
     assert compiled.spill_store_bytes <= SPILL_BYTES[name]

@@ -52,7 +52,7 @@ def test_a_kind_means_its_rule(kind, samples):
 
 @checked
 @given(samples=prepended_rows, across=st.booleans())
-def test_prepended_outputs_see_themselves_and_are_seen_by_the_text(samples, across):
+def test_prepended_outputs_see_themselves_and_text_sees_them(samples, across):
     mask = packing.prepended(RowLayout.of_samples(samples, MODALITIES), across)
     np.testing.assert_array_equal(
         seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across))

@@ -47,7 +47,7 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
 
 
 @pytest.mark.parametrize("family", LANGUAGE)
-def test_packed_text_gives_the_logits_and_gradients_of_eager_attention_for_each_sample_alone(
+def test_packed_text_equals_eager_attention_per_sample(
     family: str,
 ) -> None:
     model = language_model(family)
@@ -107,7 +107,7 @@ SAMPLES = (
 
 @pytest.mark.parametrize("kind", ["embedded", "bidirectional_instances"])
 @pytest.mark.parametrize("family", LANGUAGE)
-def test_a_packed_microbatch_with_images_gives_the_loss_of_its_samples_one_by_one(
+def test_a_packed_image_microbatch_has_the_loss_of_its_samples(
     family: str, kind: str, dense_implementation: str
 ) -> None:
     model = language_model(family)
@@ -151,7 +151,7 @@ SIZES = (12, 5, 20)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_packed_images_of_any_size_give_the_outputs_and_gradients_of_each_alone(family: str) -> None:
+def test_packed_images_of_mixed_sizes_equal_each_image_alone(family: str) -> None:
     """Native resolution: the blocks of an encoder over patches of images of several sizes in one row."""
     model = encoder(family)
     blocks = model.encoder
@@ -229,7 +229,7 @@ def test_a_model_without_a_plan_is_told_how_to_get_one() -> None:
         model(input_ids=samples_of((4,))[0])
 
 
-def test_a_family_that_drops_keywords_is_not_silently_left_without_a_plan() -> None:
+def test_a_family_that_drops_the_attention_plan_is_refused() -> None:
     model = encoder("siglip_vision_model")
     register()
     model.set_attn_implementation(NAME)
@@ -268,7 +268,7 @@ def test_attention_dropout_is_refused_when_training() -> None:
         model(input_ids=samples_of((4,))[0], attention_plan=plan, use_cache=False)
 
 
-def test_a_family_that_computes_attention_in_its_own_way_is_refused_by_name() -> None:
+def test_a_family_with_custom_attention_is_refused_by_name() -> None:
     config = AutoConfig.for_model("bloom", hidden_size=16, n_head=2, n_layer=1, vocab_size=16)
     with torch.device("meta"):
         model = AutoModel.from_config(config)

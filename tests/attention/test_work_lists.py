@@ -55,9 +55,7 @@ def test_each_block_is_visited_once_and_masked_where_it_must_be(
 
 @given(mask=masks(), processors=st.sampled_from([1, 16, 128]))
 @settings(max_examples=40, deadline=None, print_blob=True)
-def test_every_row_is_written_once_and_pieces_of_a_cut_row_have_slots_of_their_own(
-    mask: AttentionMask, processors: int
-) -> None:
+def test_rows_are_written_once_and_cut_pieces_fill_all_slots(mask: AttentionMask, processors: int) -> None:
     table = block_table(mask, 4)
     work = work_list(table, 1, processors, smallest_piece_tokens=4)
     whole = work.units[work.units[:, 4] < 0, 0]
@@ -90,7 +88,7 @@ def test_rows_are_cut_only_where_it_shortens_the_launch(tokens: int, heads: int,
     assert (work_list(table, heads, 132).num_slots > 0) == cut
 
 
-def test_a_context_parallel_share_of_an_embedded_row_is_cut_and_balanced() -> None:
+def test_an_embedded_context_parallel_share_is_balanced() -> None:
     """One KV head group of a rank of eight: long text rows would keep a few processors busy alone."""
     segments = [("text", 800), ("image", 3000)] * 17
     mask = embedded(RowLayout.of_samples([segments]))

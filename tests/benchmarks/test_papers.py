@@ -47,7 +47,7 @@ def test_models_have_their_public_number_of_parameters(parts, parameters):
     assert models.parameters(parts) == pytest.approx(parameters, rel=0.03)  # biases and norms differ
 
 
-def test_operations_are_two_a_weight_and_token_and_attentions_half_square():
+def test_operations_count_weights_and_half_the_attention():
     (block,) = (part for part in models.LLAMA_3_2_1B if part.kind == "block")
     device, tokens = models.operations_only("A40"), 3000.0
     rate = device.flops("bfloat16")
@@ -58,7 +58,7 @@ def test_operations_are_two_a_weight_and_token_and_attentions_half_square():
     )  # costs are rounded
 
 
-def test_attention_in_windows_grows_with_the_tokens_and_not_with_their_square():
+def test_windowed_attention_grows_linearly_with_tokens():
     windowed = models.qwen_vision(2048)[0]
     device = models.operations_only("A40")
     short, long = (float(models.seconds((windowed,), device, tokens)) for tokens in (1000.0, 4000.0))
@@ -98,14 +98,14 @@ def test_published_layouts_cut_blocks_evenly(stages):
 
 
 @pytest.mark.slow
-def test_the_step_of_a_published_layout_is_near_what_was_measured():
+def test_a_published_layout_is_predicted_near_its_measurement():
     run = next(one for one in published.korthikanti() if one.name == "GPT 175B, full recomputation")
     row = dict(zip(published.COLUMNS, published.compare(run, searched=False), strict=True))
     # 18.13 s were measured; the shipped efficiencies are assumptions, never fitted to it.
     assert row["predicted / published"] == pytest.approx(1.0, abs=0.15)
 
 
-def test_the_integer_program_finds_the_best_microbatches_of_a_small_batch():
+def test_the_integer_program_finds_the_best_microbatches():
     load = np.random.default_rng(0).lognormal(0.0, 1.0, (6, 2))
     best = min(
         max(load[np.asarray(slots) == slot].sum(axis=0).max() for slot in range(3))
@@ -119,7 +119,7 @@ def test_the_integer_program_finds_the_best_microbatches_of_a_small_batch():
 
 
 @pytest.mark.slow
-def test_knowing_what_is_frozen_never_costs_time_and_fits_are_called_fits():
+def test_frozen_parts_never_cost_time_and_fits_are_marked():
     replayed, shapes = cornstarch_partition.stage_times_replayed(), cornstarch_partition.factors_from_shapes()
     assert {one.basis for one in replayed.outcomes} == {"replayed"}
     assert min(shapes.column("predicted")) > 0.99
@@ -127,7 +127,7 @@ def test_knowing_what_is_frozen_never_costs_time_and_fits_are_called_fits():
 
 
 @needs_sizes
-def test_cells_of_the_data_set_that_set_a_factor_are_not_predictions():
+def test_cells_that_set_a_factor_are_marked_as_fitted():
     table = entrain_stability.allocations(SHARED, entrain_stability.entrain_sizes(SHARED))
     fitted = [row for row in table.rows if row[3] == "fitted"]
     assert {str(row[1]).split()[0] for row in fitted} == {"SynthChartNet"}
@@ -139,7 +139,7 @@ def test_cells_of_the_data_set_that_set_a_factor_are_not_predictions():
 
 @pytest.mark.slow
 @needs_sizes
-def test_what_the_papers_own_throughput_goes_into_is_not_called_a_prediction():
+def test_results_from_published_throughput_are_no_predictions():
     folder = SHARED / "traces/oobleck"
     known = json.loads((folder / "throughput_by_nodes.json").read_text(encoding="utf-8"))
     table = oobleck_failures.controlled_failures(folder, known)
@@ -152,7 +152,7 @@ def test_the_page_of_results_holds_what_the_results_say():
     assert page == results_page.page(), "run `python benchmarks/results_page.py > docs/results.md`"
 
 
-def test_every_committed_outcome_has_a_verdict_and_names_its_basis():
+def test_committed_outcomes_have_matching_verdict_and_basis():
     for file in results_page.COMMANDS:
         path = results_page.RESULTS / file
         for table in json.loads(path.read_text(encoding="utf-8"))["tables"]:
@@ -161,7 +161,7 @@ def test_every_committed_outcome_has_a_verdict_and_names_its_basis():
                 assert (one["basis"] == "carried over") == (one["verdict"] == results_page.VERDICTS[-1]), one
 
 
-def test_predictions_in_calibrated_tables_are_none_and_the_errors_in_the_text_are_measured():
+def test_calibrated_tables_predict_nothing_and_docs_agree():
     tables = json.loads((results_page.RESULTS / "papers.json").read_text(encoding="utf-8"))["tables"]
     for table in tables:
         if table["basis"].startswith("calibrated"):

@@ -69,9 +69,7 @@ def plan_of(path: Path) -> Plan:
 
 
 @pytest.mark.usefixtures("costs")
-def test_a_run_trains_with_the_plan_that_it_made_and_goes_on_with_it(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_an_auto_run_trains_and_resumes_with_its_plan(project: Path, dilatant: Dilatant) -> None:
     code, out, err = dilatant("train", project / "config.yaml", *AUTO, *COSTS, "--set", "train.steps=1")
     assert code == 0, err
     run = project / "run"
@@ -116,9 +114,7 @@ def test_a_run_trains_with_the_plan_that_it_made_and_goes_on_with_it(
 
 
 @pytest.mark.slow
-def test_experts_that_fit_no_device_are_divided_by_a_plan_that_nobody_wrote(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_experts_too_large_for_a_device_are_divided_by_auto(project: Path, dilatant: Dilatant) -> None:
     tree = yaml.safe_load((project / "config.yaml").read_text(encoding="utf-8"))
     tree["model"]["language_model"]["config"] |= {
         "model_type": "mixtral", "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -157,9 +153,7 @@ def test_experts_that_fit_no_device_are_divided_by_a_plan_that_nobody_wrote(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("costs")
-def test_microbatches_and_schedule_that_are_asked_for_are_planned_with(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_auto_plans_with_configured_microbatches_and_schedule(project: Path, dilatant: Dilatant) -> None:
     settings = (
         "--set",
         "parallel.microbatches=2",
@@ -201,7 +195,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(
 
 
 @pytest.mark.usefixtures("costs")
-def test_a_launcher_with_more_processes_than_any_plan_uses_is_told_how_many_do(project: Path) -> None:
+def test_surplus_launcher_processes_are_refused_with_a_count(project: Path) -> None:
     settings = ("train.global_batch_size=1", "cluster.gpus_per_node=32")
     job = PlanningJob(config_of(project, *settings), "torchrun", project / "run")
     with pytest.raises(UserError, match=r"torchrun started 32 processes, and no plan uses .* Start \d+, or"):
@@ -209,7 +203,7 @@ def test_a_launcher_with_more_processes_than_any_plan_uses_is_told_how_many_do(p
     assert not (project / "run" / "plan").exists()
 
 
-def test_costs_that_were_measured_before_are_planned_with_and_said(
+def test_auto_reuses_measured_costs_and_says_so(
     project: Path, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
@@ -227,7 +221,7 @@ def test_costs_that_were_measured_before_are_planned_with_and_said(
     assert "with costs measured before (`dilatant profile` measures again):" in "\n".join(chosen.lines)
 
 
-def test_a_failure_of_the_planning_process_is_told_with_its_trace(project: Path) -> None:
+def test_a_failure_of_the_planning_process_shows_its_trace(project: Path) -> None:
     job = PlanningJob("not a config", "", project / "run")  # type: ignore[arg-type]
     with pytest.raises(planning_process.WorkerFailed, match="planning failed: AttributeError") as failed:
         planning_process.plan_in_process(job, lambda text: None)
@@ -245,7 +239,7 @@ def rank_of_a_launcher(config: Config, variables: dict[str, str], answer: Connec
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("costs")
-def test_processes_of_a_launcher_are_planned_for_by_one_and_train_together(project: Path) -> None:
+def test_one_launcher_process_plans_and_all_train_together(project: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     config = config_of(project, "train.steps=2")

@@ -41,7 +41,7 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr(sys, "stdin", stream)
 
 
-def test_a_conversation_is_remembered_and_files_of_questions_are_answered(
+def test_a_chat_keeps_its_history_and_answers_question_files(
     exported: Path, project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture = project / "images" / "0.png"

@@ -19,7 +19,7 @@ import yaml
 import dilatant.config.environment as environment
 from dilatant.cli.app import app
 from dilatant.config import Config, load_config
-from dilatant.config.environment import Place, place_from
+from dilatant.config.environment import LaunchPlace, place_from
 from dilatant.resilience.processes.coordinator_process import STATE
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Record
 
@@ -87,7 +87,9 @@ def test_an_indexed_job_gives_every_pod_its_place() -> None:
     assert spec["parallelism"] == count
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     place = place_from({**variables(container), "JOB_COMPLETION_INDEX": "2"})
-    assert place == Place("Kubernetes", 2, count, 0, 1, f"dilatant-0.{pod(job)['subdomain']}", 29500, True)
+    assert place == LaunchPlace(
+        "Kubernetes", 2, count, 0, 1, f"dilatant-0.{pod(job)['subdomain']}", 29500, True
+    )
 
 
 def test_agents_find_their_leader_and_have_time_to_leave() -> None:

@@ -29,7 +29,7 @@ def run(project: Path, dilatant: Dilatant) -> Path:
     return project / "run"
 
 
-def test_export_refuses_what_it_would_destroy_and_replaces_its_own(
+def test_export_spares_foreign_files_and_replaces_an_export(
     run: Path, dilatant: Dilatant, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = tmp_path_factory.mktemp("mine")

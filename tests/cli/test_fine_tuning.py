@@ -41,9 +41,7 @@ def stored(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     }
 
 
-def test_figures_are_told_by_data_set_and_answers_are_those_of_the_export(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_metrics_are_split_by_data_set_and_match_the_export(project: Path, dilatant: Dilatant) -> None:
     write_images(project, 9, "more.jsonl")
     (project / "mine.py").write_text(
         "import dilatant\n\n@dilatant.metric\ndef length(expected, written):\n"
@@ -103,9 +101,7 @@ def test_figures_are_told_by_data_set_and_answers_are_those_of_the_export(
     assert all(torch.equal(written[key], value) for key, value in in_blocks.items())
 
 
-def test_the_best_checkpoint_stays_is_exported_and_training_ends_without_a_better_one(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_the_best_checkpoint_is_exported_after_patience_ends(project: Path, dilatant: Dilatant) -> None:
     """A learning rate that ruins the model: nothing is ever better than the first evaluation."""
     config = write(
         project,
@@ -139,9 +135,7 @@ def test_the_best_checkpoint_stays_is_exported_and_training_ends_without_a_bette
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_has_the_averages_and_the_best_of_the_undisturbed_one(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_a_resumed_run_keeps_weight_averages_and_best_step(project: Path, dilatant: Dilatant) -> None:
     settings = {"optimizer": {"learning_rate": 0.01, "ema": 0.9}, "save_steps": 3, "keep_checkpoints": 6}
     config = write(project, {"val_size": 2}, {"steps": 1, "keep_best": "loss"}, **settings)
     assert dilatant("train", config, "--set", "output_dir=whole")[0] == 0
@@ -160,9 +154,7 @@ def test_a_run_that_goes_on_has_the_averages_and_the_best_of_the_undisturbed_one
 
 
 @pytest.mark.slow
-def test_ranks_that_share_state_average_and_write_as_one_process_does(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_ranks_sharing_state_average_and_answer_as_one_process(project: Path, dilatant: Dilatant) -> None:
     """Two replicas of the language model share its optimizer state, and the second half of a run is one process's."""
     layout = {"units": {"vision": {}, "language": {"replicas": 2}}, "microbatches": 2}
     settings = {"optimizer": {"learning_rate": 0.01, "ema": 0.9}, "save_steps": 3, "keep_checkpoints": 6}

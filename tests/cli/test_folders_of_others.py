@@ -88,7 +88,7 @@ def test_the_users_word_lets_the_code_run(theirs: Path, dilatant: Dilatant) -> N
         ({"zero": ["node"]}, "step.zero"),
     ],
 )
-def test_a_plan_file_of_somebody_is_checked_before_it_is_simulated(
+def test_a_foreign_plan_file_is_checked_before_simulation(
     step: object, says: str, theirs: Path, dilatant: Dilatant
 ) -> None:
     plan = theirs / "plan.json"

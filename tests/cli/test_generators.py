@@ -77,9 +77,7 @@ def test_layouts_and_resumes_draw_the_same_noise(drawing: Path, dilatant: Dilata
             assert step == pytest.approx(wanted, rel=1e-4)  # fp32 sums in another order, over four updates
 
 
-def test_an_export_draws_what_was_trained_and_diffusers_alone_reads_it(
-    drawing: Path, dilatant: Dilatant
-) -> None:
+def test_an_export_draws_as_trained_and_loads_in_diffusers(drawing: Path, dilatant: Dilatant) -> None:
     joined = {"connector": "transformer", "connector_layers": 1}
     config = configure(drawing, joined, steps=120, optimizer={"learning_rate": 0.02})
     assert dilatant("train", config, "--set", "parallel=single", "--set", "train.save_steps=null")[0] == 0
@@ -145,7 +143,7 @@ def judged_by_a_function_of_ones_own(folder: Path, export: Path, dilatant: Dilat
 @pytest.mark.parametrize(
     "family", ["pixart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sana", "unet", "flux"))]
 )
-def test_pretrained_nets_and_their_autoencoders_begin_as_they_are(
+def test_pretrained_nets_and_autoencoders_start_unchanged(
     family: str, drawing: Path, dilatant: Dilatant
 ) -> None:
     """A pipeline's folder, as diffusers writes it; what is frozen leaves as it came."""
@@ -242,7 +240,7 @@ def test_where_a_picture_goes_is_looked_at_first(tmp_path: Path, dilatant: Dilat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_a_whole_model_learns_to_draw_and_leaves_as_its_class_and_a_net(
+def test_a_whole_model_that_learns_to_draw_exports_both_parts(
     family: str, drawing: Path, dilatant: Dilatant
 ) -> None:
     """In stages, the net cut in two; transformers and diffusers each load their half, and the export draws."""
@@ -280,9 +278,7 @@ def test_a_whole_model_learns_to_draw_and_leaves_as_its_class_and_a_net(
 
 
 @pytest.mark.slow
-def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
-    drawing: Path, dilatant: Dilatant
-) -> None:
+def test_cached_latents_train_like_pixels_and_are_made_once(drawing: Path, dilatant: Dilatant) -> None:
     """Equal losses; nothing is decoded again by a resume or another layout; what is damaged, cut off or of another
     picture is made anew."""
     settings, vae = NETS["pixart"]
@@ -342,9 +338,7 @@ app.run()
 
 
 @pytest.mark.slow
-def test_a_run_killed_while_latents_are_made_or_used_goes_on_as_if_it_had_not_been(
-    drawing: Path, dilatant: Dilatant
-) -> None:
+def test_a_run_killed_while_caching_latents_resumes_unchanged(drawing: Path, dilatant: Dilatant) -> None:
     """Killed by SIGKILL after three of six pictures, and again while it trains: the same losses as a run that was not,
     and no picture is encoded twice."""
     settings, vae = NETS["pixart"]
@@ -386,9 +380,7 @@ def test_a_run_killed_while_latents_are_made_or_used_goes_on_as_if_it_had_not_be
 
 
 @pytest.mark.slow
-def test_features_of_a_frozen_encoder_are_learned_in_any_layout_and_given_out(
-    drawing: Path, dilatant: Dilatant
-) -> None:
+def test_frozen_encoder_features_train_in_any_layout_and_export(drawing: Path, dilatant: Dilatant) -> None:
     """What the net is shown are the encoder's own patches; without a decoder no picture is made."""
     asked = {"config": OF_FEATURES, "target": {"encoder": CLIP}, "connector": "transformer"}
     config = configure(drawing, asked, steps=2)

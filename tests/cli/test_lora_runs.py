@@ -148,7 +148,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @NEEDS_BITSANDBYTES
 @pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
-def test_a_base_in_four_bits_trains_as_one_of_rounded_weights_and_is_exported_plain(
+def test_a_four_bit_base_trains_rounded_and_exports_plain(
     kind: str, project: Path, dilatant: Dilatant
 ) -> None:
     save_as_the_hub_does("qwen2_5_vl", project / "whole")
@@ -263,7 +263,7 @@ def test_what_parts_cannot_have_is_said(
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
-def test_charts_are_learned_in_two_stages_and_transformers_and_peft_alone_answer_as_we_do(
+def test_chart_adapters_answer_alike_in_transformers_and_peft(
     kind: str, project: Path, dilatant: Dilatant
 ) -> None:
     charts = need("data/chartqa_mini", "LoRA on real charts, exported and loaded by transformers and peft")

@@ -16,7 +16,7 @@ from tiny_wholes import save_as_the_hub_does
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_a_frozen_tower_out_of_a_whole_teaches_another_language_model_to_see(
+def test_a_frozen_tower_trains_with_another_language_model(
     family: str, tmp_path: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -19,9 +19,7 @@ def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_a_start_without_a_file_shows_the_file_it_stands_for_and_trains_it(
-    inside: Path, dilatant: Dilatant
-) -> None:
+def test_train_without_a_config_shows_and_trains_its_config(inside: Path, dilatant: Dilatant) -> None:
     line = ("train", "--model", "whole", "--data", "train.jsonl", "--lora", "--set", "train.steps=1")
     options = ("--set", "data.workers=0", "--set", "train.device=cpu")
     code, out, err = dilatant(*line, *options, "--save-config", "mine.yaml")

@@ -29,7 +29,7 @@ def test_the_version_is_told_without_a_verb(dilatant: Dilatant) -> None:
     ("content", "replaced"),
     [(None, True), (b"", True), (b" \n", True), (b"mine: 1\n", False), (b"\xff\xfe\x00weights", False)],
 )
-def test_a_file_that_is_no_earlier_one_of_its_kind_is_not_replaced(
+def test_an_output_of_another_kind_is_not_replaced(
     tmp_path: Path, content: bytes | None, replaced: bool
 ) -> None:
     path = tmp_path / "plan.json"
@@ -77,7 +77,7 @@ def test_ctrl_c_while_the_command_is_imported_leaves_no_trace(monkeypatch: pytes
         signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_raises_nothing_through_a_module_that_is_being_imported(tmp_path: Path) -> None:
+def test_ctrl_c_raises_nothing_inside_a_module_import(tmp_path: Path) -> None:
     (tmp_path / "extension.py").write_text(
         "import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept BaseException: print('raised', flush=True)"
     )
@@ -114,7 +114,7 @@ print(json.dumps(said))
 """
 
 
-def test_every_command_says_something_before_it_loads_what_takes_long(project: Path) -> None:
+def test_every_command_prints_a_line_before_slow_imports(project: Path) -> None:
     run = project / "run"
     run.mkdir()
     (run / "config.yaml").write_text((project / "config.yaml").read_text())

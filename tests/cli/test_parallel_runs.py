@@ -65,7 +65,7 @@ def layout(parallel: dict) -> tuple[str, str]:
     return "--set", f"parallel={json.dumps(parallel)}"
 
 
-def test_three_processes_have_the_losses_of_one_and_resume_as_one(project: Path, dilatant: Dilatant) -> None:
+def test_three_processes_train_and_resume_as_one(project: Path, dilatant: Dilatant) -> None:
     config = project / "config.yaml"
     tree = tiny_config(save_steps=3)
     tree["model"]["language_model"]["config"] |= PHI
@@ -156,9 +156,7 @@ def test_what_block_tables_cannot_do_is_refused_before_training(project: Path, d
     assert (code, "needs attn_implementation: dilatant" in err) == (2, True)
 
 
-def test_a_layout_that_cannot_work_lists_every_reason_before_a_process_starts(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_an_invalid_layout_lists_every_reason_before_the_start(project: Path, dilatant: Dilatant) -> None:
     wrong = {"units": {"vision": {"pp": 9}, "language": {"tp": 2, "cuts": [1]}}}
     code, _, err = dilatant("train", project / "config.yaml", *layout(wrong))
     assert code == 2
@@ -167,9 +165,7 @@ def test_a_layout_that_cannot_work_lists_every_reason_before_a_process_starts(
     assert not (project / "run" / "metrics.jsonl").exists()
 
 
-def test_a_degree_that_divides_no_heads_is_refused_with_those_that_do(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_a_degree_that_divides_no_heads_names_valid_degrees(project: Path, dilatant: Dilatant) -> None:
     code, _, err = dilatant(
         "train", project / "config.yaml", *layout({"units": {"vision": {}, "language": {"tp": 3}}})
     )
@@ -185,9 +181,7 @@ def test_a_corrupt_sample_is_named_by_the_rank_that_reads_it(project: Path, dila
 
 
 @pytest.mark.slow
-def test_held_out_answers_are_judged_through_the_stages_as_by_the_whole_model(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_stages_judge_held_out_answers_like_the_whole_model(project: Path, dilatant: Dilatant) -> None:
     tree = tiny_config(steps=40, global_batch_size=6, optimizer={"learning_rate": 0.01})
     tree["data"]["eval"] = [{"path": "train.jsonl"}]
     tree["evaluation"] = {"steps": 20, "batch_size": 5, "max_new_tokens": 5}
@@ -232,7 +226,7 @@ def rank_that_breaks(worker: Worker, *arguments: Any) -> Any:
     return training_run.train_rank(worker, *arguments)
 
 
-def test_a_stage_that_fails_is_named_first_with_its_samples_and_nothing_else(
+def test_a_failing_stage_is_named_with_its_samples_only(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_run, "train_rank", rank_that_breaks)

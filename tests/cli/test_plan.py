@@ -127,9 +127,7 @@ def test_layers_are_measured_once_and_shared_as_a_file(project: Path, dilatant: 
 
 
 @pytest.mark.slow
-def test_costs_measured_for_tensor_parallel_groups_are_planned_with(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_the_plan_uses_costs_of_tensor_parallel_groups(project: Path, dilatant: Dilatant) -> None:
     costs = project / "groups.yaml"
     profile = ("profile", project / "config.yaml", "--out", costs, "--tokens", "8,16", "--repeats", 1)
     refused(dilatant(*profile, "--tp", "1,3"), "language: 2 attention heads", "it takes tp 1, 2")
@@ -192,9 +190,7 @@ def test_context_parallelism_is_planned_where_it_pays_and_trains(project: Path, 
 
 
 @pytest.mark.slow
-def test_what_the_plan_recomputes_for_lack_of_memory_is_in_its_file_and_trains(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_recomputation_for_tight_memory_is_saved_and_trains(project: Path, dilatant: Dilatant) -> None:
     config = project / "config.yaml"
     settings = (
         *("--set", "model.language_model.config.num_hidden_layers=12"),
@@ -220,9 +216,7 @@ def test_what_the_plan_recomputes_for_lack_of_memory_is_in_its_file_and_trains(
     )
 
 
-def test_advice_names_schedules_that_were_not_tried_and_recomputation_that_nothing_asks_for(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_advice_names_untried_schedules_and_needless_recompute(project: Path, dilatant: Dilatant) -> None:
     deep = [f"model.{part}.config.num_hidden_layers=4" for part in ("language_model", "encoders.vision")]
     settings = [
         "plan.microbatch_sizes=[1]",
@@ -282,9 +276,7 @@ def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, dilatan
 
 
 @pytest.mark.slow
-def test_a_zero_bubble_schedule_that_the_search_chose_trains_as_one_process_does(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_a_chosen_zero_bubble_schedule_trains_as_one_process(project: Path, dilatant: Dilatant) -> None:
     """Five samples do not divide among two pipelines, so they take turns in two stages, and split backwards pay."""
     tree = tiny_config(global_batch_size=5, steps=3)
     for part in (tree["model"]["language_model"], tree["model"]["encoders"]["vision"]):
@@ -337,7 +329,7 @@ def test_a_plan_is_timed_on_a_cluster_that_is_not_here(project: Path, dilatant: 
     assert min(slow["step_seconds"]) > max(fast["step_seconds"])
 
 
-def test_links_between_processes_are_measured_into_a_hardware_file(project: Path, dilatant: Dilatant) -> None:
+def test_links_are_measured_into_a_hardware_file(project: Path, dilatant: Dilatant) -> None:
     costs, links = project / "costs.yaml", project / "hardware.yaml"
     sizes = ("--tokens", "8,16", "--repeats", 1, "--out", costs, "--set", "cluster.gpus_per_node=2")
     code, out, err = dilatant("profile", project / "config.yaml", *sizes, "--links", links)
@@ -427,9 +419,7 @@ FOUR = ("--set", "cluster.gpus_per_node=4")
 """Of four devices the encoder of `uneven` gets one or two, as the images of a batch are few or many."""
 
 
-def test_a_data_set_too_small_for_a_stable_ratio_is_said_and_planned_for(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_a_data_set_too_small_for_a_stable_ratio_is_reported(project: Path, dilatant: Dilatant) -> None:
     uneven(project, 8)
     report = planned(dilatant, project / "config.yaml", *H100, *FOUR, "--set", "train.global_batch_size=8")
     assert report.ratio is not None

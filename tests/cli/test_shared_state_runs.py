@@ -51,9 +51,7 @@ def go_back(run: Path, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_state_of_three_ranks_goes_on_in_one_process_and_then_in_two_ranks(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_state_of_three_ranks_resumes_in_one_and_two_ranks(project: Path, dilatant: Dilatant) -> None:
     config, one, run = project / "config.yaml", project / "one", project / "run"
     dilatant("train", config, "--set", "output_dir=one")
     # The vision unit has one replica, the language model three.
@@ -82,9 +80,7 @@ def test_state_of_three_ranks_goes_on_in_one_process_and_then_in_two_ranks(
 
 
 @pytest.mark.slow
-def test_a_plan_that_shares_state_across_nodes_for_lack_of_memory_is_simulated_and_trained_so(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_tight_memory_plans_state_sharing_across_nodes(project: Path, dilatant: Dilatant) -> None:
     config, file = project / "config.yaml", project / "run" / "plan" / "plan.json"
     nodes = [f"cluster.{setting}" for setting in ("hardware=H100", "nodes=2", "gpus_per_node=1")]
 
@@ -137,7 +133,7 @@ def test_a_plan_that_shares_state_across_nodes_for_lack_of_memory_is_simulated_a
         assert (True in boxes) == is_divided
 
 
-def test_sharing_that_nobody_can_do_is_refused_if_it_was_asked_for(project: Path, dilatant: Dilatant) -> None:
+def test_requested_state_sharing_without_replicas_is_refused(project: Path, dilatant: Dilatant) -> None:
     code, _, err = dilatant("train", project / "config.yaml", "--set", "train.zero=node")
     assert code == 2
     assert "held by one rank" in err

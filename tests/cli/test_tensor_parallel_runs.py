@@ -50,7 +50,7 @@ def go_back(run: Path, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [SHARED, ITEMS], ids=["layers", "items"])
-def test_a_run_of_shared_layers_goes_on_with_shared_rows_and_then_in_one_process(
+def test_tensor_parallel_runs_resume_under_other_layouts(
     project: Path, dilatant: Dilatant, shared: dict
 ) -> None:
     config, one, run = project / "config.yaml", project / "one", project / "run"
@@ -78,9 +78,7 @@ def test_a_run_of_shared_layers_goes_on_with_shared_rows_and_then_in_one_process
 
 
 @pytest.mark.slow
-def test_a_run_of_divided_experts_goes_on_with_divided_features_and_then_in_one_process(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_expert_parallel_runs_resume_under_other_layouts(project: Path, dilatant: Dilatant) -> None:
     tree = yaml.safe_load((project / "config.yaml").read_text(encoding="utf-8"))
     tree["model"]["language_model"]["config"] |= {
         "model_type": "mixtral", "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,

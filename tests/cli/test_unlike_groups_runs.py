@@ -82,7 +82,7 @@ def test_mistakes_in_groups_are_one_line_each(project: Path, dilatant: Dilatant)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [(2, 1), (1, 2)])
-def test_a_plan_over_groups_trains_and_says_whose_devices_are_others(
+def test_a_plan_over_groups_trains_and_names_unlike_devices(
     project: Path, dilatant: Dilatant, devices: tuple[int, int]
 ) -> None:
     fast, slow = devices

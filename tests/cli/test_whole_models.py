@@ -77,7 +77,7 @@ def replace_ids(sample: EncodedSample) -> EncodedSample:
 
 
 @families
-def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
+def test_a_staged_run_exports_a_model_transformers_loads(
     family: str, project: Path, dilatant: Dilatant
 ) -> None:
     source = save_as_the_hub_does(family, project / "whole")
@@ -175,9 +175,7 @@ def test_ranks_that_share_the_text_model_train_it_alike(
 
 
 @pytest.mark.slow
-def test_a_tower_that_ranks_share_goes_on_under_another_degree_and_is_exported(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_a_shared_tower_resumes_at_another_degree_and_exports(project: Path, dilatant: Dilatant) -> None:
     source = save_as_the_hub_does("qwen2_5_vl", project / "whole")
     shared = {"units": {"vision": {"tp": 2}, "language": {"tp": 2}}, "microbatches": 2}
     turned = {"units": {"vision": {"pp": 2}, "language": {}}, "microbatches": 2}
@@ -246,9 +244,7 @@ def test_mistakes_about_a_whole_model_are_said_by_their_keys(project: Path, dila
 
 
 @pytest.mark.slow
-def test_an_adapter_trained_in_stages_is_one_of_peft_and_the_reverse(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_staged_adapters_and_peft_adapters_are_interchangeable(project: Path, dilatant: Dilatant) -> None:
     save_as_the_hub_does("qwen2_5_vl", project / "whole")
     lora = {"r": 4, "units": ["vision", "language"], "train": ["language.head"]}
     tree = config_of(project, parallel=STAGES)
@@ -286,9 +282,7 @@ def test_an_adapter_trained_in_stages_is_one_of_peft_and_the_reverse(
 
 
 @pytest.mark.slow
-def test_adapters_beside_linear_attention_train_alike_where_ranks_share_its_heads(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_shared_linear_attention_heads_train_adapters_alike(project: Path, dilatant: Dilatant) -> None:
     save_as_the_hub_does("qwen3_5", project / "whole")
     losses = {}
     shared = {"units": {"vision": {}, "language": {"tp": 2}}, "microbatches": 2}

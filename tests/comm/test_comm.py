@@ -106,7 +106,7 @@ def _beside_a_closed_peer(worker: Worker) -> None:
     worker.store.wait(["over"])
 
 
-def test_an_abort_ends_a_wait_for_a_silent_rank_where_another_one_is_gone(workers: WorkerPool) -> None:
+def test_an_abort_ends_a_wait_after_another_rank_closed(workers: WorkerPool) -> None:
     workers.run(_beside_a_closed_peer, 3)
 
 
@@ -163,7 +163,7 @@ def _killed(worker: Worker) -> str:
     return f"{total.item():g} go on"
 
 
-def test_survivors_of_a_killed_rank_go_on_under_the_next_generation(workers: WorkerPool) -> None:
+def test_survivors_of_a_killed_rank_join_the_next_generation(workers: WorkerPool) -> None:
     with pytest.raises(WorkersFailed) as failed:
         workers.run(_killed, 3)
     assert "rank 1 of 3" in str(failed.value)
@@ -201,7 +201,7 @@ def _late(worker: Worker, how: str) -> str:
     ("how", "says"),
     [("stopped", "rank 2 does not answer"), ("busy", r"rank 2 is busy in _late \(test_comm.py:\d+\)")],
 )
-def test_whoever_waits_too_long_tells_what_for_and_who_is_behind_it(
+def test_a_comm_timeout_names_its_transfer_and_the_late_rank(
     workers: WorkerPool, how: str, says: str
 ) -> None:
     """Not the rank that is waited for, if that one waits itself."""

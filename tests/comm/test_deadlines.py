@@ -28,7 +28,7 @@ class _Work:
         return self.completed
 
 
-def test_a_deadline_counts_from_the_last_progress_and_names_the_oldest() -> None:
+def test_a_deadline_counts_from_progress_and_names_the_oldest() -> None:
     progress = ProgressDeadline()
     assert progress.check(0.0) is None
     works = [_Work() for _ in range(3)]
@@ -99,7 +99,7 @@ def _host_waits_for_its_device(worker: Worker, how: str) -> str:
     ("how", "expected"),
     [("busy", "rank 0 is busy in _host_waits"), ("also waits", r"rank [01] waits for .* on its GPU since")],
 )
-def test_a_host_that_waits_for_its_device_is_freed_and_told_who_is_behind_it(
+def test_a_host_blocked_on_a_gpu_is_freed_and_names_the_cause(
     workers: WorkerPool, how: str, expected: str
 ) -> None:
     for reason in workers.run(_host_waits_for_its_device, 2, how):
@@ -147,5 +147,5 @@ def _opens_for_ever(worker: Worker) -> str:
     return "freed"
 
 
-def test_an_abort_frees_who_is_inside_the_opening_of_a_communicator(workers: WorkerPool) -> None:
+def test_an_abort_frees_a_rank_opening_a_communicator(workers: WorkerPool) -> None:
     assert workers.run(_opens_for_ever, 2) == ["freed"] * 2

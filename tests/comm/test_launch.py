@@ -15,7 +15,7 @@ import pytest
 from dilatant.comm import launch
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, WorkerFailed, launch_local
-from dilatant.config.environment import Place, first_host, place_from
+from dilatant.config.environment import LaunchPlace, first_host, place_from
 from dilatant.config.errors import UserError
 from patience import HANG_SECONDS
 
@@ -118,7 +118,7 @@ def test_two_ranks_do_not_share_a_gpu(visible: int, started_here: bool) -> None:
         launch._gpu_index(3, visible, started_here)
 
 
-def test_what_other_processes_cannot_import_is_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_workers_cannot_import_are_user_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="at the top level of a module"):
         launch_local(lambda worker: None, 2)
     with pytest.raises(UserError, match="its arguments such that pickle takes them"):
@@ -151,10 +151,10 @@ SLURM = {
 
 
 def test_the_variables_of_outer_launchers_are_understood() -> None:
-    assert place_from(TORCHRUN) == Place("torchrun", 5, 8, 1, 4, "node0", 1234, False, "2")
-    assert place_from(SLURM) == Place("Slurm", 3, 4, 1, 2, "gpu07", 32345, True, "0")
+    assert place_from(TORCHRUN) == LaunchPlace("torchrun", 5, 8, 1, 4, "node0", 1234, False, "2")
+    assert place_from(SLURM) == LaunchPlace("Slurm", 3, 4, 1, 2, "gpu07", 32345, True, "0")
     kubernetes = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0.train"}
-    assert place_from(kubernetes) == Place("Kubernetes", 1, 2, 0, 1, "job-0.train", 29500, True, "0")
+    assert place_from(kubernetes) == LaunchPlace("Kubernetes", 1, 2, 0, 1, "job-0.train", 29500, True, "0")
     assert place_from({}) is None
     assert place_from({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
     # A batch script on its first node, before srun, is no worker.
@@ -178,7 +178,7 @@ HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 
 def test_the_variables_of_mpirun_are_understood_or_refused() -> None:
-    assert place_from(OMPI) == Place("mpirun", 3, 4, 1, 2, "node0", 1234, True)
+    assert place_from(OMPI) == LaunchPlace("mpirun", 3, 4, 1, 2, "node0", 1234, True)
     assert place_from({**SLURM, **OMPI, "SLURM_NTASKS": "2"}) == place_from(
         OMPI
     )  # of the helper that srun started
@@ -231,7 +231,7 @@ def test_tasks_of_a_node_are_read_as_slurm_writes_them(counts: str, node: str, t
     assert place.local_size == tasks
 
 
-def test_a_step_whose_only_word_is_its_own_number_of_tasks_is_one() -> None:
+def test_a_slurm_step_with_only_a_step_task_count_is_placed() -> None:
     variables = {key: value for key, value in SLURM.items() if key != "SLURM_NTASKS"}
     assert place_from({**variables, "SLURM_STEP_NUM_TASKS": "4"}) == place_from(SLURM)
 

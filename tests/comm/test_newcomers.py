@@ -119,7 +119,7 @@ def test_what_does_not_answer_its_own_challenge_is_closed(door: Door, wrong: str
     assert is_closed(stranger)
 
 
-def test_a_client_waits_for_a_whole_answer_no_longer_than_for_none() -> None:
+def test_a_partial_answer_does_not_extend_the_client_deadline() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"x" * 8)

@@ -126,7 +126,7 @@ def test_the_store_of_torchruns_agent_carries_an_address_only(tmp_path: Path) ->
     assert agent.num_keys() <= 1 + keys_of_torch
 
 
-def test_a_rank_without_the_token_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_rank_without_the_token_is_refused_and_others_go_on(tmp_path: Path) -> None:
     of_ranks = [{**each, "DILATANT_TOKEN": SECRET} for each in _torchrun(2, tmp_path, machines=2)]
     intruder = {**of_ranks[1], "DILATANT_TOKEN": "another secret of some length"}
     tokenless = {key: value for key, value in of_ranks[1].items() if key != "DILATANT_TOKEN"}
@@ -139,7 +139,7 @@ def test_a_rank_without_the_token_is_refused_and_the_others_go_on(tmp_path: Path
     assert _answer(holds_the_store) == [3.0]
 
 
-def test_a_failure_reaches_the_others_through_the_store_of_rank_0(tmp_path: Path) -> None:
+def test_a_failure_reaches_all_ranks_through_the_store(tmp_path: Path) -> None:
     first, second = _run(_fail, _torchrun(2, tmp_path, machines=1))
     assert second == "WorkerFailed: rank 1: out of paper"
     assert first == "WorkerFailed: rank 1: out of paper"

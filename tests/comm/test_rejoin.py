@@ -156,5 +156,5 @@ def _after_an_announced_failure(worker: Worker) -> str:
     return str(sums)
 
 
-def test_a_generation_that_lost_a_rank_is_not_joined_again_but_the_next_one_is(workers: WorkerPool) -> None:
+def test_a_failed_generation_is_closed_and_the_next_one_opens(workers: WorkerPool) -> None:
     assert workers.run(_after_an_announced_failure, 2) == ["[3.0, 6.0]"] * 2

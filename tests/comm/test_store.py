@@ -42,7 +42,7 @@ def _still_serves(server: StoreServer) -> bool:
     return answer
 
 
-def test_values_counters_and_queues_are_shared_under_their_prefix(server: StoreServer) -> None:
+def test_store_values_counters_and_queues_share_a_prefix(server: StoreServer) -> None:
     one, other = _connect(server).prefixed("run"), _connect(server)
     one.set("a", b"\0\xff" * 70_000)  # larger than any socket buffer takes at once
     assert other.get("run/a") == b"\0\xff" * 70_000
@@ -62,7 +62,7 @@ def test_values_counters_and_queues_are_shared_under_their_prefix(server: StoreS
     assert [other.pop("run/q"), one.pop("q")] == [b"1", b"2"]
 
 
-def test_who_waits_gets_the_value_when_it_comes_or_hears_of_the_timeout(server: StoreServer) -> None:
+def test_a_store_wait_returns_the_value_or_times_out(server: StoreServer) -> None:
     store, other = _connect(server), _connect(server)
     with pytest.raises(TimeoutError, match="waiting for never"):
         store.wait(["never"], timedelta(seconds=0.05))
@@ -200,7 +200,7 @@ def test_strangers_push_out_each_other_and_nobody_with_the_token(monkeypatch: py
     server.close()
 
 
-def test_a_store_that_nobody_opens_is_one_clear_error_after_a_word(
+def test_a_missing_store_prints_a_notice_and_then_one_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(store, "WORD_SECONDS", 0.0)

@@ -33,7 +33,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_folders_of_a_killed_process_go_and_those_of_a_living_one_stay(temporary: Path) -> None:
+def test_only_folders_of_killed_processes_are_removed(temporary: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", FOLDERS],
         env={**os.environ, "TMPDIR": str(temporary)},

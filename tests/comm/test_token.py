@@ -22,7 +22,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
 
 
-def test_many_ranks_that_start_at_once_make_one_token_that_only_the_user_reads(tmp_path: Path) -> None:
+def test_concurrent_ranks_create_one_token_with_private_access(tmp_path: Path) -> None:
     tokens: list[bytes] = []
     threads = [threading.Thread(target=lambda: tokens.append(shared_token())) for _ in range(16)]
     for thread in threads:
@@ -36,7 +36,7 @@ def test_many_ranks_that_start_at_once_make_one_token_that_only_the_user_reads(t
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_given_token_goes_before_a_file_and_a_file_before_the_users_own(
+def test_a_token_variable_precedes_a_file_and_the_user_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "token"
@@ -66,7 +66,7 @@ def test_a_given_token_goes_before_a_file_and_a_file_before_the_users_own(
         (lambda path: (path.write_bytes(b"\xff" * 40), path.chmod(0o600)), "cannot be read"),
     ],
 )
-def test_a_token_file_that_will_not_do_is_one_error_with_the_remedy(
+def test_a_bad_token_file_is_one_error_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make, message: str
 ) -> None:
     make(tmp_path / "token")

@@ -121,7 +121,7 @@ def test_gradients_are_kept_for_a_salvage_that_may_come(tmp_path: Path, enabled:
     assert load_config(path).resilience.keeps_gradients == (enabled and salvage)
 
 
-def test_id_of_a_local_folder_becomes_absolute_and_a_hub_id_stays(tmp_path: Path) -> None:
+def test_a_local_model_id_becomes_absolute_and_a_hub_id_stays(tmp_path: Path) -> None:
     (tmp_path / "llm").mkdir()
     tree = changed(
         model={
@@ -276,7 +276,7 @@ def test_an_encoder_cannot_take_the_language_models_name(tmp_path: Path) -> None
         load_config(write(tmp_path, tree))
 
 
-def test_a_folder_called_as_a_word_of_ours_does_not_take_its_place(tmp_path: Path) -> None:
+def test_a_folder_named_like_a_keyword_does_not_replace_it(tmp_path: Path) -> None:
     for word in ("auto", "bytes"):
         (tmp_path / word).mkdir()
     config = load_config(write(tmp_path, GOOD))
@@ -384,9 +384,7 @@ GROUP = {"name": "fast", "hardware": "H100", "gpus_per_node": 2}
         ({"groups": [{**GROUP, "memory_gib": 0}]}, "memory_gib"),
     ],
 )
-def test_a_cluster_is_of_whole_groups_instead_of_one_kind_and_within_reach(
-    tmp_path: Path, cluster: dict, expected: str
-) -> None:
+def test_invalid_cluster_groups_and_sizes_are_refused(tmp_path: Path, cluster: dict, expected: str) -> None:
     with pytest.raises(UserError) as found:
         load_config(write(tmp_path, changed(cluster=cluster)))
     assert expected in str(found.value)

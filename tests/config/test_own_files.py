@@ -44,7 +44,7 @@ def test_whatever_could_lead_out_or_wait_is_refused_at_any_depth(
         require_plain(run)
 
 
-def test_a_file_with_several_names_is_replaced_and_never_appended_to(tmp_path: Path) -> None:
+def test_a_hard_linked_file_is_never_appended_to(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "log").hardlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match="several names"):

@@ -79,7 +79,7 @@ def test_data_that_are_nowhere_are_named_by_their_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", [".", "plan"])
-def test_every_command_that_reads_a_run_or_its_plan_finds_what_moved_along(
+def test_configs_inside_a_moved_run_find_their_moved_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], below: str
 ) -> None:
     tree, run = moved(tmp_path)

@@ -63,7 +63,7 @@ def test_a_config_that_the_user_names_needs_no_second_word(text: str, tmp_path: 
         load_config(tmp_path / "config.yaml", trust_remote_code=False)
 
 
-def test_the_config_beside_a_plan_is_found_and_its_run_folder_is_above(tmp_path: Path) -> None:
+def test_a_config_beside_a_plan_needs_trust_and_finds_its_run(tmp_path: Path) -> None:
     config = found(tmp_path / "theirs" / "plan", MODEL, "report.json")
     (config.parent / "plan.json").write_text("{}")
     with pytest.raises(UserError, match="--trust-remote-code"):

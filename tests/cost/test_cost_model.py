@@ -55,7 +55,7 @@ def test_a_fit_finds_the_quadratic_that_made_the_measurements(a, b, c):
 
 @settings(max_examples=80)
 @given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
-def test_a_fit_never_has_a_negative_coefficient_and_tells_its_error(noise):
+def test_a_fit_has_no_negative_coefficient_and_reports_error(noise):
     values = [(1e-6 * x + 1e-4) * factor for x, factor in zip(COUNTS, noise, strict=True)]
     found, error = fit(COUNTS, values)
     assert min(found.a, found.b, found.c) >= 0
@@ -246,7 +246,7 @@ def test_missing_layers_and_degrees_are_named_with_the_remedy():
         costs.layer("block", tp=4)
 
 
-def test_the_hardware_that_ships_is_complete_and_says_where_it_is_from():
+def test_shipped_hardware_is_complete_and_names_its_source():
     shipped = "A40", "A100", "H100", "H200", "L4", "L40S", "RTX 4090", "V100", "B200", "MI300X", "CPU"
     for name in shipped:
         hardware = load_hardware(name)
@@ -260,7 +260,7 @@ def test_the_hardware_that_ships_is_complete_and_says_where_it_is_from():
         assert hardware.inside.seconds(0) == 0
 
 
-def test_a_users_hardware_file_is_read_and_every_mistake_in_it_named(tmp_path):
+def test_every_mistake_in_a_hardware_file_is_named(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("Mine: {memory: lots, bandwidth: 1e9, speed: 3, inside: 5}\n")
     with pytest.raises(UserError) as raised:
@@ -296,7 +296,7 @@ def test_messages_that_take_equally_long_tell_no_bandwidth():
         fit_link(SIZES, [2e-4, 1e-4, 1e-4, 1e-4, 1e-4])
 
 
-def test_a_measured_entry_joins_a_hardware_file_and_reads_back_equal(tmp_path):
+def test_hardware_entries_join_one_file_and_read_back_equal(tmp_path):
     path = tmp_path / "hardware.yaml"
     for name in ("A40", "H100"):
         save_hardware(load_hardware(name), name, path)
@@ -334,7 +334,7 @@ def test_slower_hardware_is_modelled_slower():
     assert seconds == sorted(seconds)
 
 
-def test_the_halves_of_a_leading_layers_backward_are_never_more_than_the_whole():
+def test_backward_halves_never_cost_more_than_the_whole():
     """Also where measurement found the whole backward quicker than the weight gradient alone."""
     cost = LayerCost(*(Quadratic(b=1.0) for _ in range(2)), Quadratic(b=1.0), Quadratic(b=0.8))
     work = frozen_work(cost, trainable=True, before=False)
@@ -349,7 +349,7 @@ def test_what_does_not_train_keeps_nothing_for_weight_gradients():
     assert frozen_work(unknown, trainable=False, before=True).kept_bytes == Quadratic(b=10.0)
 
 
-def test_a_layer_that_keeps_no_less_where_it_is_recomputed_is_not():
+def test_a_layer_that_saves_no_memory_is_not_recomputed():
     head = replace(COST, activation_bytes=Quadratic(b=10.0), checkpoint_bytes=Quadratic(b=10.0))
     assert frozen_work(head, True, True, "block") == frozen_work(head, True, True, "none")
 

@@ -33,7 +33,7 @@ def test_one_device_has_the_measured_curve():
 
 
 @pytest.mark.parametrize("degree", [(1, 2), (2, 1), (2, 4)])
-def test_a_rank_has_its_part_of_a_row_and_waits_for_the_collectives(degree):
+def test_a_rank_costs_its_part_of_a_row_plus_collectives(degree):
     tp, cp = degree
     found = group_cost(SHARE, SHAPE, GroupLinks(LINK, LINK), "float32", degree)
     for tokens in (128, 4096):

@@ -60,7 +60,7 @@ def rows(tokens: int) -> tuple[tuple[torch.Tensor], dict]:
     return (torch.randn(tokens, WIDTH),), {}
 
 
-def test_forward_input_gradient_and_weight_gradient_are_told_apart(monkeypatch):
+def test_forward_and_both_gradients_are_timed_separately(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     probe = LayerProbe("counted", lambda: Counted(clock, 1.0, 4.0, 16.0), rows)
@@ -104,7 +104,7 @@ class MaskedBlock(nn.Module):
         return _Count.apply(hidden, self.weight, self.clock, (times, 2 * times, 50.0))
 
 
-def test_a_dense_row_is_what_its_block_takes_more_of_several_samples(monkeypatch):
+def test_a_dense_row_costs_the_extra_time_of_several_samples(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     layer = Masked(clock)
@@ -133,7 +133,7 @@ class _Experts(nn.Module):
         return nn.functional.gelu(hidden @ self.up[0]) @ self.down[0]
 
 
-def test_the_weight_half_of_experts_keeps_what_that_of_linear_layers_does():
+def test_expert_weight_halves_keep_as_much_as_linear_ones():
     linear = nn.Sequential(nn.Linear(WIDTH, 256, bias=False), nn.GELU(), nn.Linear(256, WIDTH, bias=False))
     kept = [
         measure(probe.build(), probe, tokens=100, repeats=1).weight_bytes
@@ -208,7 +208,7 @@ def test_cost_plan_and_schedule_import_without_torch_and_numba():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_images_that_do_not_attend_to_each_other_have_no_square_however_the_times_bend():
+def test_images_without_mutual_attention_fit_no_square():
     bent = [Measurement(x, *[x**1.3] * 4, 0.0, 0, 0, 0, 0) for x in (4, 8, 16, 32)]
     assert fit_layer(bent, 0).forward.a > 0
     assert fit_layer(bent, 0, square=False).forward.a == 0
@@ -245,7 +245,7 @@ def counted_probe(
     return LayerProbe(kind, build, rows, modelled=LayerCost(part, part, part, part))
 
 
-def test_a_budget_of_seconds_is_kept_and_what_it_leaves_is_modelled_in_proportion(monkeypatch):
+def test_a_time_budget_holds_and_scales_unmeasured_layers(monkeypatch):
     clock, builds, heard = [0.0], [], []
     monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     probes = [

@@ -15,7 +15,7 @@ from dilatant.data.errors import SampleError
 from dilatant.data.media.pixels import as_array
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encoding import TOKENS
-from dilatant.data.workers.pool import Request
+from dilatant.data.workers.pool import SampleRequest
 
 ENCODING = small_encoding()
 ALL = frozenset({TOKENS, "vision", "audio"})
@@ -59,9 +59,9 @@ class Numbered:
         )
 
 
-def requests(numbers: range | list[int], **settings: object) -> list[Request]:
+def requests(numbers: range | list[int], **settings: object) -> list[SampleRequest]:
     """Draws are a hundred more than the numbers."""
-    return [Request(number + 100, number, ALL, **settings) for number in numbers]  # type: ignore[arg-type]
+    return [SampleRequest(number + 100, number, ALL, **settings) for number in numbers]  # type: ignore[arg-type]
 
 
 def contents(sample: object) -> object:

@@ -45,7 +45,7 @@ def test_rows_are_those_that_the_family_lays_out() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(20, 90), (100, 33), (64, 64)])
-def test_tiles_are_told_by_the_size_and_several_images_have_one_each(
+def test_image_size_gives_tiles_and_several_images_get_one_each(
     height: int, width: int, tmp_path: Any
 ) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)

@@ -138,7 +138,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_corrupt_sample_stops_the_run_and_is_named_when_its_batch_is_due(workers):
+def test_a_corrupt_sample_stops_the_run_when_its_batch_is_due(workers):
     samples = Broken(corrupt=frozenset({9}))
     with loader(samples, samples.sampler(4), workers=workers) as batches:
         assert [next(batches).num_samples for _ in range(2)] == [4, 4]
@@ -149,7 +149,7 @@ def test_a_corrupt_sample_stops_the_run_and_is_named_when_its_batch_is_due(worke
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_corrupt_samples_are_skipped_and_counted_and_the_position_moves_on(workers):
+def test_corrupt_samples_are_skipped_counted_and_passed(workers):
     samples = Broken(corrupt=frozenset({1, 2, 9}))
     clean = Broken()
     got = all_of(samples=samples, sampler=samples.sampler(4), workers=workers, on_error="skip")
@@ -246,7 +246,7 @@ def test_a_blocked_worker_does_not_outlive_its_command(tmp_path):
             os.kill(worker, signal.SIGKILL)
 
 
-def test_closing_while_another_thread_makes_a_batch_raises_nothing():
+def test_closing_during_batch_building_raises_nothing():
     samples = Broken(seconds=0.1)
     batches = loader(samples, samples.sampler(4), workers=0, steps=None)
     thread = threading.Thread(target=next, args=(batches,))

@@ -52,7 +52,7 @@ def write(folder: Path, form: str, frames: np.ndarray, fps: int = 10) -> Media:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_clip_is_sized_by_its_header_and_any_of_its_frames_decoded(form: str, tmp_path: Path) -> None:
+def test_clip_headers_give_sizes_and_any_frame_decodes(form: str, tmp_path: Path) -> None:
     frames = pictures(12)
     media = write(tmp_path, form, frames)
     size = media_size(media)
@@ -150,7 +150,7 @@ def test_frames_that_stand_apart_are_sized_and_dated_as_in_qwen3() -> None:
     assert sum(tokens for _, tokens, _ in unit.pieces(size)) == unit.merged_tokens(size)
 
 
-def test_time_in_the_text_follows_seconds_where_the_family_says_so() -> None:
+def test_clip_positions_follow_seconds_where_family_scales_time() -> None:
     size = MediaSize(56, 56, 8.0, 200)  # 25 frames a second, of which 2 are seen
     assert clip_unit().grid(size)[STEP] == 1
     assert clip_unit(time_scale=2.0).grid(size)[STEP] == pytest.approx(

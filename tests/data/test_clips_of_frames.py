@@ -48,7 +48,7 @@ def test_frames_are_those_that_the_familys_processor_samples(
     assert ours == rule(like, meta).tolist()
 
 
-def test_pictures_that_are_sampled_already_and_clips_of_few_frames_are_seen_whole() -> None:
+def test_sampled_frames_and_short_clips_keep_every_frame() -> None:
     for choice in (MiddleFrames(4), FirstFrames(4), SpreadFrames(1.0, 4)):
         assert choice.frames(MediaSize(8, 8, 0.0, 9)).tolist() == list(range(9))
         assert choice.frames(MediaSize(8, 8, 0.04, 1)).tolist() == [0]

@@ -249,7 +249,7 @@ def test_nothing_in_a_column_of_images_is_no_image(tmp_path, value):
     assert sample.unplaced == ()
 
 
-def test_what_is_larger_than_any_sample_is_refused_before_it_is_read(tmp_path, monkeypatch):
+def test_oversized_records_are_refused_before_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(json_records, "MOST_BYTES", 100)
     monkeypatch.setattr(tar_records, "MOST_TEXT_BYTES", 100)
     monkeypatch.setattr(arrow_values, "MOST_CHARACTERS", 25)

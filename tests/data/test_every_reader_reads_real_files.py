@@ -18,7 +18,7 @@ from dilatant.data.sample import FileSlice
 from dilatant.data.text.encode import encode_sample, measure_sample
 
 
-def test_parquet_rows_of_charts_are_conversations_with_their_image():
+def test_parquet_chart_rows_become_conversations_with_an_image():
     folder = shared("data/chartqa_mini", "FineVision-like Parquet")
     import pyarrow.parquet as pq
 
@@ -41,7 +41,7 @@ def test_parquet_rows_of_charts_are_conversations_with_their_image():
     ("folder", "kind", "field", "count"),
     [("coco_cc_mini", "image", "captions", 106), ("fsdd_mini", "audio", "text", 1500)],
 )
-def test_members_of_tar_shards_are_samples_with_the_asked_question(folder, kind, field, count):
+def test_tar_shard_members_become_samples_with_source_prompt(folder, kind, field, count):
     folder = shared(f"data/{folder}", "WebDataset tar")
     # All shards: of the folder alone, a source reads the training split.
     reader = open_source(DataSource(path=str(folder / "*.tar"), prompt="What is it?"))
@@ -89,7 +89,7 @@ def test_sizes_from_headers_are_those_of_the_decoded_samples(folder):
         )
 
 
-def test_large_parquet_is_read_block_by_block_and_row_groups_once(monkeypatch):
+def test_large_parquet_is_read_in_blocks_and_row_groups_once(monkeypatch):
     from dilatant.data.readers import parquet_records
 
     folder = shared("data/chartqa_mini", "block-wise reading of Parquet")

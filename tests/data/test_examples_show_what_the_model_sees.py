@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
 
 
-def test_every_token_is_shown_once_with_its_loss_and_media_in_their_places():
+def test_examples_show_each_token_once_with_loss_and_media():
     pictures = [Media("image", image_bytes(640, 300, seed=n), f"picture {n}") for n in range(2)]
     sound = Media("audio", wav_bytes(0.25), "sound")
     turns = (
@@ -50,7 +50,7 @@ def test_every_token_is_shown_once_with_its_loss_and_media_in_their_places():
     assert min(heard.peaks) >= 0.0
 
 
-def test_typical_and_longest_usable_samples_are_chosen_and_damaged_ones_say_why(tmp_path):
+def test_examples_are_median_longest_and_damaged_samples(tmp_path):
     cut = image_bytes(400, 400)
     (tmp_path / "cut.png").write_bytes(cut[: len(cut) // 2])
     lines = [{"question": "q" * n, "answer": "a"} for n in (1, 2, 50, 51, 52, 90, 400)]

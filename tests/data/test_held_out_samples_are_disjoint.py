@@ -13,23 +13,23 @@ from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.data.order.blend import Blend, open_blend
 from dilatant.data.readers import parquet_records
-from dilatant.data.readers.split import Split
+from dilatant.data.readers.split import HeldOutSplit
 
 
 @pytest.mark.parametrize("total", [2, 3, 10, 101])
 @pytest.mark.parametrize("size", [1, 0.001, 0.3, 0.49])
 def test_each_sample_is_on_one_side(total: int, size: float) -> None:
-    sides = [Split(size, 7, held_out).numbers(total) for held_out in (False, True)]
+    sides = [HeldOutSplit(size, 7, held_out).numbers(total) for held_out in (False, True)]
     assert sorted(np.concatenate(sides).tolist()) == list(range(total))
     assert len(sides[1]) == max(1, round(total * size) if size < 1 else size)
     assert all((np.diff(side) > 0).all() for side in sides)
     if total > 10 and len(sides[1]) > 1:
-        assert Split(size, 8, True).numbers(total).tolist() != sides[1].tolist()
+        assert HeldOutSplit(size, 8, True).numbers(total).tolist() != sides[1].tolist()
 
 
 def test_nothing_is_left_is_said() -> None:
     with pytest.raises(UserError, match="would hold out all of a data set of 5 samples"):
-        Split(5, 0, True).count(5)
+        HeldOutSplit(5, 0, True).count(5)
 
 
 def test_a_source_read_in_blocks_is_split_within_them(

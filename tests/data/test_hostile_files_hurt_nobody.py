@@ -222,7 +222,7 @@ class Greedy:
         raise MemoryError
 
 
-def test_a_sample_that_memory_does_not_hold_is_that_samples_error():
+def test_a_sample_too_large_for_memory_is_a_sample_error():
     encoding = replace(ENCODING, units=(Greedy(),))
     picture = Media("image", image_bytes(), "x.png")
     sample = Sample("s:1", (Turn("user", (picture,)), Turn("assistant", ("a",))))
@@ -305,7 +305,7 @@ def test_a_template_that_never_ends_or_fails_is_refused(tmp_path, template, patt
         small_encoding(template=str(tmp_path / "x.jinja"))
 
 
-def test_a_template_that_fails_for_one_sample_is_that_samples_error(tmp_path):
+def test_a_template_failure_is_a_sample_error(tmp_path):
     (tmp_path / "x.jinja").write_text(
         "{% for m in messages %}{{ m['content'] }}{{ 1 / (m['content'] != 'z') }}{% endfor %}"
     )

@@ -75,7 +75,7 @@ def test_what_was_harmed_is_not_there_and_the_next_start_looks(
     assert latents.load(one) is not None
 
 
-def test_a_folder_that_takes_nothing_is_one_line_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_an_unwritable_latent_folder_leaves_no_partial_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match=r"set 'data\.cache_dir' to a folder with room"):
         Latents(tmp_path / "file", SHAPE).keep("ab12", values(0))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dilatant.config import UserError
 from dilatant.data.text.chat import MEDIA, chat_tokenizer
-from dilatant.data.text.chat_template import PLAIN_TEMPLATE, Message
+from dilatant.data.text.chat_template import PLAIN_TEMPLATE, TemplateMessage
 from dilatant.data.text.tokenizer import byte_tokenizer, load_tokenizer
 
 # The habits of real templates, each written down in its shortest form.
@@ -85,7 +85,7 @@ def conversation(questions, answers):
     return [
         message
         for question, answer in zip(questions, answers)
-        for message in (Message("user", question), Message("assistant", answer))
+        for message in (TemplateMessage("user", question), TemplateMessage("assistant", answer))
     ]
 
 
@@ -112,7 +112,7 @@ def test_answers_and_their_end_carry_loss_and_nothing_else(turns, kind):
 
 @settings(max_examples=40, deadline=None, print_blob=True)
 @given(turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3), kind=st.sampled_from(sorted(ENDS)))
-def test_the_prompt_in_generation_is_a_prefix_of_the_training_sample(turns, kind):
+def test_generation_prompt_is_a_prefix_of_the_training_sample(turns, kind):
     chat = chat_tokenizer(tokenizer_with(ENDS[kind][0]))
     messages = conversation(*zip(*turns))
     whole = chat.tokens(messages)
@@ -156,7 +156,9 @@ def test_a_template_for_typed_content_wraps_media_as_it_would():
 
 def test_a_media_place_is_one_token_without_loss():
     chat = chat_tokenizer(byte_tokenizer())
-    tokens = chat.tokens([Message("user", f"a{MEDIA}{MEDIA}b"), Message("assistant", f"c{MEDIA}")])
+    tokens = chat.tokens(
+        [TemplateMessage("user", f"a{MEDIA}{MEDIA}b"), TemplateMessage("assistant", f"c{MEDIA}")]
+    )
     text = [256 + 1, ord("a"), -1, -1, ord("b"), ord("\n"), ord("c"), -1, 256 + 2]
     assert tokens.ids.tolist() == text
     assert tokens.answered.tolist() == [False] * 6 + [True, False, True]
@@ -165,19 +167,23 @@ def test_a_media_place_is_one_token_without_loss():
 def test_a_template_that_refuses_says_so():
     chat = chat_tokenizer(tokenizer_with(TURNS))
     with pytest.raises(UserError, match="System role not supported"):
-        chat.tokens([Message("system", "x"), Message("user", "a"), Message("assistant", "b")])
+        chat.tokens(
+            [TemplateMessage("system", "x"), TemplateMessage("user", "a"), TemplateMessage("assistant", "b")]
+        )
     with pytest.raises(UserError, match="does not write the text of a user's turn"):
         chat_tokenizer(tokenizer_with("{{ 'constant' }}"))
     twice = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(UserError, match="does not write an assistant's turn once"):
-        chat_tokenizer(tokenizer_with(twice)).tokens([Message("user", "a"), Message("assistant", "b")])
+        chat_tokenizer(tokenizer_with(twice)).tokens(
+            [TemplateMessage("user", "a"), TemplateMessage("assistant", "b")]
+        )
 
 
 def test_a_template_may_come_from_a_file(tmp_path):
     (tmp_path / "chat.jinja").write_text(CHATML)
     tokenizer = tokenizer_with(INST)
     chat = chat_tokenizer(tokenizer, str(tmp_path / "chat.jinja"))
-    assert tokenizer.decode(chat.tokens([Message("user", "a")], for_generation=True).ids) == (
+    assert tokenizer.decode(chat.tokens([TemplateMessage("user", "a")], for_generation=True).ids) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     )
     assert chat_tokenizer(tokenizer, "plain").template.text == PLAIN_TEMPLATE
@@ -188,7 +194,7 @@ def test_a_template_may_come_from_a_file(tmp_path):
 def test_the_users_tokenizer_is_left_as_it_is():
     tokenizer = byte_tokenizer()
     before = tokenizer.backend_tokenizer.to_str()
-    chat_tokenizer(tokenizer).tokens([Message("user", MEDIA), Message("assistant", "b")])
+    chat_tokenizer(tokenizer).tokens([TemplateMessage("user", MEDIA), TemplateMessage("assistant", "b")])
     assert tokenizer.backend_tokenizer.to_str() == before
 
 
@@ -217,7 +223,7 @@ def qwen_chat(qwen):
 @pytest.mark.parametrize("answer", ["seven", " seven", "\n7", "…7️⃣", "def f():\n\treturn 7\n", "茶"])
 def test_a_real_vocabulary_is_cut_between_prompt_and_answer(qwen, qwen_chat, answer):
     chat = qwen_chat
-    messages = [Message("user", "What’s  this? "), Message("assistant", answer)]
+    messages = [TemplateMessage("user", "What’s  this? "), TemplateMessage("assistant", answer)]
     tokens = chat.tokens(messages)
     assert qwen.decode(tokens.ids[tokens.answered]) == answer + "<|im_end|>"
     prompt = chat.tokens(messages[:1], for_generation=True).ids
@@ -233,7 +239,9 @@ def test_a_real_vocabulary_is_cut_between_prompt_and_answer(qwen, qwen_chat, ans
 def test_a_sentencepiece_vocabulary_keeps_its_word_starts():
     tokenizer = load_tokenizer(str(shared("models/stories260k", "a SentencePiece-like vocabulary")))
     chat = chat_tokenizer(tokenizer)
-    tokens = chat.tokens([Message("user", f"Once {MEDIA} upon"), Message("assistant", "a time")])
+    tokens = chat.tokens(
+        [TemplateMessage("user", f"Once {MEDIA} upon"), TemplateMessage("assistant", "a time")]
+    )
     assert tokenizer.decode(tokens.ids[tokens.answered], skip_special_tokens=True).strip() == "a time"
     assert tokens.ids[0] == tokenizer.bos_token_id
     assert tokens.ids[-1] == tokenizer.eos_token_id

@@ -105,7 +105,7 @@ def test_no_program_is_started_for_an_image(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "started").exists()
 
 
-def test_an_image_of_another_size_than_its_header_says_is_refused() -> None:
+def test_an_image_unlike_its_header_size_is_refused() -> None:
     with pytest.raises(MediaError, match="'x' has 64 x 32 pixels, but its header says 32 x 64"):
         check_pixels(Media("image", b"", "x"), corners(), (32, 64))
 
@@ -119,7 +119,7 @@ class OtherUnit(NativeImageUnit):
         return {**made, GRID: np.array(made[GRID])[:, [0, 2, 1]]}
 
 
-def test_inputs_of_another_grid_than_the_index_has_are_an_error_of_their_sample() -> None:
+def test_a_decoded_grid_unlike_the_index_is_a_sample_error() -> None:
     image = Media("image", encoded([Image.new("RGB", (280, 56))], "PNG"), "wide.png")
     turns = (Turn("user", (image, "What?")), Turn("assistant", ("Red.",)))
     encoding = small_encoding(units=(OtherUnit("vision", 300, PatchProcessor()),))
@@ -195,7 +195,7 @@ def test_the_picture_for_viewers_without_animation_is_no_frame() -> None:
     assert first[0, 0].tolist() == [255, 0, 0]
 
 
-def test_an_animation_that_promises_frames_without_end_is_refused() -> None:
+def test_an_animation_with_endless_frames_is_refused() -> None:
     data = moving("PNG", [100] * 3).source
     assert isinstance(data, bytes)
     at = data.index(b"acTL") + 4
@@ -279,7 +279,7 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path) -> None:
             media_size(Media("video", tmp_path / "list.mp4", "list"))
 
 
-def test_pictures_of_a_folder_are_brought_to_the_size_of_the_first(tmp_path: Path) -> None:
+def test_folder_frames_are_resized_to_the_first_frame(tmp_path: Path) -> None:
     for number, size in enumerate([(64, 32), (32, 32)]):
         Image.new("RGB", size).save(tmp_path / f"{number}.png")
     frames = decode_clip(Media("video", tmp_path, "folder"), [0, 1], lambda frame: frame)

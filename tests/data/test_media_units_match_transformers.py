@@ -48,7 +48,7 @@ def test_images_equal_those_of_the_familys_processor(family, shape):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_bytes_are_normalized_to_the_bit_on_the_device_as_in_numpy(channels):
+def test_device_normalization_equals_numpy_bit_for_bit(channels):
     """Every byte in every channel; the steps as transformers' processors take them, in float32, one after another."""
     mean, std = [(0.5,), (0.481, 0.458, 0.408)][channels == 3], [(0.5,), (0.269, 0.261, 0.276)][channels == 3]
     grid = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (1, channels, 1, 1))
@@ -60,7 +60,7 @@ def test_bytes_are_normalized_to_the_bit_on_the_device_as_in_numpy(channels):
     assert (on_device(items, torch.device("cpu")).numpy() == expected).all()
 
 
-def test_images_of_unlike_processors_and_arrays_are_joined_as_an_encoder_sees_them():
+def test_mixed_pixels_and_arrays_join_into_normalized_inputs():
     values = np.full((2, 1, 2, 2), 255, np.uint8)
     inputs = [
         Pixels(values, 1 / 255, (0.5,), (0.5,)),
@@ -98,7 +98,7 @@ def test_other_families_run_transformers_own_processor(tmp_path):
         PixelProcessor(32, 32, shortest_edge=40, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), rescale=1 / 128),
     ],
 )
-def test_a_saved_image_processor_is_read_by_transformers_and_by_us(tmp_path, processor):
+def test_saved_image_processor_loads_here_and_in_transformers(tmp_path, processor):
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor_settings(processor)))
@@ -114,7 +114,7 @@ def test_a_saved_image_processor_is_read_by_transformers_and_by_us(tmp_path, pro
 
 
 @pytest.mark.parametrize("frames", [100, 104, 3000])
-def test_a_saved_audio_processor_is_read_by_transformers_and_by_us(tmp_path, frames):
+def test_saved_audio_processor_loads_here_and_in_transformers(tmp_path, frames):
     from transformers import AutoFeatureExtractor
 
     processor = LogMelProcessor(window_frames=frames, mel_bins=40)
@@ -131,7 +131,7 @@ def test_a_saved_audio_processor_is_read_by_transformers_and_by_us(tmp_path, fra
         np.testing.assert_allclose(values, processor(window)["input_features"], atol=2e-5)  # float32 there
 
 
-def test_processors_in_one_file_of_transformers_5_are_found_and_missing_ones_are_said(tmp_path):
+def test_combined_processor_file_loads_and_a_missing_one_raises(tmp_path):
     for read in (
         lambda: image_processor(str(tmp_path), height=8, width=8),
         lambda: audio_processor(str(tmp_path), frames=100, mel_bins=40),
@@ -150,7 +150,7 @@ def test_processors_in_one_file_of_transformers_5_are_found_and_missing_ones_are
     assert audio_processor(str(tmp_path), frames=100, mel_bins=40) == sound
 
 
-def test_a_processor_of_another_size_than_the_encoders_is_refused():
+def test_a_processor_unlike_the_encoder_size_is_refused():
     from transformers import SiglipImageProcessorPil
 
     with pytest.raises(
@@ -257,7 +257,7 @@ def test_sounds_of_any_form_have_the_promised_length(form, rate, channels):
 @pytest.mark.parametrize(
     ("rate", "to_rate"), [(8000, 16000), (44100, 16000), (48000, 16000), (16000, 8000), (22050, 16000)]
 )
-def test_resampling_keeps_what_both_rates_can_hold_and_removes_the_rest(rate, to_rate):
+def test_resampling_keeps_only_the_band_both_rates_share(rate, to_rate):
     time = np.arange(rate) / rate
     limit = min(rate, to_rate) / 2
     kept = np.sin(2 * np.pi * 0.8 * limit * time).astype(np.float32)
@@ -290,7 +290,7 @@ def test_log_mel_features_equal_whispers():
     np.testing.assert_allclose(mine, expected, atol=2e-5)
 
 
-def test_the_features_of_a_window_do_not_depend_on_the_windows_beside_it():
+def test_window_features_do_not_depend_on_neighbor_windows():
     processor = LogMelProcessor(window_frames=50, mel_bins=16)
     noise = np.random.default_rng(0).standard_normal((2, processor.window_samples)).astype(np.float32)
     windows = noise * np.array([[1.0], [1e-4]], np.float32)

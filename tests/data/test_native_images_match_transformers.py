@@ -68,7 +68,7 @@ def test_patches_of_gemma_are_those_of_transformers_in_groups(
     np.testing.assert_allclose(image, theirs["pixel_values"][0, : rows * columns], atol=1e-6, rtol=0)
 
 
-def test_what_cannot_be_seen_is_refused_by_its_size_and_settings_by_their_names() -> None:
+def test_unusable_image_sizes_and_settings_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="longer than 200 times"):
         unit().encoder_tokens(MediaSize(width=4021, height=20))
     with pytest.raises(UserError, match=r"min_pixels 9000 must be .* no more than max_pixels 8000"):

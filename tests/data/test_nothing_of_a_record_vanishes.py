@@ -17,7 +17,7 @@ from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.media.clip import clip_size, decode_clip
 from dilatant.data.order.blend import open_blend
 from dilatant.data.readers.reader import open_source
-from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import parse_record
 from dilatant.data.sample import Frames, Media
 from dilatant.data.text.encode import encode_prompt, encode_sample
@@ -32,7 +32,7 @@ ROLES = (
 
 
 def sample_of(named=None, **fields):
-    return parse_record(Record("x:1", Path("media"), fields), None, named)
+    return parse_record(FileRecord("x:1", Path("media"), fields), None, named)
 
 
 def texts(sample):
@@ -102,13 +102,13 @@ def test_columns_of_the_field_become_the_conversation(fields, expected):
         ({"options": ["cat", "dog"], "answer": 1.0}, "B"),
     ],
 )
-def test_choices_stand_below_the_question_and_answers_are_letters(fields, answer):
+def test_choices_follow_the_question_and_answers_are_letters(fields, answer):
     sample = sample_of(question=QUESTION, **fields)
     assert texts(sample) == [("user", f"{QUESTION}\nA. cat\nB. dog"), ("assistant", answer)]
     assert sample.unused == ()
 
 
-def test_images_in_numbered_columns_stand_where_the_text_names_them():
+def test_numbered_image_columns_fill_their_places_in_the_text():
     sample = sample_of(
         question="Is <image 2> red?", options="['<image 1>', 'no']", answer="B",
         image_1="a.png", image_2="b.png", image_3="c.png", image_4=None,
@@ -285,7 +285,7 @@ def test_marks_that_cannot_be_obeyed_are_refused():
         learned(asked, train_on="all")
 
 
-def test_what_a_template_reads_of_a_message_is_learned_with_its_answer(tmp_path):
+def test_message_keys_the_template_reads_carry_loss(tmp_path):
     (tmp_path / "t.jinja").write_text(ROLES)
     sample = sample_of(
         messages=[CHAT[0], {"role": "assistant", "reasoning_content": "two and two", "content": "4"}]
@@ -300,7 +300,7 @@ def test_a_list_of_frames_is_a_clip(tmp_path):
     names = [f"{number}.png" for number in range(3)]
 
     def clip(**fields):
-        sample = parse_record(Record("x:1", tmp_path, fields))
+        sample = parse_record(FileRecord("x:1", tmp_path, fields))
         (media,) = [*sample.unplaced, *(p for t in sample.turns for p in t.content if isinstance(p, Media))]
         return media
 

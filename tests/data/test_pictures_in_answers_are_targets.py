@@ -42,7 +42,7 @@ def _read(ids: np.ndarray) -> str:
     return "".join(names.get(token) or chr(token) for token in ids.tolist())
 
 
-def test_a_picture_stands_behind_what_announces_it_and_only_that_carries_loss() -> None:
+def test_an_image_target_follows_its_marker_which_carries_loss() -> None:
     sample = Sample("s", (Turn("user", ("draw",)), Turn("assistant", (_image(), "so"))))
     encoded = encode_sample(sample, _encoding(reads=False))
     assert _read(encoded.input_ids) == "^draw\n<draw>@@@so$"
@@ -75,7 +75,7 @@ def test_a_model_that_only_reads_takes_it_for_input_as_before() -> None:
     assert _read(encode_sample(sample, small_encoding(units=(READER,))).input_ids) == "^look\n####so$"
 
 
-def test_markers_in_an_answer_take_pictures_beside_the_conversation() -> None:
+def test_answer_markers_take_images_listed_beside_the_chat() -> None:
     turns = (Turn("user", ("<image> again",)), Turn("assistant", ("here: <image>",)))
     sample = Sample("s", turns, (_image(1), _image(2)))
     encoded = encode_sample(sample, _encoding())

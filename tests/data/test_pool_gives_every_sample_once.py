@@ -22,7 +22,7 @@ from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers import pool_source
 from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import InlineSource, Request, Waiting
+from dilatant.data.workers.pool import InlineSource, SampleRequest, Waiting
 from dilatant.data.workers.pool_source import join
 from patience import wait_until
 
@@ -31,7 +31,7 @@ def test_a_pool_gives_what_the_caller_would_make_itself(pool) -> None:
     datasets = {"train": Numbered(corrupt=frozenset({7})), "eval": Numbered()}
     _, join_pool = pool(datasets)
     sources = [join_pool(), InlineSource(datasets, ENCODING)]
-    asked = [Request(n, n, frozenset(parts), name) for n, (parts, name) in enumerate(
+    asked = [SampleRequest(n, n, frozenset(parts), name) for n, (parts, name) in enumerate(
         [({TOKENS}, "train"), ({"vision"}, "train"), (set(), "train"), (ALL, "eval")] * 6
     )]  # fmt: skip
     for source in sources:
@@ -73,7 +73,7 @@ def test_each_sample_is_made_once_where_nothing_dies(pool, tmp_path: Path) -> No
     assert Counter(map(int, (tmp_path / "log").read_text().split())) == Counter(range(80))
 
 
-def test_no_more_is_held_than_the_budget_and_what_is_due_comes_nevertheless(pool) -> None:
+def test_held_samples_stay_in_budget_and_due_ones_still_arrive(pool) -> None:
     _, join_pool = pool(Numbered())
     each = 4000
     source = join_pool(10 * each)
@@ -108,7 +108,7 @@ def test_a_wrong_estimate_of_bytes_costs_only_time(pool, nbytes: int) -> None:
         assert contents(source.take("train", number + 100)) == contents(alone.take("train", number + 100))
 
 
-def test_what_is_forgotten_is_not_given_and_may_be_asked_for_again(pool) -> None:
+def test_forgotten_draws_are_dropped_and_can_be_requested_again(pool) -> None:
     _, join_pool = pool(Numbered(seconds=0.01))
     source = join_pool()
     for again in range(3):
@@ -179,9 +179,9 @@ class Faults:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told to keep memory")
-def test_a_worker_decodes_in_the_memory_that_the_last_sample_freed(pool) -> None:
+def test_a_worker_decodes_into_memory_freed_by_the_last_sample(pool) -> None:
     source = pool(Faults())[1]()
-    source.ask([Request(n, n, frozenset({TOKENS})) for n in range(3)])
+    source.ask([SampleRequest(n, n, frozenset({TOKENS})) for n in range(3)])
     faults = [int(source.take("train", n).id) for n in range(3)]
     assert faults[2] < 200, faults  # of 9,216 pages, 1,500 of them where the system gives huge ones
 

@@ -26,20 +26,20 @@ from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.workers import pool_owner, pool_source
 from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import WithheldError, WorkerError
-from dilatant.data.workers.pool import InlineSource, Request
+from dilatant.data.workers.pool import InlineSource, SampleRequest
 from dilatant.data.workers.pool_source import join
-from dilatant.data.workers.pool_wire import Ask, Hello, framed
+from dilatant.data.workers.pool_wire import PoolAsk, PoolHello, framed
 from dilatant.data.workers.request_queue import Awake
 from patience import HANG_SECONDS, wait_until
 
 
-def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None:
+def test_every_rank_gets_ordered_samples_while_workers_die(pool) -> None:
     owner, join_pool = pool(Numbered(seconds=0.003), workers=3)
     count, got = 300, {}
     sources = [join_pool(1 << 16) for _ in range(3)]
 
     def rank(number: int) -> None:
-        sources[number].ask([Request(n, 1000 * number + n, ALL, nbytes=9000) for n in range(count)])
+        sources[number].ask([SampleRequest(n, 1000 * number + n, ALL, nbytes=9000) for n in range(count)])
         got[number] = [sources[number].take("train", n) for n in range(count)]
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
@@ -68,7 +68,7 @@ def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None
         assert [sample.draw for sample in got[number]] == list(range(count))
 
 
-def test_a_sample_that_hangs_in_c_code_is_refused_and_the_others_come(pool) -> None:
+def test_a_hang_in_c_code_is_refused_and_other_samples_arrive(pool) -> None:
     _, join_pool = pool(Numbered(hangs=frozenset({5})), decode_seconds=3.0)
     source = join_pool()
     source.ask(requests(range(40)))
@@ -84,7 +84,7 @@ def test_a_sample_that_hangs_in_c_code_is_refused_and_the_others_come(pool) -> N
             assert sample.id == f"file:{number}"
 
 
-def test_a_sample_that_ends_its_worker_twice_is_an_error_of_the_run_that_names_it(pool) -> None:
+def test_a_sample_that_kills_two_workers_is_a_named_error(pool) -> None:
     _, join_pool = pool(Numbered(ends=frozenset({5})))
     source = join_pool()
     source.ask(requests(range(10)))
@@ -97,7 +97,7 @@ def test_a_sample_that_ends_its_worker_twice_is_an_error_of_the_run_that_names_i
     ]
 
 
-def test_what_ended_a_worker_is_tried_once_more_and_at_another_place(pool, caplog) -> None:
+def test_a_sample_that_killed_a_worker_is_retried_on_another(pool, caplog) -> None:
     owner, join_pool = pool(Numbered(ends=frozenset({5})))
     before = owner.pids
     source = join_pool()
@@ -108,7 +108,7 @@ def test_what_ended_a_worker_is_tried_once_more_and_at_another_place(pool, caplo
     assert caplog.text.count("another one takes its place") == 2
 
 
-def test_a_worker_is_replaced_also_where_the_server_that_it_came_from_ended(pool, monkeypatch) -> None:
+def test_a_dead_worker_is_replaced_after_its_fork_server_died(pool, monkeypatch) -> None:
     """For a moment a server that was killed seems to run, and refuses."""
     owner, join_pool = pool(Numbered(), workers=1)
     source = join_pool()
@@ -156,7 +156,7 @@ def test_a_worker_that_rests_keeps_no_deadline(pool) -> None:
     assert owner.pids == before
 
 
-def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, monkeypatch, caplog) -> None:
+def test_memory_of_a_stuck_worker_is_not_reused(pool, monkeypatch, caplog) -> None:
     monkeypatch.setattr(pool_source, "LATE_SECONDS", 0.3)
     monkeypatch.setattr(pool_owner, "GRACE_SECONDS", 1000.0)  # the owner cannot end it either
     owner, join_pool = pool(Numbered(seconds=0.5), decode_seconds=6.0)
@@ -172,13 +172,13 @@ def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, 
     assert at_it[0] in owner.pids
     assert len(source._arena._taken) == 1
     assert caplog.text.count(f"(process {at_it[0]}) was given up: it has been at ") == 1
-    join_pool()._say_given_up(pool_source._Link(0, "", pid=at_it[0]), "again")  # by another rank
+    join_pool()._say_given_up(pool_source._WorkerLink(0, "", pid=at_it[0]), "again")  # by another rank
     assert caplog.text.count("was given up") == 1
     os.kill(at_it[0], signal.SIGCONT)  # it ends, by its deadline
     wait_until(lambda: not source._arena._taken)
 
 
-def test_a_worker_that_answers_nonsense_keeps_its_slots_until_it_has_closed(pool, caplog) -> None:
+def test_a_worker_with_invalid_replies_keeps_slots_until_exit(pool, caplog) -> None:
     owner, join_pool = pool(Numbered(seconds=0.2), workers=1)
     source = join_pool()
     source.ask(requests([0], nbytes=1 << 16))
@@ -203,7 +203,7 @@ def test_who_waits_for_others_work_sees_that_its_worker_goes_on(pool) -> None:
     assert began < note.since < time.monotonic()
 
 
-def test_what_is_awaited_is_not_late_while_this_process_stood_still() -> None:
+def test_a_paused_process_does_not_count_waiting_as_late() -> None:
     times = iter([100.0, 101.0, 104.5, 500.0, 501.0])
     awake = Awake(lambda: next(times))
     assert [(awake.now(), awake.since) for _ in range(4)] == [
@@ -213,9 +213,7 @@ def test_what_is_awaited_is_not_late_while_this_process_stood_still() -> None:
 
 @pytest.mark.parametrize("fails", [2, 3])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_io_errors_are_tried_again_and_then_are_no_fault_of_the_sample(
-    pool, tmp_path, workers, fails
-) -> None:
+def test_io_errors_are_retried_and_never_blamed_on_the_sample(pool, tmp_path, workers, fails) -> None:
     dataset = Numbered(log=tmp_path / "log", fails=fails)
     source = pool(dataset, workers)[1]() if workers else InlineSource({"train": dataset}, ENCODING)
     source.ask(requests([0, 1]))
@@ -230,9 +228,7 @@ def test_io_errors_are_tried_again_and_then_are_no_fault_of_the_sample(
 
 
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
-def test_a_medium_that_a_file_server_withholds_is_tried_again_and_one_that_is_bad_is_not(
-    tmp_path, error
-) -> None:
+def test_withheld_media_are_retried_but_bad_media_are_not(tmp_path, error) -> None:
     class Picture(Numbered):
         def __getitem__(self, index: int) -> Sample:
             picture = Media("image", tmp_path / "a.png", "a.png")
@@ -356,8 +352,8 @@ def test_ranks_may_die_without_harm_to_others(pool, tmp_path: Path) -> None:
 def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
     owner, join_pool = pool(Numbered(), workers=1)
     pids = owner.pids
-    ask = Ask(0, "train", 0, 0, [], 0, 8)
-    hello = framed(Hello(1 << 12, 0))
+    ask = PoolAsk(0, "train", 0, 0, [], 0, 8)
+    hello = framed(PoolHello(1 << 12, 0))
     nested = b"\x82\xa4type\xa6forget\xa4more" + b"\x91" * 5000 + b"\xc0"
     with tempfile.TemporaryFile() as empty:
         for message, descriptors in [
@@ -365,9 +361,9 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
             (framed(ask), []),  # without an arena
             (hello, []),  # without its memory
             (hello, [empty.fileno()]),  # which is too small
-            (framed(Hello(1 << 12, 1 << 12)), []),  # no room for its notes
-            (framed(Hello(1 << 12, -1)), []),
-            (framed(Hello(1 << 63, 0)), [empty.fileno()]),  # more than an address holds
+            (framed(PoolHello(1 << 12, 1 << 12)), []),  # no room for its notes
+            (framed(PoolHello(1 << 12, -1)), []),
+            (framed(PoolHello(1 << 63, 0)), [empty.fileno()]),  # more than an address holds
             (hello[:4] + b"\xff" * 40, []),
             (struct.pack(">I", len(nested)) + nested, []),
             (framed(ask)[:4] + b"\x00" * 80, []),
@@ -385,7 +381,7 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"{owner.address}/0.sock")
             connection.settimeout(HANG_SECONDS)
-            bad = framed(Ask(ticket, "train", 0, 0, [], offset, room))
+            bad = framed(PoolAsk(ticket, "train", 0, 0, [], offset, room))
             socket.send_fds(connection, [hello + bad], [arena.fd])
             assert b"greeting" in connection.recv(1 << 16)
             with suppress(ConnectionError):

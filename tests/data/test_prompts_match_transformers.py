@@ -22,7 +22,7 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from dilatant.config import UserError
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.chat import chat_tokenizer
-from dilatant.data.text.chat_template import Message
+from dilatant.data.text.chat_template import TemplateMessage
 from dilatant.data.text.encode import encode_prompt
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
@@ -138,7 +138,7 @@ def test_a_text_begins_as_the_processor_lets_it_begin() -> None:
         talk = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
         theirs = processor.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"][0]
         chat = chat_tokenizer(tokenizer, processed=True)
-        ours = chat.tokens([Message("user", "hi")])
+        ours = chat.tokens([TemplateMessage("user", "hi")])
         assert ours.ids.tolist() == list(theirs)
         assert ours.ids.tolist().count(tokenizer.bos_token_id) == 1
         assert not ours.answered.any()

@@ -23,7 +23,7 @@ from dilatant.config import UserError
 from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers import ray_cluster, ray_source
 from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import InlineSource, Request
+from dilatant.data.workers.pool import InlineSource, SampleRequest
 from dilatant.data.workers.ray_cluster import LOCAL, Connection, check_cluster
 from dilatant.data.workers.ray_source import RaySource
 
@@ -73,7 +73,7 @@ class TestOnACluster:
     def test_producers_give_what_the_caller_would_make_itself(self, source) -> None:
         datasets = {"train": Numbered(corrupt=frozenset({7})), "eval": Numbered()}
         sources = [source(datasets), InlineSource(datasets, ENCODING)]
-        asked = [Request(n, n, frozenset(parts), name) for n, (parts, name) in enumerate(
+        asked = [SampleRequest(n, n, frozenset(parts), name) for n, (parts, name) in enumerate(
             [({TOKENS}, "train"), ({"vision"}, "train"), (set(), "train"), (ALL, "eval")] * 6
         )]  # fmt: skip
         for each in sources:
@@ -86,7 +86,7 @@ class TestOnACluster:
             assert contents(ours) == contents(alone)
             assert ours.input_ids.flags.writeable
 
-    def test_no_sample_is_lost_or_doubled_whichever_producer_is_killed(self, source, tmp_path: Path) -> None:
+    def test_killed_producers_neither_lose_nor_repeat_samples(self, source, tmp_path: Path) -> None:
         """One producer after another is killed while at work; what was asked for comes, each draw once, as the caller
         would make it."""
         count = 60

@@ -146,7 +146,7 @@ def test_a_system_text_beside_the_conversation_comes_first(folder):
     assert turns(sample)[0] == ("system", ("Be brief.",))
 
 
-def test_the_prompt_of_the_source_asks_where_only_an_answer_is_given(folder):
+def test_source_prompt_fills_in_for_a_missing_question(folder):
     path = write_lines(folder / "x.jsonl", [{"image": "media/a.png", "caption": ANSWER}])
     assert turns(read_all(path, prompt=QUESTION)[0]) == PLAIN
     assert turns(read_all(path)[0]) == (("user", ()), ("assistant", (ANSWER,)))
@@ -265,7 +265,7 @@ JSON_VALUES = st.recursive(
     ascii_only=st.booleans(),
     mark=st.booleans(),
 )
-def test_elements_of_a_json_array_are_found_whatever_the_strings_hold(
+def test_json_array_elements_are_found_for_any_string_content(
     tmp_path_factory, extras, gaps, ascii_only, mark
 ):
     records = [{"x": extra, "question": "q", "answer": str(number)} for number, extra in enumerate(extras)]
@@ -407,7 +407,7 @@ def test_a_reader_travels_to_another_process(folder):
     assert pickle.loads(pickle.dumps(reader))[0] == reader[0]
 
 
-def test_the_fingerprint_changes_with_the_files_and_the_way_they_are_read(tmp_path):
+def test_fingerprint_changes_with_files_and_reader_settings(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"text": "a"}])
     seen = {open_source(DataSource(path=str(path))).fingerprint}
     assert open_source(DataSource(path=str(path))).fingerprint in seen

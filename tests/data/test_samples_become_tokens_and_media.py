@@ -105,7 +105,7 @@ def test_media_of_a_unit_that_prepends_come_before_all_text():
     ]  # fmt: skip
 
 
-def test_several_units_that_prepend_come_in_the_order_of_the_model():
+def test_prepending_units_follow_the_model_order():
     units = tuple(replace(unit, merge="prepend") for unit in ENCODING.units)
     encoded = check_consistent(sample(sound(), "a", image(), image(1)), replace(ENCODING, units=units))
     assert encoded.input_ids[:12].tolist() == [*[IMAGE_ID] * 8, *[AUDIO_ID] * 3, BOS]
@@ -117,7 +117,7 @@ def test_a_long_sound_takes_several_windows():
         assert encoded.media["audio"]["input_features"].shape == (windows, 16, 10)
 
 
-def test_two_encoders_of_one_kind_are_told_apart_by_their_markers():
+def test_markers_separate_two_encoders_of_one_kind():
     vision, _ = ENCODING.units
     detail = replace(vision, name="detail", marker="<detail>", placeholder_id=302)
     encoding = replace(ENCODING, units=(vision, detail))
@@ -241,7 +241,7 @@ def test_what_cannot_be_trained_on_is_named(example, pattern):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_sample_may_have_as_many_tokens_as_are_allowed_and_no_more():
+def test_sample_length_may_reach_the_token_limit_exactly():
     length = len(encode_sample(sample("a" * 40), ENCODING).input_ids)
     encode_sample(sample("a" * 40), replace(ENCODING, max_length=length))
     with pytest.raises(UserError, match="allowed"):
@@ -290,7 +290,7 @@ def test_the_fingerprint_changes_with_whatever_changes_tokens():
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_held_out_samples_are_judged_by_the_whole_of_their_last_answer(train_on):
+def test_held_out_loss_covers_the_whole_last_answer(train_on):
     turns = (Turn("user", ("a", image())), Turn("assistant", ("first",)), Turn("user", ("b",)))
     example = Sample("s:1", (*turns, Turn("assistant", ("yes",))))
     encoding = replace(ENCODING, train_on=train_on)
@@ -317,7 +317,7 @@ def test_an_item_that_ends_where_a_sample_is_cut_stays(spare: int) -> None:
 
 @settings(max_examples=60)
 @given(st.integers(2, 40), st.integers(0, 3))
-def test_a_sample_is_cut_behind_its_first_tokens_and_never_within_an_item(length: int, pictures: int) -> None:
+def test_truncation_keeps_first_tokens_and_never_splits_an_item(length: int, pictures: int) -> None:
     """Without the cut it is the same from the beginning; what is measured is what is made."""
     content = [part for number in range(pictures) for part in ("abc", image(number))]
     example = sample(*content, "de", answer="yes or no")

@@ -254,7 +254,7 @@ def test_workers_measure_the_same(tmp_path):
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
-def test_what_takes_long_is_shared_by_all_cores_from_where_it_stands(tmp_path, monkeypatch):
+def test_slow_indexing_moves_to_all_cores_midway(tmp_path, monkeypatch):
     from dilatant.data import parallel_map as pieces
 
     path = write_lines(

@@ -39,7 +39,7 @@ def test_frames_are_those_of_a_window_of_five_seconds(samples: int, trailing: in
     assert (unit.encoder_tokens(size), unit.merged_tokens(size)) == (rows, (rows - 2) // 2 + 1)
 
 
-def test_a_sound_longer_than_the_encoder_knows_is_refused_by_its_header() -> None:
+def test_header_refuses_a_sound_longer_than_the_encoder_limit() -> None:
     with pytest.raises(ValueError, match=r"31.00 s is longer than the encoder's 30 s"):
         SoundUnit("audio", 9, LogMelProcessor(), longest=3000).encoder_tokens(MediaSize(seconds=31))
 
@@ -67,7 +67,7 @@ def test_gemma4s_frames_of_a_sound_are_those_of_its_extractor(tmp_path: Path, se
         assert rows == there[::2][::2].sum()
 
 
-def test_gemma4_hears_the_shortest_sound_and_refuses_what_its_extractor_would_cut() -> None:
+def test_gemma4_takes_the_shortest_sound_and_refuses_long_ones() -> None:
     unit = UsmSoundUnit("audio", 9, UsmMelProcessor())
     assert unit.merged_tokens(MediaSize(seconds=0.001)) == 1
     assert unit.merged_tokens(MediaSize(seconds=30)) == 750

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dilatant.data.index.sizes import SizesIndex
-from dilatant.data.index.stats import Source, describe
+from dilatant.data.index.stats import BlendSource, describe
 
 
 def made_index(**tokens):
@@ -94,7 +94,7 @@ def test_sources_and_refusals_are_told_apart():
         np.zeros(5, int),
         {2: "two:1: is torn", 3: "two:2: has no assistant answer"},
     )
-    stats = describe(index, (Source("one", 2), Source("two", 3, weight=4.0)), max_length=80)
+    stats = describe(index, (BlendSource("one", 2), BlendSource("two", 3, weight=4.0)), max_length=80)
     assert stats.refused == 3
     first, *rest = stats.refusals
     assert "has 90 tokens, more than the 80 allowed" in first
@@ -106,7 +106,7 @@ def test_sources_and_refusals_are_told_apart():
     assert describe(index).refused == 2
 
 
-def test_data_without_media_or_without_any_good_sample_has_statistics():
+def test_statistics_exist_without_media_or_usable_samples():
     only_text = describe(made_index(language=np.full(4, 5)))
     assert only_text.mixes == {"text": 4}
     assert only_text.ratios == ()

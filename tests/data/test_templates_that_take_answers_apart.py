@@ -11,7 +11,7 @@ import pytest
 from dilatant.config import UserError
 from dilatant.data.text import template_engine
 from dilatant.data.text.chat import chat_tokenizer
-from dilatant.data.text.chat_template import Message
+from dilatant.data.text.chat_template import TemplateMessage
 from dilatant.data.text.tokenizer import byte_tokenizer
 
 TURN = "{{ '<|im_start|>' + m.role + '\n' }}"
@@ -69,7 +69,9 @@ def tokenizer_with(template, special=("<|im_start|>", "<|im_end|>"), plain=()):
 def as_messages(talk):
     extras = [{key: value for key, value in turn.items() if key not in ("role", "content")} for turn in talk]
     return [
-        Message(turn["role"], turn["content"], tuple((key, json.dumps(value)) for key, value in more.items()))
+        TemplateMessage(
+            turn["role"], turn["content"], tuple((key, json.dumps(value)) for key, value in more.items())
+        )
         for turn, more in zip(talk, extras)
     ]
 
@@ -100,7 +102,7 @@ def test_thoughts_carry_loss_as_the_template_writes_them(template, talk, expecte
     assert learned(tokenizer_with(template), talk) == expected
 
 
-def test_thoughts_between_calls_are_kept_where_the_template_keeps_them():
+def test_thoughts_between_calls_stay_if_the_template_keeps_them():
     tools = json.dumps([{"type": "function", "function": {"name": "w"}}])
     call = '<call>{"name": "w", "arguments": {"p": "Rome"}}</call><|im_end|>'
     assert learned(tokenizer_with(SINCE), CALLING, tools) == [
@@ -114,7 +116,7 @@ def test_thoughts_between_calls_are_kept_where_the_template_keeps_them():
     ]
 
 
-def test_what_a_tool_said_carries_no_loss_inside_the_assistants_turn():
+def test_tool_results_in_an_assistant_turn_carry_no_loss():
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
         "{% elif m.role == 'assistant' %}{{ m.content }}{% for call in m.tool_calls or [] %}"
@@ -165,7 +167,7 @@ def test_names_of_messages_reach_the_template():
 def test_the_day_that_a_template_writes_is_fixed():
     tokenizer = tokenizer_with("{{ strftime_now('%d %b %Y %H:%M') }}" + CHATML)
     chats = [chat_tokenizer(tokenizer, day=day) for day in ("2020-02-29", "2020-03-01")]
-    texts = [tokenizer.decode(chat.tokens([Message("user", "q")]).ids) for chat in chats]
+    texts = [tokenizer.decode(chat.tokens([TemplateMessage("user", "q")]).ids) for chat in chats]
     assert texts[0].startswith("29 Feb 2020 00:00<|im_start|>")
     assert texts[1].startswith("01 Mar 2020 00:00<|im_start|>")
     assert chats[0].fingerprint != chats[1].fingerprint
@@ -192,11 +194,11 @@ LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% en
         ),
     ],
 )
-def test_a_template_that_never_ends_for_some_conversations_is_refused_there(monkeypatch, more, limit):
+def test_an_endless_template_is_refused_at_its_conversation(monkeypatch, more, limit):
     if limit == "computes for more":
         monkeypatch.setattr(template_engine, "SECONDS", 0.2)
     chat = chat_tokenizer(tokenizer_with(CHATML + "{% if messages | length > 2 %}" + more + "{% endif %}"))
-    talk = [Message("user", "q"), Message("assistant", "a")]
+    talk = [TemplateMessage("user", "q"), TemplateMessage("assistant", "a")]
     chat.tokens(talk)
     caught = []
 
@@ -212,7 +214,7 @@ def test_a_template_that_never_ends_for_some_conversations_is_refused_there(monk
 
 
 def test_a_long_conversation_is_within_the_limits():
-    talk = [Message("user", "q"), Message("assistant", "a")] * 100
+    talk = [TemplateMessage("user", "q"), TemplateMessage("assistant", "a")] * 100
     nested = "{% for m in messages %}{% for n in messages %}{% endfor %}{% endfor %}"
     text, _ = chat_tokenizer(tokenizer_with(nested + CHATML)).template.render(talk, False)
     assert text.count("<|im_end|>") == 200

@@ -10,7 +10,7 @@ from pathlib import Path
 from dilatant.data import Encoding, byte_tokenizer, chat_tokenizer
 
 
-def test_reading_encoding_and_loading_import_neither_torch_nor_transformers():
+def test_data_modules_import_neither_torch_nor_transformers():
     code = (
         "import sys, dilatant.data; from dilatant.data import Loader, open_blend, encode_sample;"
         "import dilatant.data.index.sizes, dilatant.data.index.stats, dilatant.data.index.lint;"

@@ -240,7 +240,7 @@ def test_every_damage_of_every_file_is_noticed_and_made_good(tmp_path, cache):
         settle(cache)
 
 
-def test_a_file_of_another_program_or_a_folder_in_the_place_of_the_cache_is_no_traceback(tmp_path, cache):
+def test_a_folder_or_fifo_in_place_of_the_cache_is_bypassed(tmp_path, cache):
     source = write_samples(tmp_path / "data", "jsonl", 5)
     expected = values(opened(source)[1])
     files = list(cache.glob("*.arrays"))
@@ -255,7 +255,7 @@ def test_a_file_of_another_program_or_a_folder_in_the_place_of_the_cache_is_no_t
     assert values(opened(source)[1]) == expected
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning_unless_it_was_named(tmp_path, monkeypatch):
+def test_an_unwritable_cache_warns_unless_configured(tmp_path, monkeypatch):
     source = write_samples(tmp_path / "data", "jsonl", 30)
     expected = values(opened(source)[1])
     (tmp_path / "file").write_text("")
@@ -383,7 +383,7 @@ open_blend([DataSource(path=sys.argv[1])])
 """
 
 
-def test_a_script_that_its_workers_import_is_told_so_and_does_not_hang(tmp_path):
+def test_a_script_without_main_guard_fails_without_hanging(tmp_path):
     (tmp_path / "data").mkdir()
     for number in range(12):
         write_lines(tmp_path / f"data/{number}.jsonl", [{"text": "a"}])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dilatant.data.errors import SampleError
-from dilatant.data.readers.records import Record, parse_record
+from dilatant.data.readers.records import FileRecord, parse_record
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encode import encode_prompt, encode_sample, find_problems
 from dilatant.data.text.encoding import Encoding
@@ -80,12 +80,12 @@ def tokenizer_with(template: str | None) -> Any:
 
 
 def sample_of(fields: dict[str, Any]) -> Any:
-    return parse_record(Record("here:1", Path(), fields))
+    return parse_record(FileRecord("here:1", Path(), fields))
 
 
 @pytest.mark.parametrize("fields", [OPENAI, COLUMNS, SHAREGPT], ids=["openai", "columns", "sharegpt"])
 @pytest.mark.parametrize(("family", "template"), [("qwen", QWEN), ("llama", LLAMA)])
-def test_every_form_is_what_the_template_writes_and_calls_are_learned(
+def test_tool_calls_match_template_text_and_carry_loss(
     family: str, template: str, fields: dict[str, Any]
 ) -> None:
     tokenizer = tokenizer_with(template)
@@ -101,9 +101,7 @@ def test_every_form_is_what_the_template_writes_and_calls_are_learned(
 
 
 @pytest.mark.parametrize(("family", "template"), [("qwen", QWEN), ("llama", LLAMA)])
-def test_a_prompt_ends_before_the_call_which_is_the_answer_to_compare_with(
-    family: str, template: str
-) -> None:
+def test_a_prompt_ends_before_the_reference_tool_call(family: str, template: str) -> None:
     encoding = Encoding(chat_tokenizer(tokenizer_with(template)), ())
     asked = sample_of({**OPENAI, "messages": messages()[:2]})
     prompt, whole = encode_prompt(asked, encoding), encode_sample(asked, encoding)
@@ -140,7 +138,7 @@ def test_what_is_no_tool_or_call_is_one_message(fields: dict[str, Any], said: st
     assert said in str(raised.value)
 
 
-def test_a_template_without_tools_is_told_instead_of_dropping_them() -> None:
+def test_a_template_without_tool_support_is_refused() -> None:
     deaf = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     encoding = Encoding(chat_tokenizer(tokenizer_with(deaf)), ())
     for fields, key in ((OPENAI, "tools"), ({"messages": messages()}, "tool_calls")):

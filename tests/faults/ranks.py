@@ -30,12 +30,12 @@ from dilatant.config.config import load_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import last_step
 from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS
-from dilatant.resilience.processes.process import Child, Start
+from dilatant.resilience.processes.process import Child, ProcessStart
 from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
 from dilatant.resilience.worker.rank import FOLDER, LATER_SECONDS, Seat, train_seat
 from dilatant.resilience.worker.worker_link import WorkerLink
-from dilatant.training.checkpoints.starting_point import Start as StartingPoint
+from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
 from patience import HANG_SECONDS
@@ -221,8 +221,8 @@ class Ranks:
         self._coordinator.close()
         self._store.close()
 
-    def _start(self, port: int) -> Start:
-        return Start("127.0.0.1", port, TOKEN.hex(), self._settings, str(self._folder))
+    def _start(self, port: int) -> ProcessStart:
+        return ProcessStart("127.0.0.1", port, TOKEN.hex(), self._settings, str(self._folder))
 
     def _committed(self) -> list[int]:
         return [event["generation"] for event in self._events() if event["task"] == COMMIT]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dilatant.resilience.protocol.agent import Agent, Command, End, Event, Rebuild
-from dilatant.resilience.protocol.candidate import Candidate
+from dilatant.resilience.protocol.candidate import LeaderCandidate
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import (
     FINISHED,
@@ -73,7 +73,7 @@ class World:
             )
         self.record: Record | None = None
         self.coordinator: Coordinator | None = None
-        self.candidate: Candidate | None = None
+        self.candidate: LeaderCandidate | None = None
         self.gone_for_good = False
         self.agents: dict[str, Agent] = {}
         self.workers: dict[str, Worker] = {}
@@ -185,10 +185,10 @@ class World:
 
     def stand_for_leader(self) -> None:
         if self.record is not None:
-            candidate = self.candidate = Candidate(self.record)
+            candidate = self.candidate = LeaderCandidate(self.record)
             self.after(20.0, lambda: self.give_up_leading(candidate))
 
-    def give_up_leading(self, candidate: Candidate) -> None:
+    def give_up_leading(self, candidate: LeaderCandidate) -> None:
         if self.candidate is candidate:
             left = sum(node in self.agents for node in candidate.record.members)
             if not self.ended and 2 * left > len(candidate.record.members):

@@ -130,7 +130,7 @@ def test_a_process_that_holds_some_layers_draws_the_same_weights(family: str) ->
             assert others <= set(unit.tied.values())
 
 
-def test_a_tied_head_with_a_bias_leaves_the_embedding_as_it_was_drawn() -> None:
+def test_a_tied_head_with_bias_keeps_the_initial_embedding() -> None:
     config = PhiConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         tie_word_embeddings=True,
@@ -280,7 +280,7 @@ def test_an_id_that_is_not_here_is_an_error_with_the_way_out(monkeypatch: pytest
         build(tree)
 
 
-def test_encoders_must_have_usable_names_and_their_own_placeholders() -> None:
+def test_encoders_need_valid_names_and_distinct_placeholders() -> None:
     encoder = Encoder(ENCODERS["siglip"])
     for name in ("language", "a.b", "keys"):
         with pytest.raises(UserError, match="cannot be used"):
@@ -306,7 +306,7 @@ def test_a_model_without_a_head_is_no_language_model() -> None:
 
 
 @pytest.mark.parametrize("outer", ["", "vision_config"])
-def test_more_blocks_than_a_model_has_are_refused_before_any_is_made(tmp_path: Path, outer: str) -> None:
+def test_too_many_blocks_are_refused_before_building_any(tmp_path: Path, outer: str) -> None:
     endless = {"num_hidden_layers": 10**9}
     settings = {"model_type": "siglip", outer: endless} if outer else {"model_type": "qwen2", **endless}
     (tmp_path / "config.json").write_text(json.dumps(settings))

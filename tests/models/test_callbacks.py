@@ -38,7 +38,7 @@ def test_large_images_are_split_for_an_unchanged_encoder() -> None:
     assert mllm["vision"].model.embeddings.patch_embedding.weight.grad.abs().sum() > 0
 
 
-def test_callbacks_run_in_the_order_of_the_paper_with_what_they_need() -> None:
+def test_callbacks_run_in_the_paper_order_with_their_inputs() -> None:
     calls = []
 
     def before_encoder(inputs):
@@ -88,7 +88,7 @@ def test_callbacks_run_in_the_order_of_the_paper_with_what_they_need() -> None:
 @pytest.mark.parametrize(
     "key", ["before_encoder", "after_encoder", "after_projector", "before_language_model"]
 )
-def test_a_callback_that_takes_something_else_is_said_before_anything_runs(key: str) -> None:
+def test_a_wrong_callback_signature_is_refused_at_build_time(key: str) -> None:
     takes = "inputs" if key == "before_encoder" else "(rows|inputs), (hidden|inputs)"
     given = {key: lambda a, b, c: a}
     around = given if key == "before_language_model" else {}

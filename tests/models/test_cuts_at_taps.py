@@ -11,7 +11,7 @@ from whole_samples import sample_of
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
-def test_every_cut_sends_rows_of_the_width_it_says_and_changes_none(family: str) -> None:
+def test_every_cut_sends_rows_of_the_declared_width(family: str) -> None:
     model = opened(family)
     unit = model["vision"]
     data = StepData.of([sample_of(model, 0, [("image", 2, 4), ("text", 2)])], model.graph.losses)

@@ -65,9 +65,7 @@ def test_weights_that_are_not_there_do_not_begin_at_random(
         ("layers.0.mlp", r"lacks 'model\.layers\.0\.mlp\.down_proj\.weight' and 2 more of the weights"),
     ],
 )
-def test_weights_that_a_language_model_lacks_do_not_begin_at_random(
-    tmp_path: Path, left_out: str, says: str
-) -> None:
+def test_missing_language_model_weights_are_never_random(tmp_path: Path, left_out: str, says: str) -> None:
     LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(tmp_path)
     state = load_file(tmp_path / WEIGHTS)
     save_file({k: v for k, v in state.items() if left_out not in k}, tmp_path / WEIGHTS, {"format": "pt"})
@@ -75,7 +73,7 @@ def test_weights_that_a_language_model_lacks_do_not_begin_at_random(
         load_language_model(str(tmp_path))
 
 
-def test_a_tied_head_is_not_lacking_and_an_encoders_unread_pooler_is_said(tmp_path: Path) -> None:
+def test_a_tied_head_loads_and_a_missing_pooler_only_warns(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)).save_pretrained(tmp_path / "tied")
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / WEIGHTS)
     load_language_model(str(tmp_path / "tied"))
@@ -138,7 +136,7 @@ def test_a_config_that_cannot_be(
         Whole.of(load_pretrained_config(str(tmp_path), "model"), "model")
 
 
-def test_a_whole_model_in_the_place_of_a_language_model_is_told_where_it_belongs(folder: Path) -> None:
+def test_a_whole_model_as_language_model_points_to_its_setting(folder: Path) -> None:
     with pytest.raises(UserError, match=r"a whole model goes under model\.id"):
         load_language_model(str(folder))
 

@@ -89,7 +89,7 @@ def test_drawing_takes_the_steps_of_diffusers(objective: Any, guidance: float) -
     )  # its table of noise is float32
 
 
-def test_the_features_of_a_frozen_encoder_are_its_patches_and_are_drawn_as_they_are() -> None:
+def test_frozen_encoder_patches_are_generated_without_clipping() -> None:
     seen = look_at(read_source("net", None, OF_FEATURES, None, CLIP), "net")
     module = build_diffusion(seen, "net", "flow", 0.1, hollow=True)
     generator = Generator(module, None, seen.width, "linear", 2)
@@ -166,13 +166,13 @@ def test_flux_is_given_what_its_pipeline_gives_it() -> None:
 
 
 @pytest.mark.parametrize("settings", [SD3, PIXART], ids=["persistent", "not persistent"])
-def test_positions_that_are_computed_once_survive_the_meta_device(settings: Any) -> None:
+def test_computed_position_buffers_survive_the_meta_device(settings: Any) -> None:
     net = _built(settings, KL if settings is PIXART else None).net
     real = getattr(diffusers, settings["_class_name"]).from_config(settings)
     assert torch.equal(net.get_buffer("pos_embed.pos_embed"), real.get_buffer("pos_embed.pos_embed"))
 
 
-def test_random_weights_hang_on_the_seed_and_not_on_what_was_built_before() -> None:
+def test_initial_weights_depend_only_on_the_seed() -> None:
     first = _built(SD3, seed=5)
     torch.randn(3)
     again, other = _built(SD3, seed=5), _built(SD3, seed=6)
@@ -181,7 +181,7 @@ def test_random_weights_hang_on_the_seed_and_not_on_what_was_built_before() -> N
         assert a.dim() < 2 or not a.any() or not torch.equal(a, c), name
 
 
-def test_a_hollow_generator_takes_no_memory_until_it_is_materialised() -> None:
+def test_a_hollow_generator_allocates_only_when_materialized() -> None:
     seen = look_at(read_source("net", None, SD3, None), "net")
     module = build_diffusion(seen, "net", "flow", 0.1, hollow=True)
     generator = Generator(module, None, 12, "linear", 2)
@@ -261,9 +261,7 @@ def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
         ({**FLUX, "axes_dims_rope": [2, 2, 2]}, KL, "cannot draw pictures of its sample_size [128, 128]"),
     ],
 )  # fmt: skip
-def test_nets_that_cannot_draw_here_are_refused_before_anything_is_allocated(
-    settings: Any, vae: Any, said: str
-) -> None:
+def test_unsupported_generators_are_refused_before_allocation(settings: Any, vae: Any, said: str) -> None:
     with pytest.raises(UserError) as error:
         look_at(read_source("model.generators.image", None, settings, vae), "model.generators.image")
     assert str(error.value).startswith("model.generators.image")
@@ -293,8 +291,6 @@ def test_a_target_of_another_size_names_both() -> None:
         ({**SD3, "num_layers": 10**9}, "num_layers is 1,000,000,000"),
     ],
 )
-def test_settings_that_do_not_fit_one_another_are_found_without_memory(
-    settings: dict[str, Any], says: str
-) -> None:
+def test_conflicting_generator_settings_need_no_allocation(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         look_at(read_source("here", None, settings, None), "here")

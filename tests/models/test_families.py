@@ -67,7 +67,7 @@ def test_language_models_that_cornstarch_lists_pass(family: str) -> None:
         ("eva_clip", "transformers has no model_type 'eva_clip'"),
     ],
 )
-def test_encoders_that_cornstarch_lists_and_that_are_no_parts_say_so_in_a_line(family: str, why: str) -> None:
+def test_unsupported_cornstarch_encoders_are_refused_in_one_line(family: str, why: str) -> None:
     with pytest.raises(UserError, match=why) as raised:
         MultimodalModel({"tower": Encoder({"model_type": family})}, LANGUAGE_MODELS["llama"], device="meta")
     assert "\n" not in str(raised.value)
@@ -80,7 +80,7 @@ def test_internlm_2_is_not_had_by_transformers_which_is_said() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["pixtral", "dinov3"])
-def test_an_adapted_encoder_makes_of_images_what_transformers_makes_of_each(family: str) -> None:
+def test_adapted_encoder_equals_transformers_image_by_image(family: str) -> None:
     unit = vision_language(encoder=family)["vision"].eval()
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     ours = unit.stage(0, len(unit.layers) - 1)({"pixel_values": images})

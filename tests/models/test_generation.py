@@ -25,7 +25,7 @@ def greedy(mllm, ids: torch.Tensor, inputs, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
-def test_left_padded_batches_generate_what_each_sample_does_alone(family: str) -> None:
+def test_left_padded_generation_equals_each_sample_alone(family: str) -> None:
     mllm = vision_language(family)
     for parameter in mllm.parameters():  # larger weights, so that likeliest tokens are clear and vary
         parameter.data *= 3
@@ -73,7 +73,7 @@ def test_prepended_images_reach_generation() -> None:
     assert torch.equal(mllm.generate(ids, **settings), expected)
 
 
-def test_a_real_language_model_tells_the_story_that_transformers_tells() -> None:
+def test_a_real_language_model_generates_the_transformers_text() -> None:
     """Real weights: cut into stages they give the same logits, and `generate` the same greedy text."""
     root = Path(os.environ.get("DILATANT_SHARED") or Path(__file__).resolve().parents[3] / "shared")
     folder = root / "models" / "stories260k"

@@ -71,7 +71,7 @@ def test_only_adapters_train():
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-def test_adapters_begin_by_changing_nothing_and_name_no_weight_anew(use_dora):
+def test_new_adapters_change_no_output_and_rename_no_weight(use_dora):
     with_lora, without = opened("llava", lora=LoraConfig(use_dora=use_dora)), opened("llava")
     samples = samples_of(without)
     own, plain = losses_of(with_lora, samples, False), losses_of(without, samples, False)
@@ -151,7 +151,7 @@ def test_the_head_gets_no_adapter_and_patterns_mean_whole_names():
     assert not any("lm_head.lora" in name for name, _ in everything.named_parameters())
 
 
-def test_ranks_share_adapters_as_they_share_layers_unless_they_drop_inputs():
+def test_ranks_shard_adapters_like_layers_except_with_dropout():
     unit = opened("llava", lora=LoraConfig())["language"]
     plan = tensor_plan(unit)
     assert degree_problems(unit, plan, 2) == []

@@ -14,7 +14,7 @@ LAYOUT = [("image", 3, 4), ("clip", 3, 2, 2), ("image", 1, 1), ("image", 2, 2), 
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-def test_groups_of_frames_give_the_rows_and_gradients_of_all_together(family: str) -> None:
+def test_frame_groups_give_the_same_rows_and_gradients(family: str) -> None:
     model = opened(family)
     stage = model["vision"].stage(0, len(model["vision"].layers))
     assert isinstance(stage, NativeStage)

@@ -116,7 +116,7 @@ def test_a_module_that_cannot_be_drawn_says_so() -> None:
         MultimodalModel({"vision": Encoder(raw, **STATED)}, LANGUAGE_MODELS["llama"], seed=0)
 
 
-def test_a_module_of_one_s_own_is_not_saved_as_one_of_transformers(tmp_path: Any) -> None:
+def test_a_custom_module_is_not_saved_as_a_transformers_one(tmp_path: Any) -> None:
     with pytest.raises(UserError, match="vision: a module of your own has no Hugging Face layout"):
         build().save_pretrained(tmp_path)
 

@@ -16,7 +16,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
-def test_packed_logits_equal_those_of_transformers_for_each_sample_alone(family: str, attention: str) -> None:
+def test_packed_logits_equal_transformers_sample_by_sample(family: str, attention: str) -> None:
     mllm = language_only(family)
     model = mllm.language.model
     if attention == "sdpa" and not model._supports_sdpa:

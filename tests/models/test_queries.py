@@ -30,7 +30,7 @@ def test_who_has_the_tied_head_alone_has_no_memory_for_queries() -> None:
     assert real == {"language.embedding.embed_tokens.weight", "language.head.norm.weight"}
 
 
-def test_ranks_that_share_a_row_all_have_a_backward_also_without_a_place_in_it() -> None:
+def test_every_rank_sharing_a_row_has_a_backward_without_queries() -> None:
     """They meet there: one that had none would leave the others waiting, or meet them in another microbatch."""
     queries = Queries({"x": 2}, 4)
     embeddings = torch.randn(1, 5, 4)  # of a language model that is frozen

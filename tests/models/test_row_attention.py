@@ -95,12 +95,12 @@ def check(language: str, encoder: str, media: str, seen_in: Callable[[Any], Any]
 
 
 @pytest.mark.parametrize("language", sorted(LANGUAGE_MODELS))
-def test_every_language_family_gives_the_loss_of_samples_one_by_one(language: str) -> None:
+def test_every_language_family_packs_without_changing_loss(language: str) -> None:
     check(language, "siglip", "causal", None)
 
 
 @pytest.mark.parametrize("encoder", sorted(set(ENCODERS) - {"siglip"}))
-def test_every_encoder_family_gives_the_loss_of_samples_one_by_one(encoder: str) -> None:
+def test_every_encoder_family_packs_without_changing_loss(encoder: str) -> None:
     check("llama", encoder, "causal", None)
 
 
@@ -164,7 +164,7 @@ def test_what_is_generated_is_what_the_training_mask_predicts(language: str, med
         assert logits[0, -5:-1].argmax(-1).tolist() == answer
 
 
-def test_items_are_counted_by_placeholders_also_where_one_lies_inside_another() -> None:
+def test_placeholders_count_items_even_when_nested() -> None:
     from dilatant.models.row_attention import MediaTokens
 
     attention = RowAttention("embedded", {"a": MediaTokens(90, 2), "b": MediaTokens(91, 2)})
@@ -202,7 +202,7 @@ def test_by_default_no_mask_is_made_of_a_packed_row(monkeypatch: pytest.MonkeyPa
     assert model(**packed_inputs(samples), attention_kwargs=attention).loss.isfinite()
 
 
-def test_a_named_implementation_stays_and_a_family_that_cannot_says_so(recwarn: Any) -> None:
+def test_explicit_attention_stays_and_unsupported_family_warns(recwarn: Any) -> None:
     named = vision_language("llama", "siglip")
     attend_as_configured(named, LanguageModelConfig(id="any", attn_implementation="eager"))
     assert named.language.row_attention is None
@@ -234,14 +234,14 @@ def test_a_padded_batch_has_the_loss_of_transformers_attention(language: str, si
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_whose_media_need_block_tables_does_not_run_without_them() -> None:
+def test_a_model_that_needs_block_tables_refuses_to_run_without() -> None:
     model = vision_language("llama", "siglip")
     model.media_attention = "bidirectional"
     with pytest.raises(UserError, match="use_row_attention"):
         model(torch.zeros(1, 3, dtype=torch.long))
 
 
-def test_a_saved_model_remembers_how_its_media_attend_and_is_plain_on_disk(tmp_path: Any) -> None:
+def test_media_attention_is_saved_beside_plain_unit_configs(tmp_path: Any) -> None:
     model = vision_language("llama", "siglip")
     model.media_attention = "bidirectional"
     use_row_attention(model)
@@ -250,7 +250,7 @@ def test_a_saved_model_remembers_how_its_media_attend_and_is_plain_on_disk(tmp_p
     assert MultimodalModel.from_pretrained(tmp_path).media_attention == "bidirectional"
 
 
-def test_a_mask_of_one_s_own_is_code_that_a_saved_model_asks_for_again(tmp_path: Any) -> None:
+def test_loading_a_model_with_a_custom_mask_needs_its_code(tmp_path: Any) -> None:
     model = vision_language("llama", "siglip")
     model.media_attention = document_causal
     use_row_attention(model)
@@ -261,7 +261,7 @@ def test_a_mask_of_one_s_own_is_code_that_a_saved_model_asks_for_again(tmp_path:
     assert again.media_attention is document_causal
 
 
-def test_what_media_attention_cannot_be_is_said_where_the_model_is_built() -> None:
+def test_invalid_media_attention_is_refused_at_build_time() -> None:
     encoders = {name: Encoder(ENCODERS["siglip"]) for name in ("vision", "depth")}
 
     def build(said: Any) -> Any:
@@ -284,7 +284,7 @@ def test_what_media_attention_cannot_be_is_said_where_the_model_is_built() -> No
             build(said)
 
 
-def test_generation_refuses_a_mask_whose_text_does_not_see_all_before_it() -> None:
+def test_generation_refuses_a_mask_that_hides_earlier_tokens() -> None:
     def apart(segments: RowLayout) -> Any:
         """Text sees text alone."""
         mask = document_causal(segments)
@@ -336,7 +336,7 @@ HYBRID = {
 }
 
 
-def test_without_plans_samples_of_linear_attention_do_not_share_a_row() -> None:
+def test_linear_attention_packs_no_rows_without_block_tables() -> None:
     model = MultimodalModel({}, parse_config(HYBRID, "language"), seed=0)
     with pytest.warns(UserWarning, match=r"a row.*linear_attention would carry .* into the next.* is 'sdpa'"):
         attend_as_configured(model, LanguageModelConfig(id="any", attn_implementation="sdpa"))
@@ -354,7 +354,7 @@ def test_without_plans_samples_of_linear_attention_do_not_share_a_row() -> None:
     assert model.language.row_attention.placement == "contiguous"
 
 
-def test_a_sample_of_a_row_is_what_it_is_alone_to_linear_attention() -> None:
+def test_linear_attention_keeps_packed_samples_independent() -> None:
     model = MultimodalModel({}, parse_config(HYBRID, "language"), seed=0)
     samples = [torch.arange(3, 3 + length) for length in (7, 1, 9)]
     alone = torch.cat([model.language.model(ids[None], use_cache=False).logits for ids in samples], 1)

@@ -168,7 +168,7 @@ def test_the_dtype_that_is_asked_for_is_that_of_every_part(tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_a_manifest_of_somebody_is_checked_before_anything_is_opened(
+def test_a_damaged_manifest_is_refused_before_opening_files(
     change: dict[str, object], tmp_path: Path
 ) -> None:
     manifest = {"format": 1, "encoders": {"vision": ENTRY}, "generators": {}, "code": [], **change}

@@ -9,7 +9,7 @@ from dilatant.models.parallel.shared_samples import share_by_size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_sample_with_tokens_has_one_rank_and_no_rank_has_much_more(size: int) -> None:
+def test_each_sample_has_one_rank_and_ranks_are_balanced(size: int) -> None:
     tokens = [*np.random.default_rng(size).integers(0, 60, 40).tolist(), 0, 0]
     owners = share_by_size(tokens, size)
     assert [len(each) for each in owners] == [int(count > 0) for count in tokens]

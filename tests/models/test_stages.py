@@ -146,7 +146,7 @@ def test_logical_names_map_one_to_one_onto_the_state_dict(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_logical_names_of_encoders_map_one_to_one_onto_the_state_dicts(family: str) -> None:
+def test_logical_encoder_names_map_one_to_one_to_state_dicts(family: str) -> None:
     unit = vision_language(encoder=family)["vision"]
     for part in ("model", "projector"):
         keys = [weight.key for weight in unit.weights if weight.part == part]
@@ -209,7 +209,7 @@ def test_an_adapter_may_come_from_the_user() -> None:
     assert calls == [3]
 
 
-def test_a_weight_outside_all_modules_belongs_to_the_embedding_alone() -> None:
+def test_a_weight_outside_all_modules_stays_with_the_embedding() -> None:
     model = vision_language()["vision"].model
     model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
     unit = MultimodalModel({"vision": Encoder(model)}, LANGUAGE_MODELS["llama"], seed=0)["vision"]

@@ -31,7 +31,7 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
         return sample(number)
 
 
-def test_the_trainer_of_transformers_takes_the_step_of_all_targets_together(tmp_path: Path) -> None:
+def test_transformers_trainer_steps_on_the_mean_of_all_targets(tmp_path: Path) -> None:
     model, plain = vision_language().train(), vision_language().train()
     arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2,

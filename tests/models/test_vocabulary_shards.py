@@ -22,7 +22,7 @@ def _rank(index: int, size: int) -> Any:
 
 @pytest.mark.parametrize("padding", [None, 0, 1, 5, 6, 11])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_row_but_that_of_padding_has_a_gradient_on_its_own_rank(padding: int | None, size: int) -> None:
+def test_every_row_but_padding_has_a_gradient_on_its_rank(padding: int | None, size: int) -> None:
     config = LlamaConfig(
         vocab_size=ROWS, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, pad_token_id=padding, bos_token_id=None, eos_token_id=None,

@@ -18,7 +18,7 @@ CHEAP = ("qwen2_5_vl",)
 @pytest.mark.parametrize(
     "family", [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES]
 )
-def test_media_of_unlike_kinds_and_sizes_reach_transformers_model_as_they_are(family: str) -> None:
+def test_mixed_media_inputs_reach_transformers_model_unchanged(family: str) -> None:
     plain = reference(family).eval()
     ours = opened(family, dict(plain.state_dict())).eval()
     assert ours.whole is not None

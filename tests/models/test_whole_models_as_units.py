@@ -29,7 +29,7 @@ families = pytest.mark.parametrize(
 
 @families
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-def test_packed_samples_of_unlike_layouts_train_as_each_alone_does_in_transformers(family, cut):
+def test_packed_mixed_layouts_train_like_transformers_alone(family, cut):
     found = differences(family, cut)
     assert found.loss <= LOSS_TOLERANCE
     assert found.gradient <= TOLERANCE, found.weight
@@ -84,7 +84,7 @@ def test_every_kind_of_gemma_4_is_exact(monkeypatch: pytest.MonkeyPatch, kind: s
     assert found.gradient <= 10 * TOLERANCE, found.weight
 
 
-def test_ranks_that_share_tokens_share_the_rows_that_these_look_at_as_evenly() -> None:
+def test_ranks_sharing_tokens_share_vision_rows_evenly() -> None:
     whole = opened("mllama")
     unit, sample = whole.language, samples_of(whole)[0]
     assert context_problems(unit) == []
@@ -97,7 +97,7 @@ def test_ranks_that_share_tokens_share_the_rows_that_these_look_at_as_evenly() -
     np.testing.assert_array_equal(passing, [*range(tokens), *at])
 
 
-def test_a_token_sees_the_tiles_that_the_familys_processor_lets_it_see() -> None:
+def test_tokens_see_the_same_tiles_as_in_the_family_processor() -> None:
     for ids in ([9, 1, 2, 9, 9, 3], [1, 9, 9, 9], [9], [1, 9, 2, 9], [9, 9, 1, 2, 9, 3, 3]):
         tiles = np.arange(4) < 1 + np.arange(ids.count(9))[:, None] % 4
         spans = get_cross_attention_token_mask(ids, 9)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilatant.plan.boxes import Box, Intervals, atoms, parse_key
+from dilatant.plan.boxes import Box, BoxIntervals, atoms, parse_key
 from dilatant.plan.buckets import Bucket, Format, make_buckets, share_of, shares
 from dilatant.plan.holdings import HeldWeight, Holding, holdings
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -38,7 +38,7 @@ def boxes_of_one_weight(draw: st.DrawFn) -> list[Box]:
 
 
 @given(boxes_of_one_weight())
-def test_atoms_are_every_number_once_with_exactly_the_ranks_that_hold_it(held: list[Box]) -> None:
+def test_atoms_cover_each_number_once_with_its_exact_ranks(held: list[Box]) -> None:
     boxes = dict(enumerate(held))
     seen: dict[tuple[int, ...], tuple[int, ...]] = {}
     for atom in atoms(boxes):
@@ -83,16 +83,14 @@ def test_a_key_says_which_part_it_is(held: list[Box]) -> None:
 @pytest.mark.parametrize(
     "intervals", [(((0, 2),), ((0, 5),)), (((0, 2), (2, 3)), ((0, 4),)), (((2, 1),), ((0, 4),)), (((0, 3),),)]
 )
-def test_intervals_that_are_no_part_of_the_weight_are_refused(intervals: Intervals) -> None:
+def test_intervals_that_are_no_part_of_the_weight_are_refused(intervals: BoxIntervals) -> None:
     with pytest.raises(ValueError, match="weight"):
         Box("w", (3, 4), intervals)
 
 
 @pytest.mark.parametrize("degrees", [(1,), (2,), (1, 1), (2, 1), (1, 2, 4), (4, 4), (2, 2, 1, 1)])
 @pytest.mark.parametrize("zero", ["none", "node", "all"])
-def test_every_number_is_owned_once_by_those_who_speak_and_divided_where_it_is_shared(
-    degrees: tuple[int, ...], zero: str
-) -> None:
+def test_every_number_has_one_owner_and_shared_ones_are_divided(degrees: tuple[int, ...], zero: str) -> None:
     held = holdings(plan_of(*degrees), {"u": ["u.0"]}, WEIGHTS, split)
     ranks = sum(degrees)
     node_of = [rank // 3 for rank in range(ranks)]  # unlike numbers of holders on a node
@@ -119,7 +117,7 @@ def test_every_number_is_owned_once_by_those_who_speak_and_divided_where_it_is_s
     assert sorted(spoken) == sorted(summed)
 
 
-def test_a_gradient_that_ranks_of_a_stage_have_alike_counts_at_the_first_of_them() -> None:
+def test_equal_gradients_in_a_stage_count_at_the_first_rank() -> None:
     held = holdings(plan_of(2, 1, 4), {"u": ["u.0"]}, WEIGHTS, split)
     assert held["u.0.whole"].silent == {1, 4, 5, 6}
     assert held["u.0.partial"].silent == frozenset()
@@ -127,14 +125,14 @@ def test_a_gradient_that_ranks_of_a_stage_have_alike_counts_at_the_first_of_them
     assert [len({box.key for box in held[f"u.0.{n}"].boxes.values()}) for n in ("kv", "rows")] == [3, 7]
 
 
-def test_context_parallel_ranks_each_have_gradients_of_their_tokens() -> None:
+def test_context_parallel_ranks_hold_gradients_of_their_tokens() -> None:
     stage = Stage(0, 1, (0, 1, 2, 3), tp=2, cp=2)
     held = holdings(Plan((UnitPlan("u", (Replica((stage,)),)),)), {"u": ["u.0"]}, WEIGHTS, split)
     assert held["u.0.whole"].silent == {1, 3}  # tensor-parallel index 1 of either part of the tokens
     assert held["u.0.partial"].silent == frozenset()
 
 
-def test_a_weight_that_is_tied_between_unlike_boxes_of_a_rank_is_refused() -> None:
+def test_a_tied_weight_with_unlike_boxes_on_a_rank_is_refused() -> None:
     stages = (Stage(0, 1, (0, 1), tp=2), Stage(1, 2, (0, 1), tp=1, cp=2))
     tied = HeldWeight("u.0.rows", frozenset({"u.0", "u.1"}), (4, 2))
     with pytest.raises(ValueError, match=r"rank 0 holds u.0.rows"):
@@ -158,7 +156,7 @@ def test_shares_are_consecutive_and_off_by_less_than_a_row(shapes: list[list[int
         assert abs(sum(box.size for box in share) - total / count) <= longest_row + 1
 
 
-def test_buckets_hold_one_rank_set_and_format_up_to_a_size_in_the_order_of_the_backward() -> None:
+def test_buckets_hold_one_rank_set_and_format_in_backward_order() -> None:
     ranks = {"a": (0, 1), "b": (0, 1), "c": (0, 2), "d": (0, 2), "e": (0, 2), "f": (0, 2)}
     held = {name: Holding({rank: Box.of(name, (10,)) for rank in holders}) for name, holders in ranks.items()}
     formats = {name: Format("bfloat16", 2) if name == "e" else FP32 for name in ranks}

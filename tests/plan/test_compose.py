@@ -31,7 +31,7 @@ def random_templates(draw, sizes, planned):
 
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_the_slowest_pipeline_is_as_fast_as_any_composition_allows(seed):
+def test_slowest_pipeline_is_as_fast_as_any_composition_allows(seed):
     draw = random.Random(seed)
     smallest = draw.randint(1, 4)
     sizes = range(smallest, smallest + draw.randint(1, 5))
@@ -76,14 +76,14 @@ def test_microbatches_are_shared_for_the_least_makespan(seed):
     )
 
 
-def test_without_a_planned_number_the_seconds_hold_for_the_whole_batch():
+def test_template_seconds_cover_the_batch_without_planned_count():
     templates = {1: Template((), 10.0, 0.1), 2: Template((), 8.0, 0.5)}
     found = compose_pipelines(templates, 3, 0, 6)
     assert found.pipelines == ((2, 5), (1, 1))
     assert found.seconds == 10.0 + (1 - 6) * 0.1
 
 
-def test_a_batch_that_cannot_be_spread_is_refused_with_the_nearest_that_can():
+def test_an_unspreadable_batch_is_refused_with_the_nearest_size():
     templates = {2: Template((), 5.0, 1.0, num_microbatches=1), 3: Template((), 4.0, 1.0, num_microbatches=1)}
     with pytest.raises(BatchError, match="nearest batch that can has 4 microbatches") as caught:
         compose_pipelines(templates, 10, 1, 3)

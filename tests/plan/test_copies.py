@@ -25,7 +25,7 @@ def survives(plan: Plan, lost: tuple[int, ...], ranks_per_node: int) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_losing_one_node_fewer_than_copies_loses_no_layer_and_as_many_may(seed: int) -> None:
+def test_layers_survive_any_loss_of_fewer_nodes_than_copies(seed: int) -> None:
     draw = random.Random(seed)
     specs = {
         "vision": ParallelSpec(replicas=draw.choice((1, 2, 4)), pp=draw.choice((1, 2))),

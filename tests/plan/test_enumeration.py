@@ -58,7 +58,7 @@ def shape(one):
 
 
 @pytest.mark.parametrize("cases", [20, pytest.param(500, marks=pytest.mark.slow)], ids=["few", "many"])
-def test_only_candidates_whose_bound_is_above_the_limit_are_left_out(cases):
+def test_only_candidates_bounded_above_the_limit_are_skipped(cases):
     @settings(max_examples=cases, deadline=None)
     @given(st.integers(0, 2**32 - 1), st.floats(1.0, 4.0))
     def check(seed, far):
@@ -140,7 +140,7 @@ def test_slow_plans_are_searched_where_no_other_fits():
     )
 
 
-def test_what_was_left_out_is_no_part_of_the_bound_and_proves_nothing():
+def test_skipped_candidates_do_not_enter_the_proven_bound():
     """Where the best plan takes longer than that from which on candidates are left out, some of these may be faster."""
     spec, _ = random_vlm(random.Random(0))
     costs = cost_model({"vision": 1.0, "language": 3.0}, output=0.0)
@@ -170,7 +170,7 @@ def test_a_limit_of_nothing_leaves_nothing_out():
     assert len(enumerate_candidates(space, Mode.CORNSTARCH, (1, 2), far=SLOW)) == len(every) > 0
 
 
-def test_the_fullest_of_several_replicas_that_share_a_microbatch_counts():
+def test_the_fullest_replica_sharing_a_microbatch_counts():
     """Of 6, 1, 1 and 4 tokens in pairs, 6 and 4 are the fuller parts: 10 of 12, where even ones had 6."""
     spec, _ = random_vlm(random.Random(0))
     costs = cost_model({"vision": 1.0, "language": 1.0}, output=0.0)

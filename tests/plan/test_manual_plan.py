@@ -33,7 +33,7 @@ def test_parallel_units_have_ranks_of_their_own() -> None:
     assert plan.unit("vision").feeds == ("language",)
 
 
-def test_colocated_units_share_the_ranks_of_their_host_stage_by_stage() -> None:
+def test_colocated_units_share_their_host_ranks_by_stage() -> None:
     specs = {
         "vision": ParallelSpec(replicas=2, pp=2, cuts=(0, 4)),
         "audio": ParallelSpec(),
@@ -44,7 +44,7 @@ def test_colocated_units_share_the_ranks_of_their_host_stage_by_stage() -> None:
     assert [(s.first, s.end) for s in plan.unit("vision").replicas[1].stages] == [(0, 4), (4, 5)]
 
 
-def test_chunks_go_round_the_ranks_of_a_replica_and_guests_stay_on_them() -> None:
+def test_chunks_cycle_over_replica_ranks_and_guests_stay_there() -> None:
     specs = {
         "vision": ParallelSpec(replicas=2),
         "audio": ParallelSpec(pp=2, chunks=2),

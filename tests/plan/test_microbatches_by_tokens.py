@@ -71,7 +71,7 @@ def test_no_plan_beats_the_bound_of_its_candidate(seed):
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_no_plan_beats_the_bound_of_its_candidate_where_no_row_may_be_long(seed):
+def test_no_plan_beats_its_candidate_bound_under_a_row_limit(seed):
     """Microbatches of so many samples, too, are cut further where a limit asks for that; dense rows then cost less."""
     draw = random.Random(seed)
     spec, costs, workload, batch = case(draw)
@@ -85,7 +85,7 @@ def test_no_plan_beats_the_bound_of_its_candidate_where_no_row_may_be_long(seed)
         assert finals.seconds[one] >= one.bound / ROUNDING
 
 
-def test_rows_that_a_limit_makes_may_cost_less_than_samples_alone():
+def test_bound_holds_where_dense_rows_cost_less_than_samples():
     """Half of (9 + 1) squared, twice, is less than all squares: dense rows are cheap where short samples fill them."""
     spec, costs = model(unit("language", 1)), cost_model({"language": 1e-9}, square=1.0)
     workload = Workload({"language": np.array([9.0, 1.0, 9.0, 1.0])}, {}, {"language": DenseRows.always(0.5)})
@@ -118,7 +118,7 @@ def test_a_search_that_also_cuts_by_tokens_is_no_slower(seed):
     assert wide.seconds <= narrow.seconds * ROUNDING
 
 
-def test_three_devices_share_a_batch_that_does_not_divide_by_three():
+def test_three_devices_share_a_batch_not_divisible_by_three():
     spec, costs = model(unit("language", 1)), cost_model({"language": 1.0})
     workload, machine = Workload({"language": np.full(8, 5.0)}), cluster(1, 3)
     scorer = plan_scorer(spec, costs, machine, workload, 8, rules=RULES)

@@ -67,7 +67,7 @@ def test_a_light_encoder_serves_several_language_replicas():
     assert layout["vision"].replicas <= layout["language"].replicas
 
 
-def test_a_short_language_model_is_kept_for_encoders_that_can_hold_few_microbatches():
+def test_short_pipeline_wins_when_encoders_hold_few_microbatches():
     # Two stages of one GPU beat one stage of two everywhere, but then three microbatches wait in the encoder.
     encoder = ModuleCost("vision", 1, {1: 0.1}, state_bytes=0.1, activation_bytes=0.4)
     language = ModuleCost("language", 2, {1: 1.0, 2: 1.0}, state_bytes=2.0)

@@ -36,7 +36,7 @@ LAYERS = (
         ([(Stage(0, 4, (0, 1), 1, 2),)], "none", [160]),
     ],
 )
-def test_gradients_that_are_summed_with_others_are_kept_once_more(replicas, zero, kept) -> None:
+def test_gradients_summed_with_other_ranks_are_kept_once_more(replicas, zero, kept) -> None:
     cost = LayerCost(*[Quadratic()] * 4)
     costs = CostModel("any", "synthetic", "float32", {"any": dict.fromkeys([(1, 1), (2, 1), (1, 2)], cost)})
     plan = Plan((UnitPlan("language", tuple(map(Replica, replicas)), ()),))

@@ -41,7 +41,7 @@ def test_real_costs_reach_the_optimum_up_to_rounding(costs, num_stages):
     assert slowest <= best_bottleneck(costs, num_stages) + 1e-12
 
 
-def test_equal_layers_are_spread_evenly_where_the_bottleneck_leaves_a_choice():
+def test_equal_layers_spread_evenly_within_the_bottleneck():
     # Five layers of cost 1 in three stages: the bottleneck 2 allows 2+2+1 or 1+2+2 but also 2+1+2.
     sizes = [b - a for a, b in stages(partition_layers([1] * 9, 4), 9)]
     assert sorted(sizes) == [2, 2, 2, 3]
@@ -96,7 +96,7 @@ def test_an_impossible_cut_says_what_is_missing():
     assert caught.value.excess_bytes == pytest.approx(0.5 * gib)
 
 
-def test_of_equally_good_cuts_the_one_nearest_to_the_even_share_is_taken():
+def test_equally_good_cuts_resolve_to_the_most_even_one():
     # The last layer alone is the slowest stage; the other two stages could share the rest in any way.
     assert tuple(partition_layers([1.0] * 6 + [6.0], 3)) == (0, 4, 6)
     # A third of 11 lies between 3 and 4.

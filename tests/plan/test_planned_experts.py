@@ -44,7 +44,7 @@ def _plan(*stages: Stage) -> Plan:
     return Plan((UnitPlan("language", tuple(Replica((stage,)) for stage in stages)),))
 
 
-def test_a_rank_holds_its_experts_and_shares_state_with_those_of_the_same() -> None:
+def test_a_rank_holds_its_experts_and_shards_state_with_copies() -> None:
     plan = _plan(Stage(0, 1, (0, 1, 2, 3), tp=2, cp=2, ep=4), Stage(0, 1, (4,)))
     wide, alone = sharing(plan, MODEL, RULES)
     # Of 1000 numbers beside experts three ranks have each, of 2000 of experts two.
@@ -54,7 +54,7 @@ def test_a_rank_holds_its_experts_and_shares_state_with_those_of_the_same() -> N
     np.testing.assert_allclose(static[0], 2 * 3000 + 2 * (1000 / 3 + 2000 / 2))
 
 
-def test_gradients_of_experts_are_summed_among_those_who_have_the_same() -> None:
+def test_expert_gradients_are_summed_among_holders_of_the_same() -> None:
     machine = Cluster(1, 8, 1e12, Link(1.0), Link(1.0), 8)
     apart = sync_seconds(_plan(Stage(0, 1, (0, 1), cp=2, ep=2)), MODEL, machine, RULES)
     assert apart.beside == {0: 2000 / 2, 1: 2000 / 2}

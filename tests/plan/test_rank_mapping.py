@@ -88,7 +88,7 @@ def test_a_chain_of_several_chunks_goes_round_its_groups():
         assert [(stage.first, stage.end) for stage in replica.stages] == [(0, 1), (1, 3), (3, 5), (5, 6)]
 
 
-def test_orders_of_ranks_put_side_by_side_what_they_are_named_after():
+def test_rank_orders_place_the_named_ranks_side_by_side():
     """Two pipelines: an encoder on one device each, and a language model on two stages of two."""
     chains = [Chain(2, 1, 1, {"vision": (0,)}), Chain(2, 2, 1, {"language": (0, 3)})]
     machine = cluster(3, 5)

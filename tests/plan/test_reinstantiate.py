@@ -62,7 +62,7 @@ def check(templates, before, lost, joined, found, microbatches, faults):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_no_placement_of_an_allowed_composition_moves_fewer_bytes(seed):
+def test_no_other_placement_moves_fewer_bytes(seed):
     draw = random.Random(seed)
     templates = templates_for(range(draw.choice([1, 2]), 6), draw.choice([1, 2]))
     nodes, faults, microbatches = draw.randint(4, 8), draw.choice([0, 1]), draw.randint(8, 16)
@@ -87,7 +87,7 @@ def test_no_placement_of_an_allowed_composition_moves_fewer_bytes(seed):
 
 
 @pytest.mark.parametrize(("nodes", "smallest", "faults"), [(7, 1, 1), (8, 2, 1), (9, 2, 2), (9, 3, 1)])
-def test_every_set_of_losses_that_leaves_enough_nodes_is_survived(nodes, smallest, faults):
+def test_every_loss_that_leaves_enough_nodes_is_survived(nodes, smallest, faults):
     templates = templates_for(range(smallest, min(nodes - faults * smallest, LAYERS) + 1))
     before = number(compose_pipelines(templates, nodes, faults, 12).pipelines)
     for count in range(1, nodes + 1):
@@ -106,7 +106,7 @@ def origins(found):
     return sorted(pipeline.origin for pipeline in found.pipelines)
 
 
-def test_a_smaller_template_replaces_a_pipeline_that_can_go_on_alone():
+def test_a_smaller_template_replaces_a_pipeline_after_a_loss():
     found = reinstantiate(templates_for([2, 3, 4]), [(0, 1, 2, 3), (4, 5, 6)], [3], 1, 12, slack=1.0)
     assert origins(found) == [Origin.KEPT, Origin.SIMPLE]
     assert {frozenset(pipeline.nodes) for pipeline in found.pipelines} == {
@@ -131,7 +131,7 @@ def test_pipelines_merge_when_nobody_can_lend():
     assert origins(found) == [Origin.KEPT, Origin.MERGE]
 
 
-def test_a_node_that_joins_gets_its_layers_from_those_that_have_sent_least():
+def test_a_joining_node_copies_layers_from_the_least_used_nodes():
     templates = templates_for([1, 2])
     found = reinstantiate(templates, [(0,), (1,)], [], 0, 9, joined=[7])
     check(templates, [(0,), (1,)], set(), [7], found, 9, 0)

@@ -197,7 +197,7 @@ def test_nodes_without_a_microbatch_stay_idle(templates):
     assert math.isfinite(few(running, frozenset(range(1, 40))).step_seconds)
 
 
-def test_training_stops_below_one_replica_and_goes_on_from_a_checkpoint(templates):
+def test_training_halts_below_one_replica_then_resumes(templates):
     events = (
         NodeEvent(0.0, tuple(range(4)), ()),
         NodeEvent(1000.0, (), (0, 1, 2)),
@@ -211,7 +211,7 @@ def test_training_stops_below_one_replica_and_goes_on_from_a_checkpoint(template
     assert found.rollbacks == 1
 
 
-def test_recovery_is_compared_on_one_trace_and_bounded_by_what_costs_nothing(templates):
+def test_recovery_lies_between_restart_and_free_recovery(templates):
     events = [NodeEvent(0.0, tuple(range(12)), ())]
     events += [NodeEvent(200.0 * (i + 1), (), (i,)) for i in range(8)]
     ours, restart, free = compare_recovery(

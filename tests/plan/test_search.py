@@ -244,14 +244,14 @@ def test_memory_that_no_plan_fits_names_the_unit_and_the_bytes():
     assert caught.value.excess_bytes == pytest.approx(8e9 - 5 * 2**30, rel=0.01)
 
 
-def test_fewer_devices_than_units_need_are_refused_with_the_number():
+def test_too_few_devices_are_refused_with_the_needed_number():
     wide = cost_model({"vision": 1.0, "language": 1.0}, degrees=((2, 1),))
     with pytest.raises(TooFewDevicesError, match="fewer than the 4") as caught:
         find(VLM, wide, TOKENS, 3, 8, Mode.CORNSTARCH)
     assert caught.value.needed == 4
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest():
+def test_an_indivisible_batch_is_refused_with_the_nearest_size():
     with pytest.raises(BatchError, match="nearest batches that do are 8 and 12") as caught:
         find(VLM, COSTS, TOKENS, 4, 10, sizes=(4, 8))
     assert caught.value.nearest == (8, 12)
@@ -271,7 +271,7 @@ def test_a_number_of_microbatches_that_is_asked_for_is_kept():
     assert {one.num_microbatches for one in (found.winner, *found.runners_up)} == {6}
 
 
-def test_copies_lie_on_as_many_nodes_as_are_asked_for_and_cost_what_they_cost():
+def test_layer_copies_lie_on_the_required_nodes_and_cost_time():
     machine = cluster(4, 2)
     workload = Workload({name: np.full(24, float(count)) for name, count in TOKENS.items()})
     scorer = closed_form(VLM, COSTS, TOKENS, 24)
@@ -335,7 +335,7 @@ def test_candidates_that_were_skipped_weaken_the_proof():
 @pytest.mark.parametrize(
     ("zero", "nodes", "replicas"), [("none", 1, 1), ("node", 1, 2), ("node", 2, 1), ("all", 2, 2)]
 )
-def test_replicas_that_fit_only_because_they_share_state_are_found(zero, nodes, replicas):
+def test_replicas_that_fit_only_with_sharded_state_are_found(zero, nodes, replicas):
     """Each takes 4 layers of 1000 parameters at 1 + 1 + 2 bytes; two that share, at 1 + 1 + 1."""
     spec, costs = model(unit("language", 4)), cost_model({"language": 1.0}, degrees=((1, 1),))
     rules = ParameterBytes(1.0, 1.0, 2.0, zero, 2 // nodes)
@@ -366,7 +366,7 @@ def test_a_tied_table_is_held_once_by_who_holds_both_ends():
     assert found.winner.score.peak_bytes == (4 * 1010,)
 
 
-def test_stages_go_round_their_ranks_where_that_shortens_the_bubble():
+def test_interleaved_stages_are_chosen_where_the_bubble_shrinks():
     """Four devices of which none holds more than four layers: one pipeline, whatever else is tried."""
     spec, costs = model(unit("language", 16)), cost_model({"language": 1e-3}, ((1, 1),))
     workload = Workload({"language": np.full(8, 8.0)})

@@ -99,7 +99,7 @@ def test_more_devices_never_give_a_slower_plan(cases):
     check(cases, one)
 
 
-def test_another_device_does_not_hide_that_one_encoder_for_three_models_is_best():
+def test_extra_device_keeps_one_encoder_for_three_models_best():
     """DistTrain's optimum for five devices has four language models, which are slower."""
     draw = random.Random(124856499)
     spec, costs, tokens = drawn(draw)
@@ -183,7 +183,7 @@ def recomputation_left_open(seed):
 
 
 @often
-def test_recomputation_left_to_the_plan_is_no_slower_than_any_that_is_prescribed(cases):
+def test_free_recomputation_is_no_slower_than_any_fixed_choice(cases):
     def one(seed):
         seconds = recomputation_left_open(seed)
         assert seconds is None or seconds[0] <= seconds[1] * ROUNDING
@@ -215,7 +215,7 @@ def test_a_chain_that_recomputes_only_some_layers_still_fits():
 
 @pytest.mark.slow
 @often
-def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
+def test_no_simulated_plan_beats_the_bound_of_a_stopped_search(cases):
     """Dense rows, which cost less the more even they are, unlike samples, backwards in halves, and gradients."""
 
     def one(seed):

@@ -87,7 +87,7 @@ def test_no_plan_is_faster_whoever_shares_state(seed):
 
 
 @often
-def test_it_is_no_slower_than_the_search_of_any_way_and_says_what_each_takes(cases):
+def test_search_over_sharding_beats_or_equals_each_mode_alone(cases):
     def one(seed):
         draw = random.Random(seed)
         spec, costs, tokens = drawn(draw, parameters=40, free=draw.random() < 0.7)
@@ -203,7 +203,7 @@ def found_on(nodes, per_node, capacity, zeros):
     return find(PLAIN, PER_TOKEN, {"language": 8}, 2, 8, machine=machine, rules=rules, zeros=zeros)
 
 
-def test_state_leaves_the_node_where_only_that_makes_room_for_replicas():
+def test_state_is_sharded_across_nodes_only_to_fit_replicas():
     alike = dict.fromkeys(EVERY, 1.0)
     found = found_on(2, 1, 14_000, alike)
     assert (found.winner.zero, found.winner.replicas) == ("all", 2)
@@ -226,7 +226,7 @@ def glancing(capacity, glanced):
     return search(*case, scorers.pop("node"), rules=rules["node"], glanced=scorers)
 
 
-def test_what_is_only_glanced_at_is_searched_where_nothing_else_fits():
+def test_secondary_sharding_is_searched_when_nothing_else_fits():
     for glanced in ((), ("none",)):
         with pytest.raises(DoesNotFitError):
             glancing(15_000, glanced)
@@ -235,7 +235,7 @@ def test_what_is_only_glanced_at_is_searched_where_nothing_else_fits():
     assert found.by_zero["node"] is None
 
 
-def test_the_best_plan_is_simulated_under_what_is_only_glanced_at():
+def test_best_plan_is_simulated_under_secondary_sharding():
     found = glancing(float("inf"), ("none", "all"))
     assert found.by_zero.keys() == {"node", "none", "all"}
     assert None not in found.by_zero.values()

@@ -39,7 +39,7 @@ def asked_for(means, allocations, rule):
 
 @pytest.mark.parametrize("rule", ["fastest", "nearest"])
 @pytest.mark.parametrize(("tp", "language"), [(1, 1.0), (1, 3.0), (2, 1.0), (2, 2.0)])
-def test_batches_of_the_delta_method_disagree_about_as_often_as_promised(rule, tp, language):
+def test_delta_method_batches_disagree_at_the_promised_rate(rule, tp, language):
     work = lognormal_work(language=language)
     allocations = feasible_allocations([range(tp, 16, tp)] * 2, 16)
     found = minimum_stable_batch(work, allocations, rule=rule)

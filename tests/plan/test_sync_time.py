@@ -77,7 +77,7 @@ def test_unlike_tensor_parallelism_sums_by_the_finest_parts():
     assert found[2] == pytest.approx(8e6 / INSIDE)
 
 
-def test_shared_state_sums_parts_inside_a_node_then_across_and_brings_weights_to_all():
+def test_sharded_state_syncs_inside_nodes_then_across_them():
     rules = ParameterBytes(1.0, 2.0, 8.0, "node", 8)
     spec, plan = model(unit("language", 1, parameters=8_000_000)), replicas([[rank] for rank in range(16)])
     found = sync_seconds(plan, spec, machine(2), rules)

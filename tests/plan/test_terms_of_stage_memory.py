@@ -74,7 +74,7 @@ def test_what_is_kept_is_activations_once_and_what_was_sent() -> None:
         assert found.transient_bytes[stage].tolist() == [0.0, held, 0.0]
 
 
-def test_a_stage_without_a_backward_keeps_nothing_not_even_what_it_sent() -> None:
+def test_a_stage_without_backward_keeps_no_activation_memory() -> None:
     found = _stages((False, False, True, True))
     assert found.kept_bytes[0].tolist() == [0.0, 0.0, 0.0]
     held = max(_of(1, ACTIVATION), _of(0, ACTIVATION))

@@ -126,7 +126,7 @@ def test_all_groups_together_are_no_slower_than_any_alone(cases):
 
 
 @pytest.mark.parametrize("seed", [3, 7, 12])
-def test_on_many_devices_too_state_is_shared_as_suits_one_group_alone(seed):
+def test_many_unlike_devices_shard_state_like_one_group_alone(seed):
     case, zeros = Case(seed, parameters=400_000), [("all", 0.5)]
     groups = [group("fast", 72), group("slow", 72, slow=3.0)]
     together = case.search(*groups, finalists=2, zeros=zeros)
@@ -136,7 +136,7 @@ def test_on_many_devices_too_state_is_shared_as_suits_one_group_alone(seed):
     assert (together.winner.zero, together.by_zero["all"]) == ("all", together.seconds)
 
 
-def test_the_best_plan_on_one_group_alone_is_tried_under_every_way():
+def test_the_best_single_group_plan_is_tried_under_each_sharding():
     case = Case(9)
     cluster = cluster_of_groups([group("fast", 2), group("slow", 2)])
     found, scorer = case.search(*cluster.parts), case.scorer(cluster)
@@ -160,7 +160,7 @@ def test_the_best_plan_on_one_group_alone_is_tried_under_every_way():
     assert best.seconds == best.winner.score.seconds == best.by_zero["all"] < best.by_zero["none"]
 
 
-def test_a_slower_group_is_planned_on_where_the_faster_one_leaves_more_devices_idle():
+def test_a_slower_group_is_used_where_it_leaves_fewer_idle():
     groups = [group("fast", 2), group("slow", 3, slow=3.0)]
     idle = {
         all_devices: Case(0)
@@ -184,7 +184,7 @@ def test_more_devices_of_either_group_never_give_a_slower_plan(cases):
     check(cases, one)
 
 
-def test_an_encoder_takes_fewer_devices_than_it_could_where_other_pipelines_need_them():
+def test_an_encoder_leaves_devices_that_other_pipelines_need():
     """One slow device more let the encoder beside slow ones have two, and none was left for the others."""
     case = Case(1283)
     fewer, more = (case.search(group("fast", 2), group("slow", slow)).seconds for slow in (3, 4))
@@ -302,7 +302,7 @@ def test_every_rank_stays_inside_the_memory_of_its_own_group(cases):
     check(cases, one)
 
 
-def test_units_go_where_they_run_best_and_pipelines_get_samples_as_fast_as_they_are():
+def test_units_and_samples_follow_the_speed_of_each_group():
     spec = model(
         unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 4, parameters=0)
     )
@@ -332,7 +332,7 @@ def test_units_go_where_they_run_best_and_pipelines_get_samples_as_fast_as_they_
     assert len(found.winner.plan.unit("language").replicas) == 2
 
 
-def test_microbatches_by_tokens_let_any_number_of_pipelines_share_a_batch_across_groups():
+def test_token_microbatches_let_any_pipeline_count_share_a_batch():
     """Seven samples are no multiple of three pipelines, of which units on the other group take the images."""
     spec = model(
         unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 1, parameters=0)
@@ -354,7 +354,7 @@ def test_microbatches_by_tokens_let_any_number_of_pipelines_share_a_batch_across
     assert found.seconds < 0.9 * search(*shape, rules=RULES).seconds
 
 
-def test_what_pipelines_side_by_side_promise_is_near_what_they_take():
+def test_estimated_time_of_unlike_pipelines_is_near_simulated():
     """Slow ones have few samples in each microbatch, so that the heaviest delay them more than a mean tells."""
     batch, seconds = 128, {"fast": 1.0, "slow": 4.0}
     spec = model(unit("language", 16, parameters=0))
@@ -375,7 +375,7 @@ def test_what_pipelines_side_by_side_promise_is_near_what_they_take():
     assert np.mean(errors) < 0.06  # 0.04 here; 0.09 without that delay
 
 
-def test_a_plan_says_where_its_encoder_runs_in_all_pipelines_or_that_they_differ():
+def test_a_plan_reports_encoder_placement_or_mixed_pipelines():
     seen = set()
     for seed in range(8):
         found = Case(seed).search(group("fast", 2), group("slow", 2))

@@ -67,7 +67,7 @@ def test_the_worked_example_is_valid():
     validate(example(), model(), cluster())
 
 
-def test_colocated_units_and_several_stages_of_one_replica_on_a_rank_are_valid():
+def test_colocated_units_and_several_stages_per_rank_are_valid():
     together = Plan(
         (
             UnitPlan(
@@ -154,7 +154,7 @@ def test_all_mistakes_are_listed_at_once():
         assert part in text
 
 
-def test_tensor_parallel_ranks_share_a_node_but_context_parallel_ones_need_not():
+def test_tensor_ranks_share_a_node_but_context_ranks_need_not():
     across = change("language", 0, (Stage(0, 6, (1, 2, 5, 6), tp=2, cp=2),))
     assert not plan_problems(across, model(), cluster())
     swapped = change("language", 0, (Stage(0, 6, (1, 5, 2, 6), tp=2, cp=2),))

@@ -84,7 +84,7 @@ def test_ranks_share_tokens_items_or_samples(tmp_path: Any) -> None:
     assert whole.spec.unit("vision").items_per_token == 0.0
 
 
-def test_the_description_without_weights_is_that_of_the_real_model(tmp_path):
+def test_description_without_weights_equals_the_real_model(tmp_path):
     given = config(tmp_path, freeze=("vision.encoder", "language.layers.0.*"))
     model = build_model(given.model, vocab_size=64)
     assert describe_model(model).spec == described(given).spec
@@ -120,7 +120,7 @@ def test_equal_layers_share_a_type_and_unequal_ones_do_not(tmp_path):
     assert left == same != right
 
 
-def test_a_tied_weight_counts_wherever_it_is_needed_and_once_for_a_reader(tmp_path):
+def test_a_tied_weight_counts_per_layer_but_once_in_the_total(tmp_path):
     found = described(config(tmp_path))
     layers = found.spec.unit("language").layers
     table = 64 * 32
@@ -130,7 +130,7 @@ def test_a_tied_weight_counts_wherever_it_is_needed_and_once_for_a_reader(tmp_pa
     assert sum(layer.parameters for layer in layers) - found.parameters["language"][0] == table
 
 
-def test_every_layer_type_can_be_run_alone_with_gradients_to_input_and_weights(tmp_path):
+def test_each_layer_type_runs_alone_with_all_gradients(tmp_path):
     found = described(config(tmp_path))
     parameters = {layer.kind: layer.parameters for unit in found.spec.units for layer in unit.layers}
     for entry in found.types:
@@ -147,7 +147,7 @@ def test_every_layer_type_can_be_run_alone_with_gradients_to_input_and_weights(t
         assert trained or not parameters[entry.kind], entry.kind
 
 
-def test_layers_are_measured_at_their_own_tokens_and_modelled_for_other_hardware(tmp_path):
+def test_layer_costs_are_measured_here_and_modelled_elsewhere(tmp_path):
     given = config(tmp_path)
     found = described(given)
     measured = measure_layers(found, plan_target(given.cluster), (8, 16), repeats=1)
@@ -165,7 +165,7 @@ def test_layers_are_measured_at_their_own_tokens_and_modelled_for_other_hardware
 
 
 @pytest.mark.parametrize(("attention", "is_measured"), [(None, False), ("sdpa", True), ("eager", False)])
-def test_rows_of_several_samples_are_measured_where_they_cost_more_than_one(tmp_path, attention, is_measured):
+def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_measured):
     given = config(tmp_path, {**LLAMA, "max_position_embeddings": 64})
     language = given.model.text.model_copy(update={"attn_implementation": attention})
     given = given.model_copy(update={"model": given.model.model_copy(update={"language_model": language})})
@@ -197,7 +197,7 @@ def test_rows_of_several_samples_are_measured_where_they_cost_more_than_one(tmp_
     assert dense_rows(found, unmeasured) == assumed.get(attention, {})
 
 
-def test_a_dense_row_of_the_whole_unit_takes_what_was_measured_of_its_blocks(tmp_path):
+def test_a_dense_unit_row_costs_what_its_blocks_measured(tmp_path):
     """Of rows as long as those that were measured; beside blocks of two kinds, the head has a square by its fit."""
     given = config(tmp_path, {**LLAMA, "max_position_embeddings": 64})
     language = given.model.text.model_copy(update={"attn_implementation": "sdpa"})
@@ -280,7 +280,7 @@ def test_only_weight_gradients_of_linear_layers_are_put_off(tmp_path):
         assert {entry.role for entry in found.types if splits[entry.kind]} == {BLOCK, "projector"}
 
 
-def test_a_head_runs_in_chunks_where_its_targets_are_more_than_one(tmp_path):
+def test_a_head_runs_in_chunks_for_more_targets_than_one_chunk(tmp_path):
     """Not where its tokens are: those without a target never reach it."""
     found = described(config(tmp_path))
     whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
@@ -338,7 +338,7 @@ def test_names_of_hardware():
     assert not is_same_hardware("NVIDIA A100-SXM4-80GB", "A10")
 
 
-def test_a_plan_for_a_gpu_that_is_here_leaves_room_for_what_is_no_tensor(
+def test_local_gpu_plan_reserves_memory_for_non_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)

@@ -20,7 +20,7 @@ from engine_case import CASE, build_model
 
 
 @pytest.mark.parametrize(("capacity", "ep"), [(1.3e6, 2), (1e9, 1)])
-def test_a_mixture_is_planned_over_as_many_ranks_as_its_experts_need(capacity: float, ep: int) -> None:
+def test_a_mixture_is_planned_on_the_ranks_its_experts_need(capacity: float, ep: int) -> None:
     """98,304 parameters of four experts in one block, at 18 bytes each; little besides."""
     case = replace(
         CASE,

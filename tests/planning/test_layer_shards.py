@@ -72,7 +72,7 @@ def parameters_of(entry: Any, degree: int) -> int:
     return sum(p.numel() for p in layer_probe(shard, torch.device("cpu"), torch.float32).build().parameters())
 
 
-def test_a_rank_holds_its_share_of_heads_feed_forward_and_vocabulary(tmp_path):
+def test_a_rank_holds_its_share_of_heads_mlp_and_vocabulary(tmp_path):
     found = {entry.kind: entry for entry in described(tmp_path).types}
     assert {kind: parameters_of(found[kind], 2) for kind in BLOCKS} == BLOCKS
     assert parameters_of(found["llama embedding 32"], 2) == 33 * 32  # the larger share of 65
@@ -138,7 +138,7 @@ def model_units(family: str) -> set[str]:
     return {"language", *FAMILIES[family].towers} - {{"mllama": "vision", "gemma4": "audio"}.get(family, "")}
 
 
-def test_costs_of_every_degree_are_measured_kept_and_said_to_be_partly_modelled(tmp_path):
+def test_all_degrees_are_measured_saved_and_note_modelled_parts(tmp_path):
     settings = {"plan": {"tensor_parallel": [1, 2], "context_parallel": [1, 2], "measure_seconds": 600}}
     config = configured(tmp_path, **settings)
     config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": 64})})
@@ -163,7 +163,7 @@ def test_costs_of_every_degree_are_measured_kept_and_said_to_be_partly_modelled(
             assert costs.layers[entry.kind][2, 1] == costs.layers[entry.kind][1, 1], entry.kind
 
 
-def test_a_degree_that_does_not_divide_names_the_unit_and_those_that_do(tmp_path):
+def test_an_indivisible_degree_names_the_unit_and_valid_degrees(tmp_path):
     model, config = described(tmp_path), configured(tmp_path)
     target = plan_target(config.cluster)
     with pytest.raises(UserError, match=r"language: 4 attention heads .* 3 ranks; it takes tp 1, 2"):
@@ -183,7 +183,7 @@ def test_a_family_whose_shares_are_not_known_is_refused(tmp_path):
         tensor_shard(block.unit, 2)
 
 
-def test_a_unit_that_ranks_cannot_share_stays_whole_beside_one_that_they_can(tmp_path):
+def test_a_unit_that_cannot_be_sharded_stays_whole_beside_others(tmp_path):
     """Three heads beside four: the encoder has costs for one rank, and for ranks that share its images."""
     three = described(tmp_path, vision={**SIGLIP, "hidden_size": 24, "num_attention_heads": 3})
     wide = [(1, 1), (1, 2), (2, 1), (4, 1)]

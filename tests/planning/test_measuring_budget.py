@@ -39,7 +39,7 @@ def target() -> Target:
     return plan_target(config_of({}).cluster)
 
 
-def test_only_what_is_lacking_is_measured_and_the_rest_stays_as_it_was(model, known):
+def test_only_missing_costs_are_measured_and_others_stay(model, known):
     block = next(kind for kind in known.layers if "block" in kind)
     head = next(kind for kind in known.layers if "head" in kind)
     lacking = replace(
@@ -69,7 +69,7 @@ def test_only_what_is_lacking_is_measured_and_the_rest_stays_as_it_was(model, kn
     assert measure_layers(model, target(), (4, 8), degrees=DEGREES, known=known, again=False) == known
 
 
-def test_what_is_lacking_is_measured_first_though_all_is_measured_again(model, known):
+def test_missing_costs_come_first_when_all_are_measured_again(model, known):
     embedding = next(kind for kind in known.layers if "embedding" in kind)  # the cheapest
     layers = {kind: own for kind, own in known.layers.items() if kind != embedding}
     said: list[str] = []
@@ -79,7 +79,7 @@ def test_what_is_lacking_is_measured_first_though_all_is_measured_again(model, k
     assert len(said) == len(known.layers)
 
 
-def test_without_seconds_costs_are_those_of_the_model_and_known_ones_stay(model, known):
+def test_zero_seconds_gives_modelled_costs_and_keeps_known_ones(model, known):
     asked = config_of({"measure_seconds": 0, "tensor_parallel": [1, 2], "context_parallel": [1, 2]})
     modelled = layer_costs(asked, model, target())
     assert modelled.origin == "analytic"
@@ -92,7 +92,7 @@ def test_without_seconds_costs_are_those_of_the_model_and_known_ones_stay(model,
     assert found.unmeasured == [*known.layers]  # at (2, 2)
 
 
-def test_modelled_shares_wait_for_their_group_as_the_analytic_model_says(model):
+def test_modelled_shards_include_analytic_collective_time(model):
     asked = config_of({"measure_seconds": 0, "tensor_parallel": [2], "context_parallel": [1, 2]})
     found = layer_costs(asked, model, target())
     expected = analytic_costs(layer_shapes(model), target().hardware, [(2, 1)], target().dtype)

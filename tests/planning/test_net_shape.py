@@ -71,7 +71,7 @@ def test_work_is_that_of_the_picture(family: str) -> None:
     assert shapes[8, 2].matmul > 2.5 * shapes[4, 2].matmul
 
 
-def test_a_connector_whose_rows_see_each_other_costs_what_it_computes() -> None:
+def test_a_connector_with_attention_costs_its_real_operations() -> None:
     generator = Generator(nn.Linear(16, 1), 1, 16, "transformer", 4, connector_layers=3)
     unit = GeneratorUnit("image", generator, "language", 8)
     shape = connector_shape(unit)

@@ -20,7 +20,7 @@ def measured(bandwidth: float, pairs: int) -> MeasuredLink:
 
 
 @pytest.mark.parametrize(("together", "ports"), [(385e9, 8), (51e9, 1), (30e9, 1), (110e9, 2)])
-def test_ports_are_how_often_one_pair_alone_goes_into_all_of_them(together: float, ports: int) -> None:
+def test_node_ports_are_total_over_single_pair_bandwidth(together: float, ports: int) -> None:
     found = MeasuredLinks(None, measured(together, 8), measured(49e9, 1))
     assert with_links(load_hardware("A40"), found).ports == ports
 

@@ -38,7 +38,7 @@ def pair():
     return timeline, predicted_chart(timeline)
 
 
-def test_every_rank_is_in_one_lane_and_tensor_parallel_ranks_share_it(pair):
+def test_each_rank_has_one_lane_shared_by_tensor_parallel_ranks(pair):
     _, drawn = pair
     assert sorted(rank for lane in drawn.lanes for rank in lane.ranks) == list(PLAN.ranks)
     assert (1, 5) in [lane.ranks for lane in drawn.lanes]

@@ -63,7 +63,7 @@ def test_files_that_are_no_pages_of_ours_stay_as_they_are(tmp_path):
     link_pages(tmp_path / "nowhere")
 
 
-def test_a_page_is_written_through_links_and_an_unwritable_place_is_one_error(tmp_path):
+def test_page_writes_through_links_and_unwritable_path_is_error(tmp_path):
     target = tmp_path / "target.html"
     target.write_text("old")
     link = tmp_path / "link.html"

@@ -27,7 +27,7 @@ MEASURED = (
 ARROWS = ((ENCODE, READ), (LEARN, LEARN_VISION))
 
 
-def test_every_action_is_a_slice_on_its_rank_and_every_message_an_arrow_between_two_slices(
+def test_actions_become_slices_and_messages_become_arrows(
     tmp_path: Path,
 ) -> None:
     write_timeline(tmp_path / "timeline.json", MEASURED, PLAN, ARROWS)
@@ -50,7 +50,7 @@ def test_every_action_is_a_slice_on_its_rank_and_every_message_an_arrow_between_
             assert around[0]["name"].endswith(kinds[arrow[of].kind])
 
 
-def test_a_wait_for_data_is_a_slice_that_names_the_slowest_samples() -> None:
+def test_data_wait_is_a_slice_naming_the_slowest_samples() -> None:
     wait = DataWait(1, 98.0, 1.5, (("big.png", 1.2), ("b.png", 0.3)))
     events = trace_events(MEASURED, PLAN, (), (wait,))["traceEvents"]
     (found,) = (e for e in events if e["name"] == "waiting for data")

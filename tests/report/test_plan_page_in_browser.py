@@ -126,7 +126,7 @@ def test_facts_are_on_the_page(open_page, small):
     assert any("language stage 1: layers 3–5, rank" in title for title in stages)
 
 
-def test_pointing_at_a_bar_tells_action_unit_microbatch_samples_and_seconds(open_page, small):
+def test_bar_tooltip_shows_action_unit_microbatch_and_samples(open_page, small):
     browser = open_page("small")
     for row in small.timeline.rows[::5]:
         browser.point(*place_of(browser, small, row))
@@ -227,7 +227,7 @@ def test_keyboard_walks_through_the_actions_and_speaks_them(open_page):
     assert "microbatch 1" in second
 
 
-def test_thousand_ranks_open_as_few_lines_and_groups_open_and_close(open_page):
+def test_thousand_ranks_start_grouped_and_groups_toggle(open_page):
     browser = open_page("large")
     count = "return document.querySelectorAll('.timeline .labels > *').length"
     assert 8 <= browser.run(count) <= 26

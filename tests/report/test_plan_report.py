@@ -85,7 +85,7 @@ def test_a_plan_that_does_not_fit_is_said_with_by_how_much():
     assert 'class="bar over"' in render_plan_page(report)
 
 
-def test_suggestions_answer_the_largest_losses_with_what_they_can_save():
+def test_first_suggestion_addresses_the_largest_loss():
     report = small_report()
     largest = next(iter(report.timeline.idle_fractions().values()))
     first = suggest(report)[0]
@@ -176,7 +176,7 @@ def test_report_imports_no_torch():
 
 
 @pytest.mark.parametrize(("factor", "words"), [(2.0, "50 % too short"), (0.5, "100 % too long")])
-def test_a_measured_step_says_how_far_off_the_prediction_was_and_where(factor, words):
+def test_measured_step_reports_where_the_prediction_erred(factor, words):
     """Actions of a lane count once for each of its ranks."""
     report = small_report()
     lane = next(i for i, stage in enumerate(report.plan.stages()) if stage.unit == "language")

@@ -57,7 +57,7 @@ def test_a_record_that_lacks_only_its_end_of_line_is_kept(tmp_path: Path) -> Non
     "line",
     ['{"step": "x"}', "null", "[1]", '{"step": true}', '{"loss": 1}', "[" * 100_000, "{", "\x00", '"step"'],
 )
-def test_a_line_that_is_no_record_is_kept_aside_and_stops_nothing(tmp_path: Path, line: str) -> None:
+def test_malformed_record_is_set_aside_and_stops_nothing(tmp_path: Path, line: str) -> None:
     log_steps(tmp_path, 0, 1, 2)
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write(f'{line}\n{{"step": 3}}\n')
@@ -194,7 +194,7 @@ def test_a_copied_run_without_its_lock_is_a_run(tmp_path: Path) -> None:
     RunFolder(tmp_path).lock()
 
 
-def test_a_run_that_goes_on_keeps_its_records_and_drops_those_of_steps_that_never_counted(
+def test_rebuilt_run_keeps_records_of_committed_steps_only(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -231,9 +231,7 @@ def test_a_run_that_goes_on_keeps_its_records_and_drops_those_of_steps_that_neve
     ],
 )
 @pytest.mark.parametrize("target", ["file", "folder", "nothing"])
-def test_links_in_a_run_folder_are_refused_before_anything_is_written(
-    name: str, target: str, tmp_path: Path
-) -> None:
+def test_links_in_run_folder_are_refused_before_any_write(name: str, target: str, tmp_path: Path) -> None:
     outside, run = tmp_path / "outside", tmp_path / "run"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_text("mine")
@@ -279,7 +277,7 @@ def test_pipes_in_a_run_folder_are_not_waited_for(tmp_path: Path) -> None:
         run.lock()
 
 
-def test_the_run_folder_itself_may_be_a_link_and_others_may_lie_beside_it(tmp_path: Path) -> None:
+def test_run_folder_may_be_a_link_and_hold_foreign_links(tmp_path: Path) -> None:
     (tmp_path / "scratch" / "wandb" / "run-1").mkdir(parents=True)
     (tmp_path / "scratch" / "wandb" / "latest-run").symlink_to("run-1")
     (tmp_path / "scratch" / "data").symlink_to("/")  # of the user's own

@@ -49,7 +49,7 @@ def test_no_console_of_ours_reads_markup(monkeypatch: pytest.MonkeyPatch) -> Non
     assert makers == {"say.py"}
 
 
-def test_a_warning_is_one_line_said_once_and_those_for_programmers_none() -> None:
+def test_user_warnings_print_once_on_one_line() -> None:
     out = io.StringIO()
     with warnings_as_lines(Console(file=out, width=20)):
         for _ in range(2):

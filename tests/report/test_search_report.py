@@ -85,7 +85,7 @@ def report():
     )  # fmt: skip
 
 
-def test_the_step_is_the_searched_one_and_all_time_is_accounted_for(report):
+def test_report_shows_searched_step_and_accounts_for_all_time(report):
     assert report.step_seconds == pytest.approx(report.candidates[0].step_seconds)
     total = report.timeline.busy_fraction() + sum(report.timeline.idle_fractions().values())
     assert total == pytest.approx(1.0)  # sums of doubles
@@ -128,7 +128,7 @@ def test_distributions_count_every_sample_once():
     assert found.median == 10.0
 
 
-def test_intervals_of_shares_cover_the_truth_as_often_as_they_say():
+def test_share_intervals_cover_the_truth_at_their_stated_rate():
     draw = np.random.default_rng(5)
     population = np.stack([draw.lognormal(0.0, 0.8, 200_000), draw.lognormal(0.5, 0.6, 200_000)], axis=1)
     truth = population[:, 0].mean() / population.sum(axis=1).mean()
@@ -140,7 +140,7 @@ def test_intervals_of_shares_cover_the_truth_as_often_as_they_say():
     assert 0.91 <= hits / 400 <= 0.985  # 95 % within three standard errors of 400 trials, and a little skew
 
 
-def test_reasons_name_the_shape_the_slowest_stage_and_how_sure_the_search_is(report):
+def test_reasons_name_slowest_stage_and_search_certainty(report):
     text = " ".join(report.reasons)
     assert "Summing gradients adds 10.0 ms" in text
     assert re.search(

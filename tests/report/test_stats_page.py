@@ -13,7 +13,7 @@ from browser import Browser, find_chromium
 from rich.console import Console
 
 from dilatant.data.index.sizes import SizesIndex
-from dilatant.data.index.stats import Source, describe
+from dilatant.data.index.stats import BlendSource, describe
 from dilatant.data.text.example import Example, ExampleSpan
 from dilatant.report.pages.stats_page import render_stats_page, write_stats_page
 from dilatant.report.stats_report import StatsReport
@@ -30,7 +30,7 @@ def made_report(**changes) -> StatsReport:
     index = SizesIndex(
         ("language", "vision", "audio"), tokens, language // 2, np.zeros(80, int), {3: f"sample-3: {HOSTILE}"}
     )
-    stats = describe(index, (Source("first", 30), Source(HOSTILE, 50, 2.0)), max_length=85)
+    stats = describe(index, (BlendSource("first", 30), BlendSource(HOSTILE, 50, 2.0)), max_length=85)
     waits = {"language": 0.31, "vision": 0.4, "audio": 0.0}
     report = StatsReport(
         "Training data of <mine>",
@@ -127,7 +127,7 @@ def test_loss_is_marked_and_what_cannot_be_shown_says_why():
     assert "3,400 more characters" in render_stats_page(long)
 
 
-def test_data_without_media_or_without_any_good_sample_have_a_page():
+def test_data_without_media_or_valid_samples_still_get_a_page():
     only_text = describe(SizesIndex(("language",), np.full((4, 1), 5), np.full(4, 2), np.zeros(4, int)))
     assert "Each of its 4 samples has 5 tokens" in render_stats_page(StatsReport("x", only_text, 8))
     nothing = describe(

@@ -101,7 +101,7 @@ def test_nothing_measured_is_an_error():
     find_chromium() is None,
     reason="chromium and chromedriver are not installed: the step page was not tried in a browser",
 )
-def test_a_browser_draws_it_without_errors_and_moves_both_charts_together(tmp_path, prediction):
+def test_browser_draws_page_and_moves_both_charts_together(tmp_path, prediction):
     page = write_step_page(tmp_path / "timeline.html", STEP, PLAN, "mine")
     both = write_step_page(tmp_path / "both.html", STEP, PLAN, "mine", prediction)
     browser = Browser(find_chromium(), tmp_path / "profile")

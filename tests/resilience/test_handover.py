@@ -28,7 +28,7 @@ def _read(folder: Path, generation: int, step: int, size: int = 2) -> list[list[
     ]
 
 
-def test_files_of_this_generation_and_step_are_read_by_one_rank_each(tmp_path: Path) -> None:
+def test_each_handover_file_of_the_step_is_read_by_one_rank(tmp_path: Path) -> None:
     for generation, step, rank in (
         (3, 7, 0),
         (3, 7, 1),

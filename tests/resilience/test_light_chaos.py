@@ -46,7 +46,7 @@ RUNS = 4
 
 
 @pytest.mark.parametrize("run", [0, *(pytest.param(run, marks=pytest.mark.slow) for run in range(1, RUNS))])
-def test_steps_count_once_and_copies_stay_equal_whoever_is_killed(run: int, tmp_path: Path) -> None:
+def test_steps_count_once_and_replicas_agree_under_kills(run: int, tmp_path: Path) -> None:
     """All kinds twice, in another order."""
     faults = [*QUICK, *QUICK]
     random.Random(0).shuffle(faults)
@@ -54,7 +54,7 @@ def test_steps_count_once_and_copies_stay_equal_whoever_is_killed(run: int, tmp_
 
 
 @pytest.mark.slow
-def test_steps_count_once_and_copies_stay_equal_whoever_is_cut_off_or_stopped(tmp_path: Path) -> None:
+def test_steps_count_once_and_replicas_agree_under_cuts_or_stops(tmp_path: Path) -> None:
     assert run_chaos(tmp_path, 0, SLOW)["steps"] > 10
 
 

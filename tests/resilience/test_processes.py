@@ -21,17 +21,17 @@ from dilatant.resilience.processes import wire
 from dilatant.resilience.processes.agent_run import AgentOptions, run_agent
 from dilatant.resilience.processes.coordinator_process import STATE, read_record
 from dilatant.resilience.processes.job import Job
-from dilatant.resilience.processes.process import NO_MAJORITY_EXIT_CODE, Child, Start
+from dilatant.resilience.processes.process import NO_MAJORITY_EXIT_CODE, Child, ProcessStart
 from dilatant.resilience.processes.standby import Standby
 from dilatant.resilience.processes.wire import (
     MAX_FRAME_BYTES,
     VERSION,
     Connections,
     Hello,
-    Link,
     LinkClosed,
     StoreAt,
     Warm,
+    WireLink,
     accept,
     connect,
     listen,
@@ -52,9 +52,9 @@ AGENT, COORDINATOR = (
 def cluster(tmp_path: Path) -> Iterator[tuple[Child, list[Child], Path]]:
     """A coordinator and two agents."""
     settings = Settings(lease_seconds=HANG_SECONDS, initial=2)
-    coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path)))
+    coordinator = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path)))
     start = [
-        Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings, str(tmp_path), f"node{node}")
+        ProcessStart("127.0.0.1", coordinator.port, TOKEN.hex(), settings, str(tmp_path), f"node{node}")
         for node in range(2)
     ]
     agents = [Child(AGENT, each) for each in start]
@@ -113,7 +113,7 @@ def test_an_agent_that_nobody_answers_any_more_ends_with_the_run(tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     settings = Settings(lease_seconds=0.2)
-    agent = Child(AGENT, Start("127.0.0.1", port, TOKEN.hex(), settings, str(tmp_path), "late"))
+    agent = Child(AGENT, ProcessStart("127.0.0.1", port, TOKEN.hex(), settings, str(tmp_path), "late"))
     worker = subprocess.Popen(["sleep", "6000"])
     link = connect("127.0.0.1", agent.port, TOKEN)
     link.send(Hello(0, worker.pid))
@@ -132,8 +132,8 @@ def test_agents_follow_the_standby_and_their_workers_its_store(tmp_path: Path) -
     with socket.create_server(("127.0.0.1", 0)) as probe:
         standby = f"127.0.0.1:{probe.getsockname()[1]}"
     job = Job("", "", "", False, 1, True, 1, 0, str(tmp_path), "nothing", settings, standby)
-    leader = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path), job=job))
-    begin = Start("127.0.0.1", leader.port, TOKEN.hex(), settings, str(tmp_path), job=job)
+    leader = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path), job=job))
+    begin = ProcessStart("127.0.0.1", leader.port, TOKEN.hex(), settings, str(tmp_path), job=job)
     agents = [Child(AGENT, replace(begin, node=f"node{number}")) for number in range(3)]
     next_leader = Standby(job, "127.0.0.1", leader.port, TOKEN)
     stores: list[StoreAt | None] = []
@@ -173,7 +173,7 @@ def test_without_most_members_a_standby_leaves_the_record_alone(tmp_path: Path) 
     before = Record(5, 3, ("node0", "node1", "node2", "node3"))
     (tmp_path / STATE).write_bytes(msgspec.json.encode(before))
     settings = Settings()
-    begin = Start("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path), majority_seconds=0.5)
+    begin = ProcessStart("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path), majority_seconds=0.5)
     standby = Child(COORDINATOR, begin)
     links = [connect("127.0.0.1", standby.port, TOKEN) for _ in range(2)]  # two of four
     for number, link in enumerate(links):
@@ -218,10 +218,10 @@ def test_an_agent_that_cannot_join_says_why(
         run_agent(AgentOptions("127.0.0.1", port, wait_seconds=0.2))
 
 
-def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
+def pair() -> tuple[WireLink, WireLink, socket.socket, socket.socket]:
     """Two ends, and the sockets that somebody in between would have."""
     listener = socket.create_server(("127.0.0.1", 0))
-    made: list[Link] = []
+    made: list[WireLink] = []
     thread = threading.Thread(target=lambda: made.append(accept(listener.accept()[0], TOKEN)))
     thread.start()
     client = connect("127.0.0.1", listener.getsockname()[1], TOKEN)
@@ -230,7 +230,7 @@ def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
     return client, made[0], client.socket, made[0].socket
 
 
-def test_a_port_that_nobody_listens_at_yet_is_not_taken_by_who_dials_it(
+def test_dialing_an_unused_port_never_connects_to_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """TCP connects a port of the machine's own range to itself, now and then; here always."""
@@ -279,7 +279,7 @@ def test_what_somebody_in_between_writes_ends_the_connection(change: str) -> Non
             server.receive()
 
 
-def test_a_connection_that_goes_wrong_after_a_message_is_said_to_be_closed() -> None:
+def test_connection_broken_after_a_message_is_reported_closed() -> None:
     listener = listen("127.0.0.1")
     connections = Connections(listener, TOKEN)
     client = connect(*listener.getsockname(), TOKEN)
@@ -295,7 +295,7 @@ def test_a_connection_that_goes_wrong_after_a_message_is_said_to_be_closed() -> 
     listener.close()
 
 
-def test_a_peer_that_reads_nothing_does_not_hold_up_who_serves_others(
+def test_peer_that_reads_nothing_is_cut_off_at_send_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wire, "SEND_SECONDS", 1)

@@ -59,7 +59,7 @@ def say(coordinator: Coordinator, nodes: dict[str, Status], *who: str, **values:
     return effects
 
 
-def test_a_step_is_committed_when_the_last_member_has_prepared_it() -> None:
+def test_step_commits_when_the_last_member_prepared_it() -> None:
     coordinator, nodes = running(3)
     assert not say(coordinator, nodes, "n0", "n1", prepared=0)
     orders = say(coordinator, nodes, "n2", prepared=0)
@@ -81,7 +81,7 @@ def test_a_membership_is_written_down_before_anybody_hears_of_it() -> None:
     assert record.record.members == ("n0", "n2")
 
 
-def test_replicas_with_unlike_gradients_do_not_apply_them_and_the_odd_one_goes_if_it_happens_again() -> None:
+def test_unlike_gradients_are_not_applied_and_repeat_evicts_node() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", "n1", prepared=0, hashes={"layer": 1})
     say(coordinator, nodes, "n2", prepared=0, hashes={"layer": 2})
@@ -106,7 +106,7 @@ def test_replicas_that_differ_do_not_commit_in_recovery_either() -> None:
     assert all(e.doubted for e in coordinator.tick(1.0) if isinstance(e, Order) and e.task is Task.REBUILD)
 
 
-def test_what_all_survivors_have_prepared_is_kept_when_the_others_are_lost() -> None:
+def test_step_prepared_by_all_survivors_commits_after_a_loss() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", "n1", prepared=0)
     coordinator.lost("n2", 0.0)
@@ -114,7 +114,7 @@ def test_what_all_survivors_have_prepared_is_kept_when_the_others_are_lost() -> 
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 1)
 
 
-def test_what_one_of_the_survivors_has_not_prepared_is_not_committed_after_a_loss() -> None:
+def test_step_unprepared_by_a_survivor_never_commits_after_loss() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", prepared=0)
     coordinator.lost("n2", 0.0)
@@ -122,7 +122,7 @@ def test_what_one_of_the_survivors_has_not_prepared_is_not_committed_after_a_los
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
 
 
-def test_a_node_that_most_of_the_others_wait_for_in_vain_is_left_out() -> None:
+def test_node_accused_by_most_others_is_evicted() -> None:
     coordinator, nodes = running(4)
     say(coordinator, nodes, "n0", accuses="n3")
     assert coordinator.generation == 1
@@ -170,7 +170,7 @@ def test_who_does_not_hear_of_a_committed_step_is_left_out() -> None:
     assert coordinator.members == ("n0", "n1")
 
 
-def test_two_that_accuse_each_other_begin_again_together_and_then_one_goes() -> None:
+def test_mutual_accusation_restarts_both_then_evicts_one() -> None:
     coordinator, nodes = running(2)
     say(coordinator, nodes, "n0", accuses="n1", broken="timeout")
     assert coordinator.members == ("n0", "n1")
@@ -187,7 +187,7 @@ def test_generations_without_a_step_end_the_run_in_the_end() -> None:
     assert "came to nothing" in coordinator.stopped
 
 
-def test_too_few_nodes_save_first_and_then_the_run_stops_and_says_so() -> None:
+def test_run_with_too_few_nodes_saves_before_it_stops() -> None:
     coordinator, nodes = running(3, with_values(SETTINGS, fewest=3))
     effects = coordinator.lost("n0", 1.0)
     told = {(o.task, o.ending[:22]) for o in effects if isinstance(o, Order) and o.node != "n0"}
@@ -232,7 +232,7 @@ def test_who_leaves_goes_at_the_end_of_the_step_which_counts() -> None:
     assert Task.OUT in {o.task for o in effects if isinstance(o, Order) and o.node == "n0"}
 
 
-def test_the_slowest_node_goes_at_the_end_of_the_step_while_enough_remain() -> None:
+def test_slowest_node_leaves_at_step_end_while_enough_remain() -> None:
     coordinator, nodes = running(3, with_values(SETTINGS, fewest=2))
     say(coordinator, nodes, "n0", slow=2.5)
     say(coordinator, nodes, "n2", slow=4.0)
@@ -249,7 +249,7 @@ def test_the_slowest_node_goes_at_the_end_of_the_step_while_enough_remain() -> N
     assert coordinator.members == ("n0", "n1")
 
 
-def test_gradients_that_replicas_disagreed_on_are_not_salvaged_until_a_step_is_committed() -> None:
+def test_disputed_gradients_are_not_salvaged_until_next_commit() -> None:
     def is_doubted(effects: list[Effect]) -> bool:
         return any(isinstance(effect, Order) and effect.doubted for effect in effects)
 
@@ -264,7 +264,7 @@ def test_gradients_that_replicas_disagreed_on_are_not_salvaged_until_a_step_is_c
     assert not is_doubted(say(coordinator, nodes, *nodes, prepared=0))
 
 
-def test_a_coordinator_that_returns_goes_on_where_all_are_as_they_were() -> None:
+def test_restarted_coordinator_resumes_an_unchanged_generation() -> None:
     coordinator, nodes = running(2)
     say(coordinator, nodes, *nodes, prepared=0)
     record = coordinator._record()
@@ -318,7 +318,7 @@ def agent_that_runs() -> Agent:
     return agent
 
 
-def test_a_worker_that_computes_for_too_long_breaks_its_generation_and_one_that_is_through_does_not() -> None:
+def test_overdue_step_breaks_its_generation_unless_prepared() -> None:
     for prepared in (False, True):
         agent = agent_that_runs()
         agent.on_event(0, Computing(1, 0, 5.0))
@@ -357,7 +357,7 @@ def test_who_cannot_leave_in_time_is_given_up() -> None:
     assert agent.status().failed  # so that nobody waits for it any longer
 
 
-def test_who_cannot_wait_for_the_end_of_the_step_hands_over_before_the_others_go_on() -> None:
+def test_overdue_leaver_hands_over_before_the_others_rebuild() -> None:
     for ends in ("given", "lost", "failed"):
         coordinator, nodes = running(3)
         say(coordinator, nodes, "n0", leaving=True)
@@ -378,7 +378,7 @@ def test_who_cannot_wait_for_the_end_of_the_step_hands_over_before_the_others_go
         assert coordinator.members == ("n1", "n2")
 
 
-def test_a_step_that_all_have_prepared_counts_before_who_is_overdue_goes() -> None:
+def test_fully_prepared_step_commits_before_the_leaver_goes() -> None:
     coordinator, nodes = running(2)
     say(coordinator, nodes, "n0", prepared=0, leaving=True)
     say(coordinator, nodes, "n1", prepared=0)
@@ -386,7 +386,7 @@ def test_a_step_that_all_have_prepared_counts_before_who_is_overdue_goes() -> No
     assert coordinator.members == ("n1",)
 
 
-def test_workers_are_told_once_to_save_and_end_before_they_do_anything_else() -> None:
+def test_agent_orders_save_and_end_once_before_anything_else() -> None:
     agent = agent_that_runs()
     agent.on_event(0, Prepared(1, 0))
     order = Order("n0", 1, 4, Task.RUN, 1, ("n0",), (), 1, 1, ending="too few")
@@ -420,7 +420,7 @@ def test_workers_that_are_being_built_have_longer_to_stop() -> None:
     assert "do not stop" in agent.status().failed
 
 
-def test_a_dead_worker_is_the_loss_of_the_node_and_a_broken_one_is_not() -> None:
+def test_dead_worker_loses_the_node_but_broken_worker_does_not() -> None:
     agent = agent_in_generation(1)
     agent.on_event(0, Stopped(1, -1, 0))
     agent.obey(Order("n0", 1, 2, Task.REBUILD, 1, ("n0",), (1,)), 0.0)

@@ -55,7 +55,7 @@ def require_flat(before: dict[str, Held], after: dict[str, Held], mebibytes: flo
         assert now.mebibytes < was.mebibytes + mebibytes, name
 
 
-def test_losses_are_those_of_one_process_to_the_bit_whoever_leaves_when(
+def test_reconfigured_run_has_losses_of_one_process_to_the_bit(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     ranks = Ranks(tmp_path, config, 3, guests=1)
@@ -80,9 +80,7 @@ def test_losses_are_those_of_one_process_to_the_bit_whoever_leaves_when(
 
 
 @pytest.mark.slow
-def test_what_survivors_had_finished_of_a_step_counts_and_counts_once(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_salvaged_work_of_survivors_counts_exactly_once(tmp_path: Path, config: dict[str, Any]) -> None:
     ranks = Ranks(tmp_path, config, 4)
     try:
         ranks.await_commit(0)
@@ -99,7 +97,7 @@ def test_what_survivors_had_finished_of_a_step_counts_and_counts_once(
 
 
 @pytest.mark.slow
-def test_two_steps_that_nobody_was_told_of_are_written_down_by_whoever_is_left(
+def test_survivors_record_two_steps_that_lost_ranks_never_logged(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     """The first rank dies with its vote out, and the next one before it has written anything."""

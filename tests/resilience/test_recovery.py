@@ -57,7 +57,7 @@ def require_equal(ended: Ended, undisturbed: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_the_model_survive_their_workers_an_agent_and_the_coordinator(
+def test_replicas_survive_loss_of_workers_agent_and_coordinator(
     tmp_path: Path, undisturbed: list[float]
 ) -> None:
     ended = run_with_faults(
@@ -81,7 +81,7 @@ def test_copies_of_the_model_survive_their_workers_an_agent_and_the_coordinator(
     assert {node.name: node.is_member for node in found.nodes} == {f"node{n}": n == 2 for n in range(4)}
 
 
-def test_pipelines_lose_ranks_of_any_unit_also_two_at_once_and_in_recovery(
+def test_pipelines_survive_two_losses_and_losses_during_recovery(
     tmp_path: Path, undisturbed: list[float]
 ) -> None:
     ended = run_with_faults(
@@ -97,9 +97,7 @@ def test_pipelines_lose_ranks_of_any_unit_also_two_at_once_and_in_recovery(
 
 
 @pytest.mark.slow
-def test_layers_that_nobody_holds_any_more_come_from_the_newest_checkpoint(
-    tmp_path: Path, undisturbed: list[float]
-) -> None:
+def test_layers_held_by_no_rank_come_from_newest_checkpoint(tmp_path: Path, undisturbed: list[float]) -> None:
     ended = run_with_faults(
         make_project(tmp_path, CHAIN), Fault(9, "worker:1"), arguments=("--set", "train.save_steps=4")
     )
@@ -139,7 +137,7 @@ def test_a_run_that_goes_on_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_node_that_is_started_again_joins_and_holds_layers(tmp_path: Path) -> None:
+def test_restarted_node_rejoins_and_holds_layers(tmp_path: Path) -> None:
     steps = 200
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=changes(f"train.steps={steps}"))
     project = make_project(tmp_path / "joined", CHAIN)
@@ -156,9 +154,7 @@ def test_a_lost_node_that_is_started_again_joins_and_holds_layers(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", ["null", "1.6"])
-def test_a_slow_rank_gets_fewer_samples_and_its_node_goes_when_it_is_too_slow(
-    tmp_path: Path, bound: str
-) -> None:
+def test_slow_rank_gets_fewer_samples_and_too_slow_node_leaves(tmp_path: Path, bound: str) -> None:
     alone = run_with_faults(
         make_project(tmp_path / "alone", None),
         arguments=changes("train.steps=110", "train.global_batch_size=32"),
@@ -188,7 +184,7 @@ def test_a_slow_rank_gets_fewer_samples_and_its_node_goes_when_it_is_too_slow(
 
 
 @pytest.mark.slow
-def test_a_deterministic_run_has_the_same_bits_with_kills_and_without(tmp_path: Path) -> None:
+def test_deterministic_run_keeps_its_bits_despite_kills(tmp_path: Path) -> None:
     exact = changes("train.deterministic=true")
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=exact)
     ended = run_with_faults(
@@ -226,7 +222,7 @@ def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_node_that_cannot_wait_for_the_end_of_a_step_hands_over_its_gradients(tmp_path: Path) -> None:
+def test_node_leaving_midstep_hands_over_its_gradients(tmp_path: Path) -> None:
     """Steps of two seconds and more, also where they are quick; the node waits one and a half for the end of one."""
     size = changes("train.steps=5", "train.global_batch_size=1536", "parallel.microbatches=96")
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])

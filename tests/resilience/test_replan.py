@@ -79,7 +79,7 @@ def test_replicas_that_lost_nobody_stay_as_they_are() -> None:
     assert new.unit("vision").replicas == plan.unit("vision").replicas[:3]
 
 
-def test_a_unit_without_ranks_goes_to_those_of_the_language_model() -> None:
+def test_unit_without_ranks_moves_to_language_model_ranks() -> None:
     new = replan(PLANS["chain"], "language", {1: 0, 2: 1, 3: 2}, (), 0, 8)
     assert new.unit("vision").replicas[0].stages[0].ranks == (0,)
     assert [stage.ranks for stage in new.unit("language").replicas[0].stages] == [(0,), (1,), (2,)]

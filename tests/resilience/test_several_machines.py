@@ -26,9 +26,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_machines_are_lost_join_and_leave_and_the_losses_stay_the_same(
-    machines: Machines, tmp_path: Path
-) -> None:
+def test_losses_are_unchanged_when_machines_fail_join_and_leave(machines: Machines, tmp_path: Path) -> None:
     leading = machines.start("train", "config.yaml")
     notice = {name: tmp_path / f"{name} is taken" for name in "abcd"}  # one more than the run begins with
     agents = {name: machines.agent(name, "--notice-file", str(notice[name])) for name in "abcd"}
@@ -69,9 +67,7 @@ def test_another_machine_leads_when_the_leader_is_gone_for_good(machines: Machin
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_machine_that_comes_while_nobody_leads_is_let_in_by_who_leads_next(
-    machines: Machines, tmp_path: Path
-) -> None:
+def test_machine_arriving_without_a_leader_joins_the_next_leader(machines: Machines, tmp_path: Path) -> None:
     """It has asked the leader that is gone what the run is, and its ranks have not begun by then. Steps take a second,
     so that they begin before the run's end."""
     machines.samples = 512
@@ -92,7 +88,7 @@ def test_a_machine_that_comes_while_nobody_leads_is_let_in_by_who_leads_next(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_run_of_machines_that_is_asked_to_stop_is_saved_and_resumed(machines: Machines) -> None:
+def test_terminated_run_on_several_machines_leaves_a_checkpoint(machines: Machines) -> None:
     leading = machines.start("train", "config.yaml")
     agents = [machines.agent(name) for name in "abc"]
     machines.await_step(3)

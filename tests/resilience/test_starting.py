@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dilatant.config import UserError, load_config
-from dilatant.config.environment import Place
+from dilatant.config.environment import LaunchPlace
 from dilatant.resilience.launch import fresh_folder
 from dilatant.resilience.processes.agent_run import coordinator_port
 from dilatant.resilience.processes.coordinator_process import STATE, read_record
@@ -22,7 +22,7 @@ from dilatant.resilience.protocol.values import Order, Settings
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def test_a_machine_that_a_launcher_started_imports_no_torch_to_be_an_agent(tmp_path: Path) -> None:
+def test_agent_started_by_launcher_imports_no_torch(tmp_path: Path) -> None:
     """Only its ranks need it, which are processes of their own."""
     config = EXAMPLES / "quickstart.yaml"
     program = f"""
@@ -49,12 +49,12 @@ sys.exit(run(read_config(Path({str(config)!r}), ["resilience.enabled=true", "res
 
 
 def test_a_launcher_starts_one_process_a_machine() -> None:
-    place = Place("Slurm", 1, 8, 1, 4, "n1", 20000, True)
+    place = LaunchPlace("Slurm", 1, 8, 1, 4, "n1", 20000, True)
     with pytest.raises(UserError, match=r"Slurm started 4 processes .*--ntasks-per-node=1"):
         coordinator_port(place)
 
 
-def test_agents_of_a_start_before_hear_at_once_that_a_new_one_is_not_theirs(tmp_path: Path) -> None:
+def test_new_coordinator_turns_away_agents_of_an_earlier_start(tmp_path: Path) -> None:
     """Their leader was started again under the same address, as a pod is, and they heed no lesser term."""
     config = load_config(EXAMPLES / "quickstart.yaml", [f"output_dir={tmp_path}"])
     before = Coordinator(Settings(initial=1), read_record(fresh_folder(config)), now=0.0)

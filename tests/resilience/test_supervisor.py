@@ -14,26 +14,26 @@ import pytest
 from dilatant.resilience import launch
 from dilatant.resilience.launch import COORDINATOR, _Supervisor
 from dilatant.resilience.processes import process
-from dilatant.resilience.processes.process import Child, Start
+from dilatant.resilience.processes.process import Child, ProcessStart
 from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import Settings
 from patience import HANG_SECONDS
 
 
 @pytest.fixture
-def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Supervisor, Start]]:
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Supervisor, ProcessStart]]:
     monkeypatch.setattr(process, "ASK_SECONDS", 0.1)
     monkeypatch.setattr(process, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(launch, "UNATTENDED_SECONDS", 3.0)
-    start = Start("127.0.0.1", 0, (b"t" * 32).hex(), Settings(lease_seconds=0.1), str(tmp_path))
+    start = ProcessStart("127.0.0.1", 0, (b"t" * 32).hex(), Settings(lease_seconds=0.1), str(tmp_path))
     first = Child(COORDINATOR, start)
-    start = Start("127.0.0.1", first.port, start.token, start.settings, str(tmp_path))
+    start = ProcessStart("127.0.0.1", first.port, start.token, start.settings, str(tmp_path))
     supervisor = _Supervisor(first, start, [], [], 0)
     yield supervisor, start
     supervisor.close().close()
 
 
-def answers(start: Start) -> bool:
+def answers(start: ProcessStart) -> bool:
     try:
         connect(start.host, start.port, bytes.fromhex(start.token), 5.0).close()
     except OSError:
@@ -50,7 +50,7 @@ def becomes(true: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_coordinator_that_is_lost_or_stands_still_is_replaced(
-    supervised: tuple[_Supervisor, Start], fault: int
+    supervised: tuple[_Supervisor, ProcessStart], fault: int
 ) -> None:
     supervisor, start = supervised
     assert becomes(lambda: answers(start))
@@ -61,8 +61,8 @@ def test_a_coordinator_that_is_lost_or_stands_still_is_replaced(
     assert not supervisor.failure
 
 
-def test_a_crowd_at_its_port_costs_a_run_neither_coordinator_nor_the_right_token(
-    supervised: tuple[_Supervisor, Start],
+def test_connection_flood_neither_kills_nor_blocks_coordinator(
+    supervised: tuple[_Supervisor, ProcessStart],
 ) -> None:
     """Idle ones, some that drip bytes and some that shout."""
     supervisor, start = supervised
@@ -82,8 +82,8 @@ def test_a_crowd_at_its_port_costs_a_run_neither_coordinator_nor_the_right_token
         stranger.close()
 
 
-def test_a_run_whose_coordinator_cannot_come_back_ends_and_says_so(
-    supervised: tuple[_Supervisor, Start], capfd: pytest.CaptureFixture[str]
+def test_run_ends_with_error_when_coordinator_cannot_restart(
+    supervised: tuple[_Supervisor, ProcessStart], capfd: pytest.CaptureFixture[str]
 ) -> None:
     supervisor, start = supervised
     assert becomes(lambda: answers(start))
@@ -100,7 +100,9 @@ def test_a_coordinator_whose_port_is_taken_says_so_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        start = Start("127.0.0.1", taken.getsockname()[1], (b"t" * 32).hex(), Settings(), str(tmp_path))
+        start = ProcessStart(
+            "127.0.0.1", taken.getsockname()[1], (b"t" * 32).hex(), Settings(), str(tmp_path)
+        )
         child = Child(COORDINATOR, start)
         assert child.process.wait(HANG_SECONDS) == 1
         child.close()

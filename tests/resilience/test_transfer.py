@@ -13,7 +13,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
 from dilatant.resilience.state_transfer import Corrupted, Lost, plan_copies, transfer
-from dilatant.training.checkpoints.boxes import Piece
+from dilatant.training.checkpoints.boxes import BoxPiece
 from worker_pool import Worker, WorkerPool
 
 SHAPE = (6, 5)
@@ -99,7 +99,7 @@ def _moves(worker: Worker, at: int | None) -> list[float] | str:
     comm = Comm(worker.store, worker.rank, worker.size)
     state = {"w": torch.arange(6.0).view(2, 3), "step": torch.tensor(7.0)}
     pieces = [
-        Piece(Box.of(name, each.shape), each if comm.rank == 0 else torch.zeros_like(each))
+        BoxPiece(Box.of(name, each.shape), each if comm.rank == 0 else torch.zeros_like(each))
         for name, each in state.items()
     ]
     way: Any = comm

@@ -64,7 +64,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_host_whose_cable_is_cut_is_left_out_and_ends_its_processes(hosts: Hosts, tmp_path: Path) -> None:
+def test_host_with_cut_cable_is_evicted_and_ends_its_processes(hosts: Hosts, tmp_path: Path) -> None:
     machines = Machines(tmp_path, host=ADDRESSES[0])
     machines.write_project(replicas=3, lease_seconds=2.0)
     try:

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from dilatant.resilience.processes.wire import Hello, Link, LinkClosed, Warm, accept, listen
+from dilatant.resilience.processes.wire import Hello, LinkClosed, Warm, WireLink, accept, listen
 from dilatant.resilience.protocol.agent import Computing, Prepared
 from dilatant.resilience.worker.worker_link import SOON_BEATS, WorkerLink
 
@@ -18,10 +18,10 @@ BEAT = 0.2
 
 
 @contextmanager
-def linked() -> Iterator[tuple[WorkerLink, Link]]:
+def linked() -> Iterator[tuple[WorkerLink, WireLink]]:
     """A worker's link, which beats, and the other side of it."""
     with closing(listen("127.0.0.1")) as listener:
-        accepted: list[Link] = []
+        accepted: list[WireLink] = []
         thread = threading.Thread(target=lambda: accepted.append(accept(listener.accept()[0], TOKEN)))
         thread.start()
         worker = WorkerLink(listener.getsockname()[1], TOKEN, 0, lambda generation: None, BEAT)
@@ -35,7 +35,7 @@ def linked() -> Iterator[tuple[WorkerLink, Link]]:
 @pytest.mark.parametrize("changed", ["again", "later", "back", "bit"])
 def test_frames_count_once_in_their_order_and_direction(changed: str) -> None:
     ours, theirs = socket.socketpair()
-    one, other = Link(ours, b"key", is_client=True), Link(theirs, b"key", is_client=False)
+    one, other = WireLink(ours, b"key", is_client=True), WireLink(theirs, b"key", is_client=False)
     with closing(one), closing(other):
         one.send(Prepared(1, 7))
         frame = theirs.recv(1 << 16)
@@ -57,7 +57,7 @@ def test_frames_count_once_in_their_order_and_direction(changed: str) -> None:
             (one if changed == "back" else other).receive()
 
 
-def said(agent: Link, beats: int) -> list[object]:
+def said(agent: WireLink, beats: int) -> list[object]:
     """What comes until so many beats are heard, in its order; of a beat what it says with it is in the next one."""
     found: list[object] = []
     while beats:
@@ -69,7 +69,7 @@ def said(agent: Link, beats: int) -> list[object]:
     return found
 
 
-def test_a_step_is_said_to_be_computed_once_and_only_if_it_lasts_until_a_beat() -> None:
+def test_computing_is_reported_once_and_only_for_long_steps() -> None:
     with linked() as (worker, agent):
         for step in range(5):
             worker.begin(step, 60.0)
@@ -90,7 +90,7 @@ def test_a_step_is_said_to_be_computed_once_and_only_if_it_lasts_until_a_beat() 
         assert said(agent, 3) == [Prepared(0, 5, {}), Prepared(0, 6, {})]
 
 
-def test_a_step_that_may_take_no_longer_than_a_few_beats_is_said_to_be_computed_at_once() -> None:
+def test_step_with_short_deadline_reports_computing_at_once() -> None:
     with linked() as (worker, agent):
         worker.begin(0, SOON_BEATS * BEAT)
         assert [one for one in said(agent, 1) if isinstance(one, Computing)] == [

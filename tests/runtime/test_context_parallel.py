@@ -74,7 +74,7 @@ def test_rows_pass_between_any_degrees(workers: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("zero", ["none", "all"])
-def test_items_of_encoders_and_tokens_are_shared_by_the_same_ranks(workers: WorkerPool, zero: Any) -> None:
+def test_encoder_items_and_tokens_are_shared_by_the_same_ranks(workers: WorkerPool, zero: Any) -> None:
     plan = plan_of((Stage(0, 2, (0, 1, 2), cp=3), Stage(2, 5, (3,))), (Stage(0, 4, (0, 1, 2), cp=3),))
     texts = ((3, (3,)), (2, (0,)), (9, (1,)), (2, (0,)), (2, (0,)), (5, (2,)))
     check_case(workers, case_of(plan, zero_bubble_h1, attention="bidirectional", texts=texts), zero, 1)
@@ -89,7 +89,7 @@ def test_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
     check_case(workers, case, "none", 1)
 
 
-def test_ranks_without_rows_of_an_encoder_differentiate_as_the_others(workers: WorkerPool) -> None:
+def test_ranks_without_encoder_rows_join_backward_collectives(workers: WorkerPool) -> None:
     """Where the language model is frozen, only those rows ask for gradients; attention's are collectives."""
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2, 3, 4), cp=4),))
     texts = ((60, (1,)), (30, (0,)), *(((40, (0,)),) * 4))
@@ -106,7 +106,7 @@ def _needed(worker: Worker, case: Case) -> dict[int, frozenset[str]]:
     return needed
 
 
-def test_a_rank_decodes_only_samples_of_which_it_encodes_something(workers: WorkerPool) -> None:
+def test_rank_decodes_only_samples_it_encodes(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 5, (0, 1), cp=2),), (Stage(0, 4, (2,)),))
     case = case_of(plan, texts=((3, (2,)), (2, (0,)), (9, (2,)), (2, (1,)), (2, (1,)), (5, (2,))))
     first, second, _ = workers.run(_needed, 3, case)
@@ -195,7 +195,7 @@ def test_states_begin_anew_with_each_sample_of_a_row(workers: WorkerPool) -> Non
     check_case(workers, case_of(plan, zero_bubble_h1, **HYBRID), "none", 1)
 
 
-def test_ranks_that_train_nothing_of_a_layer_still_send_gradients_of_states(workers: WorkerPool) -> None:
+def test_ranks_with_frozen_layer_still_send_state_gradients(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (1, 2), cp=2),))
     for frozen in (("language",), ("language.layers.*.linear_attn.*", "vision")):
         check_case(workers, case_of(plan, frozen=frozen, **HYBRID), "none", 1)

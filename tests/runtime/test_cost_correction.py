@@ -125,7 +125,7 @@ class Sized:
     draw: int
 
 
-def test_ranks_that_share_few_images_do_not_pull_their_encoders_costs_down() -> None:
+def test_few_images_on_shared_ranks_do_not_lower_encoder_costs() -> None:
     """Of one image on two ranks the one that has it takes twice an even share, the other nothing: on average what the
     costs say, though the step is planned for the rank that has it."""
     known = origin()
@@ -198,7 +198,7 @@ def pace(costs: CostCorrection, first: int, steps: int, *slower: float) -> None:
         costs.finish(step, totals.tolist())
 
 
-def test_a_rank_that_is_slower_for_long_gets_fewer_samples_until_it_is_well() -> None:
+def test_slow_rank_gets_fewer_samples_until_it_recovers() -> None:
     costs = CostCorrection(COPIES, origin())
 
     def shares(step: int) -> list[int]:
@@ -240,7 +240,7 @@ def test_no_measurement_makes_costs_negative_or_unbounded(seed: int) -> None:
     assert found.min() >= 0
 
 
-def test_a_step_is_planned_by_the_same_costs_whenever_it_is_planned() -> None:
+def test_step_costs_do_not_depend_on_when_it_is_planned() -> None:
     eager, late = CostCorrection(TWO, origin()), CostCorrection(TWO, origin())
     draw = np.random.default_rng(0)
     ahead: dict[int, np.ndarray] = {}
@@ -258,7 +258,7 @@ def test_a_step_is_planned_by_the_same_costs_whenever_it_is_planned() -> None:
         eager.costs_at(7 * INTERVAL)
 
 
-def test_a_resumed_run_goes_on_with_the_costs_of_the_undisturbed_one() -> None:
+def test_resumed_run_uses_the_costs_of_the_undisturbed_run() -> None:
     through, stopped = CostCorrection(TWO, origin()), CostCorrection(TWO, origin())
     at = 2 * INTERVAL + 5
     for step in range(4 * INTERVAL):
@@ -280,7 +280,7 @@ def test_a_resumed_run_goes_on_with_the_costs_of_the_undisturbed_one() -> None:
             stopped.from_json(broken)
 
 
-def test_costs_that_were_asked_for_before_a_state_was_read_are_forgotten() -> None:
+def test_costs_cached_before_a_state_is_loaded_are_dropped() -> None:
     draw, run = np.random.default_rng(5), CostCorrection(TWO, origin())
     for step in range(2 * INTERVAL):
         work = drawn_work(draw, run.origin)

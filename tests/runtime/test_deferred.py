@@ -98,7 +98,7 @@ def test_two_halves_give_the_gradients_of_one_backward_pass(frozen: str, recompu
     ]  # recomputed once, not once a half
 
 
-def test_the_first_half_computes_no_weight_gradient_of_a_linear_layer() -> None:
+def test_first_backward_half_skips_linear_weight_gradients() -> None:
     _, net = _pair(False, ())
     gradients = WeightGradients()
     replace_linears(net, gradients)
@@ -163,9 +163,7 @@ def _tokens(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_experts_put_off_their_gradients_and_compute_what_transformers_does(
-    splits: bool, frozen: bool
-) -> None:
+def test_experts_defer_gradients_and_match_transformers(splits: bool, frozen: bool) -> None:
     plain, own = _experts(torch.float64, frozen), _experts(torch.float64, frozen)
     gradients = WeightGradients()
     replaced = replace_linears(own, gradients)
@@ -211,7 +209,7 @@ def test_gradients_of_bf16_experts_are_sums_of_exact_products() -> None:
     assert (found - exact).norm() <= 1e-6 * exact.norm()
 
 
-def test_the_model_is_as_before_when_its_linear_layers_are_restored() -> None:
+def test_restoring_linear_layers_leaves_the_model_unchanged() -> None:
     _, net = _pair(False, ())
     before = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     names = list(net.state_dict())

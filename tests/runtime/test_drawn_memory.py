@@ -222,9 +222,7 @@ def check(workers: WorkerPool, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", [7])
-def test_the_peak_of_every_rank_in_a_drawn_step_is_what_the_planner_says(
-    workers: WorkerPool, seed: int
-) -> None:
+def test_peak_memory_of_random_step_matches_planner_on_each_rank(workers: WorkerPool, seed: int) -> None:
     check(workers, seed)
 
 

@@ -146,7 +146,7 @@ def test_dropout_in_place_drops_and_scales_as_dropout_does() -> None:
     assert in_place == pytest.approx(plain, rel=1e-6)
 
 
-def test_a_module_of_ones_own_is_heard_also_where_it_first_draws_nothing() -> None:
+def test_custom_module_that_draws_only_later_is_still_refused() -> None:
     calls: list[int] = []
 
     def late(hidden: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def test_callbacks_may_draw_only_with_a_generator_of_their_own() -> None:
         (("norm",), ("block 1",), ["", "block 1", None, ""]),
     ],
 )
-def test_what_runs_around_the_blocks_belongs_to_the_layer_beside_it(
+def test_modules_around_blocks_belong_to_the_adjacent_layer(
     after: tuple[str, ...], own: tuple[str, ...], where: list[str | None]
 ) -> None:
     """Where a slice of a model is: as it begins, in its blocks, behind them, and in its norm, if that is a layer."""
@@ -255,7 +255,7 @@ def test_layers_left_out_by_chance_are_refused_before_a_step() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, None])
-def test_a_draw_that_decides_on_a_layer_is_let_pass_only_where_the_config_keeps_all(
+def test_layerdrop_draw_is_allowed_only_at_rate_zero(
     rate: float | None,
 ) -> None:
     """transformers 5.17 draws one number for each layer of Whisper, also where it leaves none out."""

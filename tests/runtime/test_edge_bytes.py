@@ -88,7 +88,7 @@ def test_every_row_crosses_an_edge_once_in_each_direction(
     assert sent == {edge: count * HIDDEN * 4 for edge, count in rows.items()}
 
 
-def test_a_rank_that_has_rows_already_gives_them_to_those_beside_it(workers: WorkerPool) -> None:
+def test_rank_shares_encoder_rows_in_its_group_without_messages(workers: WorkerPool) -> None:
     """The encoder is on one of the two ranks of the language model: nothing travels between stages."""
 
     def plan(*ranks: int) -> Plan:

@@ -18,7 +18,7 @@ from dilatant.runtime.state.exact_sums import (
 )
 
 
-def test_squares_are_added_up_alike_in_any_parts_and_to_the_last_digit() -> None:
+def test_sum_of_squares_is_exact_for_any_partition() -> None:
     torch.manual_seed(0)
     numbers = torch.randn(5000) * 10.0 ** torch.randint(-9, 4, (5000,))
     order = torch.randperm(5000)

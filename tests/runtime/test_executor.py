@@ -63,7 +63,7 @@ def _one_rank_differs(worker: Worker) -> None:
     comm.close()
 
 
-def test_a_rank_with_another_schedule_is_named_before_anything_moves(workers: WorkerPool) -> None:
+def test_rank_with_different_schedule_is_named_before_transfers(workers: WorkerPool) -> None:
     workers.run(_one_rank_differs, 3)
 
 
@@ -84,7 +84,7 @@ def _one_sample_is_broken(worker: Worker) -> None:
     comm.close()
 
 
-def test_a_failing_action_names_itself_and_its_samples_on_every_rank(workers: WorkerPool) -> None:
+def test_failing_action_is_named_with_its_samples_on_every_rank(workers: WorkerPool) -> None:
     workers.run(_one_sample_is_broken, 3)
 
 
@@ -99,7 +99,7 @@ def _loss_is_infinite(worker: Worker) -> None:
     comm.close()
 
 
-def test_a_loss_that_is_not_finite_is_known_everywhere_with_its_samples(workers: WorkerPool) -> None:
+def test_every_rank_knows_the_samples_of_a_nonfinite_loss(workers: WorkerPool) -> None:
     workers.run(_loss_is_infinite, 3)
 
 
@@ -138,7 +138,7 @@ def _count_messages(worker: Worker) -> tuple[list[str], bool]:
     return sent, any(graphs)
 
 
-def test_a_frozen_stage_with_nothing_before_it_has_no_graph_and_gets_no_gradient(
+def test_frozen_first_stage_has_no_graph_and_gets_no_gradient(
     workers: WorkerPool,
 ) -> None:
     (frozen, has_graph), (projector, _), (language, _) = workers.run(_count_messages, 3)
@@ -165,7 +165,7 @@ def test_predictions_keep_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch
     assert not any(builds_graph)
 
 
-def test_clipping_scales_all_gradients_to_the_limit_and_leaves_smaller_ones() -> None:
+def test_clipping_scales_large_gradients_and_keeps_small_ones() -> None:
     model = build_model(CASE)
     runtime = parallelize(
         model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"}
@@ -181,7 +181,7 @@ def test_clipping_scales_all_gradients_to_the_limit_and_leaves_smaller_ones() ->
     runtime.close()
 
 
-def test_rows_that_come_in_pieces_and_from_several_sides_are_ordered_and_added() -> None:
+def test_row_pieces_from_several_senders_are_ordered_and_summed() -> None:
     """Of samples 0, 1 and 2 with 1, 2 and 1 rows; a message holds the power of ten that is its name."""
     counts = {2: 1, 0: 1, 1: 2}  # in the order wanted
     executor = Executor.__new__(Executor)
@@ -200,7 +200,7 @@ def test_rows_that_come_in_pieces_and_from_several_sides_are_ordered_and_added()
     assert assembled((1, (0,))) == [0, 1, 0, 0]
 
 
-def test_gradients_for_rows_that_nothing_trains_behind_are_taken_all_the_same() -> None:
+def test_gradients_for_rows_of_frozen_source_are_still_received() -> None:
     executor, taken = Executor.__new__(Executor), []
     executor._ledger = Ledger()
     executor._take = lambda message: taken.append(message.name)  # type: ignore[method-assign]
@@ -251,7 +251,7 @@ def _forgets_backwards(worker: Worker) -> str:
     return refused.type.__name__
 
 
-def test_a_schedule_without_the_backwards_that_the_model_needs_is_refused(workers: WorkerPool) -> None:
+def test_schedule_missing_required_backwards_is_refused(workers: WorkerPool) -> None:
     # The first rank that finds out tells the others, which may not have looked yet.
     frozen, *others = workers.run(_forgets_backwards, 3)
     assert frozen == "CommAborted"
@@ -271,7 +271,7 @@ def _measure(worker: Worker) -> Any:
     return measured, result.loss
 
 
-def test_every_action_is_measured_in_order_and_reaches_every_rank(workers: WorkerPool) -> None:
+def test_actions_are_measured_in_order_and_shared_with_all_ranks(workers: WorkerPool) -> None:
     results = workers.run(_measure, 3)
     assert results[0] == results[1] == results[2]
     measured, _ = results[0]
@@ -335,7 +335,7 @@ def _count_forwards(worker: Worker, family: Any) -> tuple[dict[str, int], dict[s
 
 
 @pytest.mark.parametrize("family", [one_f_one_b, zero_bubble_h1])
-def test_blocks_are_recomputed_once_and_never_where_they_are_frozen(workers: WorkerPool, family: Any) -> None:
+def test_blocks_recompute_once_and_frozen_blocks_never(workers: WorkerPool, family: Any) -> None:
     gradients: dict[str, torch.Tensor] = {}
     runs: dict[str, int] = {}
     for counted, own in workers.run(_count_forwards, 3, family):
@@ -370,7 +370,7 @@ def _replicas_differ(worker: Worker) -> None:
     comm.close()
 
 
-def test_ranks_that_send_no_rows_agree_before_a_gradient_is_summed(workers: WorkerPool) -> None:
+def test_replicas_without_messages_agree_before_gradient_sync(workers: WorkerPool) -> None:
     workers.run(_replicas_differ, 2)
 
 
@@ -456,7 +456,7 @@ def _with_a_generator(worker: Worker) -> None:
     comm.close()
 
 
-def test_a_generator_is_idle_in_predictions_counts_as_its_loss_does_and_names_samples_that_do_not_fit(
+def test_generator_skips_predictions_and_names_unfit_samples(
     workers: WorkerPool,
 ) -> None:
     workers.run(_with_a_generator, 1)

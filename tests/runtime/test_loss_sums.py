@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.runtime.forward_outcome import Outcome
+from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.partial_step.salvage import LossShare
 from dilatant.runtime.step.loss_sums import sum_losses, sum_sources
 
@@ -20,9 +20,9 @@ def _data() -> Any:
     return SimpleNamespace(samples=[SimpleNamespace(id=str(n), source=s) for n, s in enumerate(SOURCES)])
 
 
-def _outcome(name: str, samples: tuple[int, ...], *losses: float) -> Outcome:
+def _outcome(name: str, samples: tuple[int, ...], *losses: float) -> ForwardOutcome:
     by_sample = torch.tensor(losses)
-    return Outcome(name, by_sample.sum() / 8, samples, by_sample)
+    return ForwardOutcome(name, by_sample.sum() / 8, samples, by_sample)
 
 
 def _kept(samples: tuple[int, ...], values: dict[str, float], by_source: tuple[float, ...]) -> LossShare:
@@ -30,7 +30,7 @@ def _kept(samples: tuple[int, ...], values: dict[str, float], by_source: tuple[f
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_losses_by_source_are_the_same_whatever_was_kept_of_a_lost_step(exact: bool) -> None:
+def test_losses_by_source_do_not_depend_on_salvaged_samples(exact: bool) -> None:
     """Samples 0 to 4 lose 1, 2, 4, 8 and 16; losses are divided by 8."""
     computed = [_outcome("language", (0, 1), 1, 2), _outcome("language", (2, 3, 4), 4, 8, 16)]
     other = _outcome("image", (0,), 32)

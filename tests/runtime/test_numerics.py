@@ -239,7 +239,7 @@ def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
 
 @settings(max_examples=6, **COMMON)
 @given(case=cases(), zero=SHARING, nodes=NODES)
-def test_any_step_gives_the_loss_and_the_gradients_of_one_process(
+def test_any_step_matches_loss_and_gradients_of_one_process(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
 ) -> None:
     check_case(workers, case, zero, nodes)
@@ -249,7 +249,7 @@ def test_any_step_gives_the_loss_and_the_gradients_of_one_process(
 @pytest.mark.timeout(3600)
 @settings(max_examples=200, **COMMON)
 @given(case=cases(dtype=torch.bfloat16), zero=SHARING, nodes=NODES)
-def test_two_hundred_steps_in_bf16_give_what_one_process_gives_in_bf16(
+def test_two_hundred_bf16_steps_match_one_process(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
 ) -> None:
     check_case(workers, case, zero, nodes)
@@ -259,7 +259,7 @@ def test_two_hundred_steps_in_bf16_give_what_one_process_gives_in_bf16(
 @pytest.mark.timeout(3600)
 @settings(max_examples=200, **COMMON)
 @given(case=cases(), zero=SHARING, nodes=NODES)
-def test_two_hundred_steps_give_the_loss_and_the_gradients_of_one_process(
+def test_two_hundred_fp32_steps_match_one_process(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
 ) -> None:
     check_case(workers, case, zero, nodes)

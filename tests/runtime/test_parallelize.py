@@ -45,7 +45,7 @@ def alone(**options: object) -> Runtime:
     )
 
 
-def test_one_process_needs_no_worker_and_may_train_several_models() -> None:
+def test_one_process_trains_several_models_without_workers() -> None:
     first, second = alone(), alone(num_microbatches=3)
     samples = build_samples(CASE)
     losses = [each.execute(samples).loss for each in (first, second, first)]
@@ -95,7 +95,7 @@ def _again_and_again(pooled: Worker, times: int) -> list[float]:
     return losses
 
 
-def test_it_may_be_called_again_in_the_same_processes_also_after_an_error(workers: WorkerPool) -> None:
+def test_parallelize_may_be_called_again_even_after_an_error(workers: WorkerPool) -> None:
     for losses in workers.run(_again_and_again, 3, 3):
         assert losses == pytest.approx([losses[0]] * 2, rel=1e-6)
 
@@ -123,9 +123,7 @@ def _planned(pooled: Worker, costs: Path) -> tuple[list[float], str]:
     return losses, plans[0]
 
 
-def test_a_layout_is_planned_from_model_and_batches_for_the_workers_at_hand(
-    workers: WorkerPool, tmp_path: Path
-) -> None:
+def test_layout_is_planned_from_model_batches_and_workers(workers: WorkerPool, tmp_path: Path) -> None:
     here = plan_target(ClusterConfig(gpus_per_node=2)).hardware
     shapes = layer_shapes(describe_model(build_model(CASE, "meta")))
     save_costs(
@@ -229,7 +227,7 @@ def _one_step_of_own(pooled: Worker) -> tuple[float, dict[str, Tensor]]:
     return loss, found
 
 
-def test_encoders_of_any_kind_train_on_two_ranks_as_in_one_process(workers: WorkerPool) -> None:
+def test_custom_encoders_train_on_two_ranks_as_in_one_process(workers: WorkerPool) -> None:
     model = _build_own()
     samples = _own_samples(model)
 

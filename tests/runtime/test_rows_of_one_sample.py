@@ -98,7 +98,7 @@ def test_a_step_has_the_loss_and_gradients_of_samples_alone(family: str, attenti
         torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-3, atol=1e-5 * largest, msg=name)
 
 
-def test_a_packed_row_whose_samples_would_meet_is_refused_by_the_model_itself() -> None:
+def test_model_refuses_packed_row_whose_samples_would_interact() -> None:
     mllm = MultimodalModel({}, opened("bloom"))
     ids, places = torch.arange(3, 11)[None], torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
     with pytest.raises(UserError, match="samples would reach each other under transformers' own mask"):
@@ -106,7 +106,7 @@ def test_a_packed_row_whose_samples_would_meet_is_refused_by_the_model_itself() 
     assert mllm(ids, position_ids=torch.arange(8)[None]).logits.isfinite().all()
 
 
-def test_a_layout_that_cuts_what_cannot_be_cut_is_refused_with_the_reason() -> None:
+def test_layout_that_splits_an_unsplittable_unit_is_refused() -> None:
     mllm = MultimodalModel({}, opened("bloom"))
     mllm.language.uncut = "the loss changes"
     layers = {"language": len(mllm.language.layers)}

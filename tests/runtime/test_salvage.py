@@ -166,7 +166,7 @@ def _missing(salvage: Salvage) -> set[int]:
     return {*salvage.missing({"unit": [1] * 8}, WEIGHTS, {"unit": range(2, 3)})}
 
 
-def test_a_sample_runs_again_where_a_layer_lacks_it_and_only_there() -> None:
+def test_sample_reruns_only_in_layers_that_lack_it() -> None:
     """The first of two replicas has lost its last stage, whose successor holds nothing."""
     told = [_told(0, 0, 2, (0, 1, 2)), None, _told(2, 0, 2, (4, 5)), _told(3, 2, 3, (4, 5, 6))]
     told[3] = replace(told[3], losses=tuple(LossShare("unit", 2, 3, (3,), each) for each in ((4, 5), (6,))))
@@ -186,7 +186,7 @@ def test_a_sample_runs_again_where_a_layer_lacks_it_and_only_there() -> None:
     assert patterns[3] == patterns[7]
 
 
-def test_gradients_of_another_step_or_batch_or_counted_twice_are_left_aside() -> None:
+def test_gradients_of_other_steps_or_counted_twice_are_discarded() -> None:
     own, other = _told(0, 0, 2, (0, 1)), _told(2, 0, 2, (2,))
     assert decide([own, None, other, None], 4, TWO_REPLICAS, WEIGHTS) is None
     assert decide([own, None, replace(other, draws=(9,) * 8), None], 5, TWO_REPLICAS, WEIGHTS) is None
@@ -194,7 +194,7 @@ def test_gradients_of_another_step_or_batch_or_counted_twice_are_left_aside() ->
     assert decide([own, None, other, None], 5, TWO_REPLICAS, WEIGHTS) is not None
 
 
-def test_what_ranks_have_of_a_tied_weight_counts_only_where_its_layers_stay_apart() -> None:
+def test_tied_weight_is_salvaged_only_if_its_layers_stay_apart() -> None:
     told = [_told(0, 0, 2, (0, 1)), _told(1, 2, 3, (0, 1, 2))]
     apart = Plan((UnitPlan("unit", (Replica((Stage(0, 2, (0,)), Stage(2, 3, (1,)))),)),))
     together = Plan((UnitPlan("unit", tuple(Replica((Stage(0, 3, (rank,)),)) for rank in (0, 1))),))
@@ -205,7 +205,7 @@ def test_what_ranks_have_of_a_tied_weight_counts_only_where_its_layers_stay_apar
     assert {layer for _, layer in merged.covered()} == {1}
 
 
-def test_what_ranks_had_together_counts_only_where_they_are_together_again() -> None:
+def test_shared_work_is_salvaged_only_if_its_ranks_stay_together() -> None:
     def told(rank: int, samples: tuple[int, ...]) -> Finished:
         return Finished(rank, 5, tuple(range(8)), (LayerShare(("unit", 1), (0, 1), (2, 1, 1), samples),), ())
 
@@ -220,7 +220,7 @@ def test_what_ranks_had_together_counts_only_where_they_are_together_again() -> 
     assert decide([told(0, (1, 2)), None], 5, both, WEIGHTS) is None
 
 
-def test_what_a_rank_leaves_counts_once_and_what_is_tied_goes_to_one_rank() -> None:
+def test_handover_counts_once_and_tied_weight_moves_once() -> None:
     told = [_told(0, 0, 3, (0, 1, 2))]
     alone = Plan((UnitPlan("unit", (Replica((Stage(0, 3, (0,)),)),)),))
     kept = decide(told, 5, alone, WEIGHTS, [(0, _told(1, 0, 3, (4, 5)))])
@@ -276,7 +276,7 @@ LOSSES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), min_size=1, 
     zero=st.sampled_from(["none", "node", "all"]),
     gives=st.booleans(),
 )
-def test_a_step_that_lost_ranks_has_the_gradients_of_one_that_did_not(
+def test_step_with_lost_ranks_has_undisturbed_gradients(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
     check(workers, case, lost[: len(case.plan.ranks) - 1], zero, gives=gives)
@@ -303,7 +303,7 @@ def test_many_steps_that_lost_ranks_have_the_gradients_of_others(
     zero=st.sampled_from(["none", "node", "all"]),
     gives=st.booleans(),
 )
-def test_a_deterministic_step_has_the_bits_of_one_rank_whatever_is_lost(
+def test_deterministic_step_has_bits_of_one_rank_after_any_loss(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
     check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero, gives)

@@ -116,7 +116,7 @@ def _tied_in_two_stages(worker: Worker) -> list[float]:
     return weight.grad.tolist()
 
 
-def test_a_weight_in_two_stages_of_a_rank_is_summed_after_the_last_of_them(workers: WorkerPool) -> None:
+def test_weight_in_two_stages_of_a_rank_is_summed_after_the_last(workers: WorkerPool) -> None:
     assert workers.run(_tied_in_two_stages, 2) == [[6.0, 6.0]] * 2
 
 
@@ -188,7 +188,7 @@ def _crosses_within_the_backward(worker: Worker) -> tuple[bool, list[float]]:
     return crossed[0] >= 1, [float(one.grad) for one in shared.owned.parameters.values()]
 
 
-def test_a_node_s_sums_are_on_their_way_to_others_while_the_backward_runs(workers: WorkerPool) -> None:
+def test_node_sums_cross_nodes_during_the_backward(workers: WorkerPool) -> None:
     assert workers.run(_crosses_within_the_backward, 4) == [(True, [4.0] * 3)] * 4
 
 
@@ -206,7 +206,7 @@ def _adds_to_what_is_there(worker: Worker) -> list[float]:
     return weight.grad.tolist()
 
 
-def test_gradients_of_an_earlier_batch_are_added_to_and_not_summed_again(workers: WorkerPool) -> None:
+def test_accumulated_gradients_are_added_to_and_not_summed_again(workers: WorkerPool) -> None:
     assert workers.run(_adds_to_what_is_there, 2) == [[12.0]] * 2
 
 
@@ -222,5 +222,5 @@ def _norms(worker: Worker) -> float:
     return norm
 
 
-def test_the_squared_norm_counts_a_weight_at_its_first_holder_only(workers: WorkerPool) -> None:
+def test_squared_norm_counts_a_weight_at_its_first_holder_only(workers: WorkerPool) -> None:
     assert workers.run(_norms, 2) == [32.0, 16.0]

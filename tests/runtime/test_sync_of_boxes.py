@@ -179,7 +179,7 @@ def test_any_mix_of_replicas_updates_as_one_process_does(
         torch.testing.assert_close(written[name], moment, **close)
 
 
-def test_what_holders_of_one_node_share_they_hold_once_between_them(workers: WorkerPool) -> None:
+def test_zero_shards_state_evenly_within_each_sharing_group(workers: WorkerPool) -> None:
     for zero, copies in (("none", 4), ("node", 2), ("all", 1)):
         ranks = workers.run(_train, 4, (1, 1, 1, 1), zero, [0, 0, 1, 1])
         assert sum(found["numbers"] for found in ranks) == copies * ranks[0]["held"]
@@ -266,7 +266,7 @@ def _train_bf16(worker: Worker) -> dict[str, Any]:
     return {"weights": {name: weight.detach() for name, weight in weights.items()}, "written": written}
 
 
-def test_bf16_weights_are_rounded_from_masters_that_are_updated_in_fp32(workers: WorkerPool) -> None:
+def test_bf16_weights_are_rounded_from_fp32_master_weights(workers: WorkerPool) -> None:
     ranks = workers.run(_train_bf16, 3)
     expected, *_ = one_process(3)
     masters = assembled(ranks)

@@ -163,7 +163,7 @@ def test_replicas_of_unlike_degrees(workers: WorkerPool, zero: Any) -> None:
     check_case(workers, case_of(plan, **changes), zero, 2)
 
 
-def test_a_pipeline_whose_encoder_shares_ranks_beside_one_whose_encoder_has_its_own(
+def test_colocated_and_separate_encoder_pipelines_train_together(
     workers: WorkerPool,
 ) -> None:
     """What plans make of devices that would be idle (`plan.leftovers`)."""
@@ -214,7 +214,7 @@ def _of_a_real_model(worker: Worker) -> tuple[float, float, bool]:
     return *losses, all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
-def test_a_model_that_is_real_already_is_cut_for_the_runtime_and_stays_whole(workers: WorkerPool) -> None:
+def test_materialized_model_is_sharded_and_stays_whole(workers: WorkerPool) -> None:
     for shared, apart, is_whole in workers.run(_of_a_real_model, 2):
         assert shared == pytest.approx(apart, rel=1e-6)  # the order of sums
         assert is_whole

@@ -64,7 +64,7 @@ def test_the_same_seed_gives_the_same_microbatches(seed, policy):
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(SMALL)
-def test_the_search_is_never_worse_than_any_policy_and_never_beats_the_bound(seed):
+def test_search_is_never_worse_than_policies_or_below_the_bound(seed):
     seconds, count = random_seconds(seed)
     shape = default_shape(seconds.shape[1])
     searched = assign_microbatches(seconds, count, "searched", seed, evaluations=50)
@@ -80,7 +80,7 @@ def test_the_search_is_never_worse_than_any_policy_and_never_beats_the_bound(see
 
 @settings(max_examples=60, deadline=None)
 @given(SMALL, st.integers(1, 3))
-def test_the_objective_is_the_step_of_the_microbatches_it_returns(seed, num_stages):
+def test_objective_is_the_step_of_the_returned_microbatches(seed, num_stages):
     rng = np.random.default_rng(seed)
     seconds, count = rng.lognormal(0, 1, (int(rng.integers(3, 20)), 2)), int(rng.integers(1, 8))
     shape = default_shape(2, num_stages)
@@ -109,7 +109,7 @@ def test_balanced_is_never_above_the_greedy_over_all_units(seed, units, limited)
     assert (loads / bound).max() <= max((np.array(expected) / bound).max() * (1 + 1e-9), 1.0021)
 
 
-def test_balanced_stays_near_its_bound_with_few_samples_in_a_microbatch():
+def test_balanced_stays_near_bound_for_few_sample_microbatches():
     """The greedy alone is 2.4 % above it here, on the mean; where a sample is nearly a microbatch no grouping reaches
     it."""
     gaps = [assign_microbatches(vlm(256, seed), 16).gap for seed in range(8)]
@@ -117,7 +117,7 @@ def test_balanced_stays_near_its_bound_with_few_samples_in_a_microbatch():
     assert max(gaps) <= 0.025
 
 
-def test_balanced_stays_within_half_a_percent_of_the_bound_on_both_units():
+def test_balanced_is_within_half_percent_of_bound_on_both_units():
     found = assign_microbatches(vlm(8192, seed=0), 128)
     for largest, bound in zip(found.largest_load, found.load_bound, strict=True):
         assert largest <= 1.005 * bound
@@ -207,7 +207,7 @@ def test_intra_reordering_refuses_a_cap_that_is_too_small():
 
 @settings(max_examples=30, deadline=None)
 @given(SMALL, st.integers(1, 3), st.integers(1, 30))
-def test_inter_reordering_puts_the_smallest_first_and_the_next_smallest_last(seed, num_stages, count):
+def test_inter_reorder_puts_smallest_first_and_next_ones_last(seed, num_stages, count):
     rng = np.random.default_rng(seed)
     load = rng.lognormal(0, 1, (2, count))
     order = inter_reorder(default_shape(2, num_stages), load)
@@ -219,7 +219,7 @@ def test_inter_reordering_puts_the_smallest_first_and_the_next_smallest_last(see
         assert set(order[count - depth + 1 :].tolist()) == set(by_size[1:depth])
 
 
-def test_reordering_shortens_the_step_and_the_order_search_more_so():
+def test_reordering_shortens_the_step_and_order_search_even_more():
     random, ordered, searched = [], [], []
     shape = PipelineShape((4, 4), ((1,), ()), (2.0, 2.0), (0.0, 0.0), depths=tuple(range(8, 0, -1)))
     for seed in range(8):
@@ -252,7 +252,7 @@ def rounds(draw) -> PipelineShape:
 
 @settings(max_examples=60, deadline=None)
 @given(SMALL, st.integers(1, 30))
-def test_an_order_for_interleaved_pipelines_has_every_microbatch_once_and_the_smallest_first(seed, count):
+def test_interleaved_order_is_complete_and_starts_with_smallest(seed, count):
     draw = np.random.default_rng(seed)
     shape = rounds(draw)
     load = draw.lognormal(0, 1, (shape.num_units, count))
@@ -320,7 +320,7 @@ def test_matchings_equal_brute_force(count, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(SMALL)
-def test_deferral_goes_to_the_next_microbatch_only_and_shortens_the_longest(seed):
+def test_deferral_uses_only_next_microbatch_and_shortens_longest(seed):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))
     encoder, language = rng.lognormal(0, 1, (2, int(rng.integers(1, 60))))
@@ -337,7 +337,7 @@ def test_deferral_goes_to_the_next_microbatch_only_and_shortens_the_longest(seed
         assert language[list(encoders[-1])].sum() == pytest.approx(loads[count // 2])
 
 
-def test_deferral_balances_the_language_model_of_the_thesis_figure():
+def test_deferral_balances_language_loads_of_the_thesis_figure():
     # Encoder 3 units per microbatch; language loads spread, to be balanced by handing samples over (Fig. 4.8).
     seconds = vlm(512, seed=3)
     encoders, languages = entrain_microbatches(seconds[:, 0], seconds[:, 1], 32)
@@ -345,7 +345,7 @@ def test_deferral_balances_the_language_model_of_the_thesis_figure():
     assert spread[1] < 0.6 * spread[0]
 
 
-def test_effective_microbatches_keep_the_longest_sample_from_standing_alone():
+def test_longest_sample_limits_effective_microbatches():
     assert effective_microbatches(np.asarray([4.0, 2.0, 2.0]), 8) == 2
     assert effective_microbatches(np.asarray([1.0] * 9), 8) == 8
     assert effective_microbatches(np.zeros(3), 8) == 8
@@ -395,7 +395,7 @@ def test_assign_names_what_is_missing():
         assign(plan, {"language": np.ones(4)}, [1, 2, 3])
 
 
-def test_entrain_uses_fewer_microbatches_where_the_longest_sample_makes_that_quicker():
+def test_entrain_uses_fewer_microbatches_where_that_is_faster():
     rng = np.random.default_rng(5)
     samples, asked = int(rng.integers(8, 40)), int(rng.integers(4, 20))
     spread = rng.uniform(0.2, 2.0)

@@ -27,7 +27,7 @@ def test_waits_are_those_of_the_groups_that_the_policy_makes():
         assert found.step_waits == pytest.approx(1 - 5 / sum(steps))
 
 
-def test_the_policy_waits_less_than_counting_and_equal_samples_wait_not_at_all():
+def test_balanced_policy_waits_less_and_equal_samples_never_wait():
     rng = np.random.default_rng(1)
     batches = [rng.integers(20, 900, (64, 1)) for _ in range(20)]
     random, balanced = batch_balance(("language",), batches, groups=(4,))

@@ -24,7 +24,7 @@ def largest(batches: tuple[tuple[int, ...], ...], weight: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("policy", ["random", "disttrain", "entrain", "searched"])
-def test_only_the_language_models_microbatches_are_held_to_the_budget(policy: str) -> None:
+def test_token_budget_limits_only_language_microbatches(policy: str) -> None:
     met: Counter[str] = Counter()
     for seed in range(60 if policy != "searched" else 12):
         rng = np.random.default_rng(seed)

@@ -110,7 +110,7 @@ def test_1f1b_holds_one_microbatch_per_stage_behind_it(stages):
         assert timeline.peak_bytes.tolist() == [10 + 7 * held(stages - s) for s in range(stages)]
 
 
-def test_a_frozen_encoder_holds_no_activations_and_its_rows_wait_at_the_consumer():
+def test_rows_of_frozen_encoder_take_memory_only_at_consumer():
     plan = Plan(
         (
             UnitPlan("vision", (Replica((Stage(0, 1, (0,)),)),), ("language",)),
@@ -130,7 +130,7 @@ def test_a_frozen_encoder_holds_no_activations_and_its_rows_wait_at_the_consumer
     assert timeline.peak_bytes.tolist() == [10, 10 + 1 + 4]
 
 
-def test_gradients_are_there_from_the_first_backward_on_and_are_summed_after_the_last():
+def test_peak_memory_counts_gradients_and_their_sync_buffers():
     plan = Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)),)),)),))
     for count, gradient, summed, most in (
         (1, 4.0, 0.0, 6 + 7),

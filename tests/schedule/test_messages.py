@@ -71,7 +71,7 @@ def test_messages_of_the_worked_example():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_message_sizes_count_the_producing_units_tokens_of_the_shared_samples(seed):
+def test_message_size_counts_producer_tokens_of_shared_samples(seed):
     rng = np.random.default_rng(seed)
     step = random_step(seed)
     graph = build(step.plan, step.assignment, eager(step.plan, step.assignment, step.trainability))

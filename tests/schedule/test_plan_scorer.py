@@ -64,7 +64,7 @@ def test_samples_cost_what_their_tokens_cost_on_a_mean_stage():
     assert seconds["language"][1] == pytest.approx(6 * 3 * (1e-6 * 25 + 2e-3 * 5))
 
 
-def test_plans_with_chunks_are_scored_in_a_reordered_step_where_that_is_asked_for():
+def test_chunked_plan_is_scored_on_reordered_microbatches():
     samples = workload(48)
     plan = Plan((chain("vision", 3, [[0]], ("language",)), chain("language", 6, [[1, 2, 1, 2]])))
     found = {
@@ -75,7 +75,7 @@ def test_plans_with_chunks_are_scored_in_a_reordered_step_where_that_is_asked_fo
     assert found["disttrain"].seconds < found["random"].seconds
 
 
-def test_one_stage_takes_the_sum_of_its_work_and_then_sums_gradients():
+def test_single_stage_step_is_its_work_plus_gradient_sync():
     alone = model(unit("language", 6, parameters=1000))
     plan = Plan((chain("language", 6, [[0], [1]]),))
     tokens = Workload({"language": np.array([3.0, 5.0, 3.0, 5.0])})
@@ -92,7 +92,7 @@ def test_one_stage_takes_the_sum_of_its_work_and_then_sums_gradients():
 
 
 @pytest.mark.parametrize("seed", [0, 4])
-def test_the_schedule_is_the_one_whose_step_with_its_sums_is_shortest(seed):
+def test_scorer_picks_the_schedule_with_the_shortest_synced_step(seed):
     # On one stage all families end their last action at once; they differ in what the last backward hides.
     large = model(
         unit("vision", 3, ("language",), parameters=10**8), unit("language", 6, parameters=6 * 10**8)
@@ -127,7 +127,7 @@ def test_a_deep_schedule_gives_way_to_memory():
     assert nothing.schedule == "1f1b"
 
 
-def test_all_steps_of_a_score_run_one_schedule_and_memory_is_that_schedules():
+def test_all_steps_of_a_score_share_one_schedule_and_its_memory():
     """Also where the quickest one fits most batches, and only the heaviest does not."""
     plan = Plan((chain("language", 6, [[0, 1, 2]]),))
     alone = model(unit("language", 6, parameters=0))
@@ -154,7 +154,7 @@ def test_all_steps_of_a_score_run_one_schedule_and_memory_is_that_schedules():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_no_family_that_fits_is_quicker_than_the_one_that_is_chosen(seed):
+def test_no_family_that_fits_beats_the_chosen_one(seed):
     """Each of them made and swept by itself: none may be left out that could win."""
     draw = np.random.default_rng(seed)
     layers = int(draw.integers(1, 7))

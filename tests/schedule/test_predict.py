@@ -71,7 +71,7 @@ def random_costs(rng: np.random.Generator, kinds: int) -> CostModel:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([name for name in FAMILIES if name != "interleaved"]))
-def test_every_action_takes_the_sum_of_its_layers_over_its_samples(seed, family):
+def test_action_seconds_sum_over_layers_and_samples(seed, family):
     rng = np.random.default_rng(seed)
     step = random_step(seed)
     costs = random_costs(rng, 3)
@@ -209,7 +209,7 @@ def test_rows_on_the_same_ranks_travel_no_link():
     assert not travel(graph, np.ones(graph.num_ops), size, cluster)[1].any()
 
 
-def test_rows_of_several_samples_are_squared_whole_where_attention_is_dense():
+def test_dense_attention_squares_whole_packed_rows():
     plan = Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)),)),)),))
     assignment = Assignment({"language": (((0, 1), (2,)),)})
     cost = LayerCost(*(Quadratic(a=1.0) for _ in range(4)))

@@ -95,7 +95,7 @@ def test_the_worked_example_is_reproduced_action_by_action():
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (4, 9), (8, 20)])
-def test_in_flight_microbatches_on_a_chain_are_those_of_the_family(stages, microbatches):
+def test_chain_has_the_microbatches_in_flight_of_its_family(stages, microbatches):
     plan, assignment = chain(stages, microbatches)
     for s in range(stages):
         depth = stages - s
@@ -107,7 +107,7 @@ def test_in_flight_microbatches_on_a_chain_are_those_of_the_family(stages, micro
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.lists(st.booleans(), min_size=1, max_size=14), st.integers(1, 2))
-def test_texts_without_an_image_put_no_more_microbatches_in_flight(stages, has_image, replicas):
+def test_texts_without_images_add_no_microbatches_in_flight(stages, has_image, replicas):
     # The generator has no microbatch for them; all the language model's forwards ran first where the last was one.
     language = tuple(
         tuple(Stage(s, s + 1, (r * stages + s,)) for s in range(stages)) for r in range(replicas)
@@ -151,7 +151,7 @@ def test_zero_bubble_h1_leaves_a_third_of_the_bubble(stages):
     assert seconds[zero_bubble_h1] - work == stages - 1
 
 
-def test_zero_bubble_h2_never_idles_between_a_ranks_first_and_last_action():
+def test_zero_bubble_h2_ranks_never_idle_between_their_actions():
     plan, assignment = chain(6, 20)
     timeline = simulate(zero_bubble_h2(plan, assignment), plan, assignment, lambda a: HALVES[a.kind])
     for rank in timeline.ranks:
@@ -240,7 +240,7 @@ def test_depths_within_limits_never_deadlock(seed, limits):
     validate(step.plan, step.assignment, schedule, step.trainability)
 
 
-def test_a_frozen_encoder_runs_forward_only_and_is_not_cut_into_parts():
+def test_frozen_encoder_runs_forward_only_and_is_not_split():
     plan = Plan(
         (
             UnitPlan("vision", (Replica((Stage(0, 2, (0,)),)),), ("language",)),
@@ -258,7 +258,7 @@ def test_a_frozen_encoder_runs_forward_only_and_is_not_cut_into_parts():
 
 
 @pytest.mark.parametrize("family", [zero_bubble_h1, zero_bubble_h2])
-def test_weight_gradients_run_in_the_order_of_their_input_gradients(family):
+def test_weight_gradients_run_in_order_of_input_gradients(family):
     """Oldest first: the one that waits longest holds its activations longest."""
     plan, assignment = chain(4, 12)
     for actions in family(plan, assignment).actions.values():

@@ -178,7 +178,7 @@ def test_a_uniform_chain_has_the_textbook_time_and_bubble(family):
     assert {cause for cause, idle in timeline.idle_by_cause.items() if idle} == {"warm-up", "drain"}
 
 
-def test_a_slow_encoder_is_named_as_what_the_language_model_waits_for():
+def test_wait_for_slow_encoder_is_blamed_on_the_encoder():
     plan = Plan(
         (
             UnitPlan("vision", (Replica((Stage(0, 1, (0,)),)),), ("language",)),

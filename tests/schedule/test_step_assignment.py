@@ -64,7 +64,7 @@ def seconds_of(
     return timed.seconds, float(timed.timeline().busy.max())
 
 
-def test_an_encoder_replica_serves_neighbouring_language_replicas() -> None:
+def test_encoder_replica_serves_adjacent_language_replicas() -> None:
     given = Plan(
         (
             UnitPlan("vision", tuple(Replica((Stage(0, 4, (rank,)),)) for rank in (0, 1)), ("language",)),
@@ -95,7 +95,7 @@ def test_a_replica_has_samples_of_those_that_it_is_said_to_serve(encoders: int, 
         assert own <= set().union(*(held["language"][number] for number in numbers))
 
 
-def test_a_rank_that_is_done_early_sums_its_gradients_while_others_compute() -> None:
+def test_early_rank_sums_gradients_while_others_compute() -> None:
     given = plan(pipelines=1)
     costs, batch = costs_of(given), samples(16, 0)
     how = Microbatching(4, FAMILIES["1f1b"])
@@ -113,7 +113,7 @@ def test_a_rank_that_is_done_early_sums_its_gradients_while_others_compute() -> 
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "interleaved"])
-def test_gradients_leave_bucket_by_bucket_beside_the_last_backward(family: str) -> None:
+def test_gradient_buckets_leave_during_the_last_backward(family: str) -> None:
     """Against a queue of buckets for each rank, each ready when its part of the last backward has passed."""
     rounds = 2 if family == "interleaved" else 1
     stages = tuple(Stage(s, s + 1, (s % 2,)) for s in range(2 * rounds))
@@ -156,7 +156,7 @@ def test_gradients_leave_bucket_by_bucket_beside_the_last_backward(family: str) 
 
 
 @pytest.mark.parametrize("policy", ["balanced", "searched"])
-def test_steps_placed_by_seconds_are_nearer_to_their_bound_than_by_tokens(policy: str) -> None:
+def test_placement_by_seconds_is_nearer_to_bound_than_by_tokens(policy: str) -> None:
     """The bound of a step is the mean work of the ranks that hold the language model."""
     given = plan(pipelines=2)
     costs = costs_of(given)
@@ -180,7 +180,7 @@ def test_steps_placed_by_seconds_are_nearer_to_their_bound_than_by_tokens(policy
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("colocated", [False, True])
-def test_the_search_beats_all_policies_under_the_family_that_runs(family: str, colocated: bool) -> None:
+def test_search_beats_all_policies_under_the_running_family(family: str, colocated: bool) -> None:
     """Also where backward is frozen away, microbatches cost beyond their samples, and units share ranks."""
     given = plan(1, colocated)
     # Linear costs, so that the shape's seconds are those of the step.
@@ -248,7 +248,7 @@ def test_the_search_gives_the_same_on_any_number_of_threads(monkeypatch: pytest.
     assert found[0] == found[1] == found[2]
 
 
-def test_costs_survive_json_to_the_last_bit_and_belong_to_their_plan() -> None:
+def test_costs_survive_json_exactly_and_fit_only_their_plan() -> None:
     given = plan(2)
     costs = replace(
         costs_of(given),

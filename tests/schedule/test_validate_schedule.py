@@ -38,7 +38,7 @@ def two_stages() -> tuple[Plan, Assignment]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_deadlock_is_found_exactly_when_the_event_simulator_never_ends(seed):
+def test_deadlock_is_found_exactly_when_event_simulator_hangs(seed):
     rng = np.random.default_rng(seed)
     step = random_step(seed)
     schedule = one_f_one_b(step.plan, step.assignment, step.trainability)
@@ -140,7 +140,7 @@ def test_every_rank_of_a_stage_must_run_it():
         )
 
 
-def test_an_assignment_that_does_not_fit_is_refused_with_every_reason():
+def test_invalid_assignment_is_refused_with_every_reason():
     plan, _ = two_stages()
     assignment = Assignment({"language": (((0, 1), (1,)), ((2,),)), "audio": ()})
     problems = schedule_problems(plan, assignment, Schedule({}), samples={"language": [0, 1, 3]})
@@ -153,7 +153,7 @@ def test_an_assignment_that_does_not_fit_is_refused_with_every_reason():
     ]
 
 
-def test_actions_on_unknown_stages_and_microbatches_are_all_named():
+def test_actions_on_unknown_stages_or_microbatches_are_named():
     plan, assignment = two_stages()
     problems = schedule_problems(plan, assignment, Schedule({0: (Action(F, 7, 0), Action(F, 0, 5))}))
     assert len(problems) == 2

@@ -48,7 +48,7 @@ def test_metrics_of_answers_worked_out_by_hand() -> None:
     assert anls([""], [""]) == 1
 
 
-def test_the_best_is_better_by_more_than_the_least_and_never_what_is_no_number() -> None:
+def test_best_metric_improves_by_min_delta_and_is_never_nan() -> None:
     how = EvaluationConfig(steps=1, keep_best="loss", patience=2, min_delta=0.1)
     best = Best()
     for step, (value, of) in enumerate(
@@ -63,7 +63,7 @@ def test_the_best_is_better_by_more_than_the_least_and_never_what_is_no_number()
 
 
 @pytest.mark.parametrize("takes", ["one", "one, two, three, four", "*, expected", ""])
-def test_a_metric_or_judge_that_takes_something_else_is_said_in_one_line(
+def test_metric_or_judge_with_wrong_signature_is_one_line_error(
     takes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = f"takes_{abs(hash(takes))}"
@@ -91,7 +91,7 @@ def test_only_functions_that_declare_themselves_are_metrics(
     assert find_metric("own_functions:mine")([], []) == 0.5
 
 
-def test_a_module_of_the_standard_library_is_not_imported_as_a_metric() -> None:
+def test_standard_library_module_is_not_imported_as_a_metric() -> None:
     sys.modules.pop("this", None)
     with pytest.raises(UserError, match="not declared"):
         find_metric("this:d")

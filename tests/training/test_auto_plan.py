@@ -15,7 +15,7 @@ from dilatant.comm.store.store import connect
 from dilatant.comm.store.token import fresh_token
 from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
-from dilatant.config.environment import Place
+from dilatant.config.environment import LaunchPlace
 from dilatant.planning import auto_plan
 from dilatant.planning.auto_plan import Devices, devices_at_hand, is_planned_here, share_plan
 from dilatant.planning.layout import TrainingPlan
@@ -35,8 +35,8 @@ def config(parallel: Any) -> Config:
     return parse_config(tree, Path())
 
 
-def place(size: int, local_size: int) -> Place:
-    return Place("torchrun", 0, size, 0, local_size, "localhost", 29500, True)
+def place(size: int, local_size: int) -> LaunchPlace:
+    return LaunchPlace("torchrun", 0, size, 0, local_size, "localhost", 29500, True)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def place(size: int, local_size: int) -> Place:
         ({"plan": "plan.json"}, 8, True, False),
     ],
 )
-def test_a_run_plans_for_itself_where_it_has_several_devices_and_nobody_said_otherwise(
+def test_run_plans_itself_only_on_several_unplanned_devices(
     monkeypatch: pytest.MonkeyPatch, parallel: Any, gpus: int, launched: bool, planned: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -75,7 +75,7 @@ def test_a_launchers_processes_are_the_devices(size: int, local_size: int, devic
     assert devices_at_hand(config("auto"), place(size, local_size)) == Devices(*devices, "torchrun")
 
 
-def test_devices_of_a_launcher_count_more_than_those_the_config_plans_for() -> None:
+def test_launcher_devices_override_the_configured_cluster() -> None:
     elsewhere = config("auto").model_copy(update={})
     cluster = Devices(2, 4, "Slurm").cluster(
         elsewhere.cluster.model_copy(update={"nodes": 128, "gpus_per_node": 8})
@@ -136,7 +136,7 @@ def test_a_failure_of_rank_0_ends_all_ranks() -> None:
     assert others == ["UserError: rank 0 failed while it planned"] * 2
 
 
-def test_who_waits_for_a_plan_waits_as_long_as_rank_0_gives_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_a_plan_while_rank_0_gives_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_plan, "_LOOK_SECONDS", 0.2)
 
     def choose(signs: int) -> Callable[[Callable[[], None]], TrainingPlan]:

@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, harm
         lambda m: m.update(format=99),
     ],
 )
-def test_a_manifest_that_says_nonsense_is_damage_even_with_its_checksum_right(
+def test_invalid_manifest_is_damage_even_with_a_valid_checksum(
     tmp_path: Path, change: Callable[[dict], None]
 ) -> None:
     write_steps(tmp_path, 1, 2)
@@ -230,7 +230,7 @@ def stamp(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "checksum": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-def test_a_part_is_bound_to_its_step_and_its_start_even_with_its_checksum_right(tmp_path: Path) -> None:
+def test_part_of_other_step_or_start_is_damage_despite_checksum(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 2)
     write_steps(tmp_path / "other", 2, session="other")
     for source, says in ((at(tmp_path, 1), "is of step 1"), (at(tmp_path / "other", 2), "another start")):
@@ -308,7 +308,7 @@ def test_no_changed_bit_goes_unnoticed(tmp_path: Path) -> None:
         path.write_bytes(before)
 
 
-def test_a_quick_look_reads_no_contents_and_still_sees_what_is_missing(tmp_path: Path) -> None:
+def test_quick_check_skips_contents_but_notices_missing_files(tmp_path: Path) -> None:
     write_steps(tmp_path, 1)
     flip(at(tmp_path, 1) / "part-00000/model.safetensors", -1)
     assert damage(at(tmp_path, 1), contents=False) is None
@@ -346,7 +346,7 @@ def test_parts_of_several_ranks_load_as_one(tmp_path: Path) -> None:
     assert writers[0].published == list_checkpoints(tmp_path)[0]
 
 
-def test_a_part_that_never_comes_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_missing_part_is_named_and_leaves_no_files(tmp_path: Path) -> None:
     write_steps(tmp_path, 1)
     writer = CheckpointWriter(tmp_path, 1, "b", 0, 2)
     writer.save(2, tensors(2), {})
@@ -383,7 +383,7 @@ def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_not_published_is_gone_at_the_end_and_after_a_kill(tmp_path: Path) -> None:
+def test_unpublished_saves_are_removed_at_close_and_after_a_kill(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, frozen=["vision.norm.bias"])
     for writer in two_parts(tmp_path, 2, "b"):
         writer.close()
@@ -424,7 +424,7 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> N
         assert torch.equal(state["model"]["w"], torch.full((100_000,), float(found.step)))
 
 
-def test_a_full_disk_is_one_clear_error_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+def test_full_disk_is_one_error_and_keeps_previous_checkpoint(tmp_path: Path) -> None:
     write_steps(tmp_path, 1)
     # A limit on file size makes writes fail in the middle of a file, as a full disk does.
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -443,7 +443,7 @@ def test_a_full_disk_is_one_clear_error_and_the_previous_checkpoint_stays(tmp_pa
     assert damage(at(tmp_path, 1)) is None
 
 
-def test_a_file_in_the_place_of_a_folder_is_no_checkpoint_and_no_full_disk(tmp_path: Path) -> None:
+def test_file_in_place_of_folder_is_no_checkpoint_nor_full_disk(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     writer = CheckpointWriter(tmp_path / "checkpoints", 1, "a")
     writer.save(1, tensors(1), {})
@@ -455,7 +455,7 @@ def test_a_file_in_the_place_of_a_folder_is_no_checkpoint_and_no_full_disk(tmp_p
     assert list_checkpoints(tmp_path) == []
 
 
-def test_what_could_not_be_written_is_said_once_and_what_waited_behind_it_is_given_up(tmp_path: Path) -> None:
+def test_failed_write_is_reported_once_and_cancels_queued_writes(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, 1, "a")
     failed, behind = Future[None](), Future[None]()
     failed.set_exception(OSError("the cable is out"))
@@ -485,7 +485,7 @@ def test_what_could_not_be_written_is_said_once_and_what_waited_behind_it_is_giv
         ({"model": {**tensors(0)["model"], "audio.norm": torch.ones(1)}}, "is not in the checkpoint"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
+def test_checkpoint_of_another_model_is_refused_without_changes(
     tmp_path: Path, other: dict, says: str
 ) -> None:
     write_steps(tmp_path, 1)

@@ -80,7 +80,7 @@ def test_boxes_are_read_from_any_other_boxes(tmp_path: Path, stored: Cuts, wante
         assert state["optimizer"][box.key]["step"] == 3
 
 
-def test_a_weight_of_which_a_part_is_missing_or_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_weight_with_missing_part_or_other_shape_is_refused(tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "part", ROWS, 2, boxes(ROWS)[1:])
     with pytest.raises(UserError, match=r"model\.a\.weight is not all in the checkpoint"):
         load(checkpoint, {"model": {name: torch.zeros(shape) for name, shape in SHAPES.items()}})

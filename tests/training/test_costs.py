@@ -41,7 +41,7 @@ def config(**sections: Any) -> Config:
 
 @settings(max_examples=10)
 @given(cases())
-def test_stages_of_any_model_cost_seconds_where_they_compute_and_only_there(case: Case) -> None:
+def test_stages_of_any_model_cost_time_only_where_they_compute(case: Case) -> None:
     model = build_model(case, "meta")
     found = costs_of_run(config(resilience={"enabled": True}), model, case.plan)
     trains = trainability_of(case.plan, trainable_layers(model.units))
@@ -63,7 +63,7 @@ def test_stages_of_any_model_cost_seconds_where_they_compute_and_only_there(case
             assert own == 0
 
 
-def test_a_layer_that_says_nothing_of_itself_costs_what_its_weights_do() -> None:
+def test_undescribed_layer_costs_as_much_as_its_weights() -> None:
     model = build_model(CASE, "meta")
     described = describe_model(model)
     config_of = model.units["language"].config
@@ -83,7 +83,7 @@ def test_a_layer_that_says_nothing_of_itself_costs_what_its_weights_do() -> None
     assert {kind for kind in known if guessed[kind] != known[kind]} == {block}
 
 
-def test_costs_that_were_measured_here_count_before_modelled_ones(tmp_path: Path) -> None:
+def test_costs_measured_here_take_precedence_over_modelled_ones(tmp_path: Path) -> None:
     model, plan = build_model(CASE, "meta"), PLAN
     described = describe_model(model)
     # As a run of three ranks on this machine looks for them.

@@ -55,7 +55,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(folder: Path) -> None:
     assert [cuts(other) for other in others] == [(0, first) for first in range(1, 6)]  # as they were written
 
 
-def test_a_run_that_goes_on_keeps_its_cuts_until_its_layout_changes(folder: Path) -> None:
+def test_resumed_run_keeps_its_cuts_until_the_layout_changes(folder: Path) -> None:
     """Costs that were measured meanwhile do not change what a run trains."""
     own = planned(folder, {"pp": 2})
     other = planned(folder, {"pp": 2, "cuts": [0, 1]})
@@ -80,7 +80,7 @@ def test_encoders_in_the_first_stage_leave_it_fewer_layers(folder: Path) -> None
     assert cuts(apart) > (0, 1)
 
 
-def test_where_sizes_are_not_known_rows_are_as_long_as_they_may_be(folder: Path) -> None:
+def test_cuts_assume_longest_rows_where_sizes_are_unknown(folder: Path) -> None:
     known = prepare(config(folder, parallel={"units": {"vision": {"pp": 2}, "language": {"pp": 2}}}))
     specs = {"vision": ParallelSpec(pp=2), "language": ParallelSpec(pp=2)}
     found = Cutter(config(folder), known.model, {})(specs, {}, known.planned.plan)

@@ -79,7 +79,7 @@ def test_moments_take_the_bytes_that_are_planned() -> None:
 
 
 @needs_bitsandbytes
-def test_a_run_goes_on_from_read_moments_as_if_it_had_not_stopped() -> None:
+def test_resumed_run_with_8bit_moments_matches_an_unbroken_run() -> None:
     through, stopped = _weights(torch.bfloat16), _weights(torch.bfloat16)
     one, other = _optimizer(through, "adamw_8bit"), _optimizer(stopped, "adamw_8bit")
     _train(through, one, range(6))

@@ -17,7 +17,7 @@ from dilatant.training.optimizers.master_weights import MasterAdamW, make_master
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_model_computes_with_averages_while_it_is_judged_and_not_afterwards(
+def test_evaluation_uses_averaged_weights_and_restores_them(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=dtype))

@@ -81,7 +81,7 @@ def mixed(folder: Path, is_fine: Callable[[str], bool]) -> Weights:
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["run in fp32", "run in bf16"])
-def test_frozen_weights_are_the_source_s_to_the_bit_each_in_its_dtype(tmp_path: Path, rounded: bool) -> None:
+def test_export_keeps_frozen_weights_and_dtypes_bit_for_bit(tmp_path: Path, rounded: bool) -> None:
     save_as_the_hub_does("llava", tmp_path / "m")
     stored = mixed(tmp_path / "m", lambda key: "norm" in key and key.endswith("weight"))
     round_all = lambda w: {k: v.bfloat16().float() if rounded else v for k, v in w.items()}  # noqa: E731
@@ -107,7 +107,7 @@ def test_adapters_are_saved_and_merged_in_fp32(tmp_path: Path) -> None:
     assert (load_file(export / "model.safetensors")[key] == nearest).float().mean() > 0.99
 
 
-def test_an_embedding_that_trains_beside_adapters_is_the_head_of_both_exports(tmp_path: Path) -> None:
+def test_trained_tied_embedding_is_the_head_in_both_exports(tmp_path: Path) -> None:
     tree = as_parts(tmp_path, tied=True)
     load_tokenizer("bytes").save_pretrained(str(tmp_path / "m/words"))
     tree["language_model"] |= {"id": str(resized(tmp_path / "m/language"))}
@@ -161,7 +161,7 @@ def test_a_head_beside_a_config_that_ties_it_is_refused(tmp_path: Path, whole: b
         export_of(tmp_path, tree)
 
 
-def test_generation_settings_and_unread_weights_of_a_source_go_along(tmp_path: Path) -> None:
+def test_export_keeps_generation_settings_and_unread_weights(tmp_path: Path) -> None:
     tree = as_parts(tmp_path, language="qwen3_5_text")
     load_tokenizer("bytes").save_pretrained(str(tmp_path / "m/words"))
     folder = resized(tmp_path / "m/language")

@@ -18,9 +18,9 @@ from dilatant.data.order.sampler import Sampler
 from dilatant.data.sample import EncodedSample, content_digest
 from dilatant.data.text.encoding import QUESTION
 from dilatant.data.workers.loader import GlobalBatch
-from dilatant.data.workers.pool import Request
+from dilatant.data.workers.pool import SampleRequest
 from dilatant.training.feeding.feed import Draw, Feed, IndexedData, draws
-from dilatant.training.feeding.inputs import HELD_OUT, Inputs, _Streamed
+from dilatant.training.feeding.inputs import HELD_OUT, RankInputs, _Streamed
 from patience import HANG_SECONDS, wait_until
 
 LENGTHS = np.random.default_rng(0).integers(3, 9, 23)
@@ -58,10 +58,10 @@ class _Source:
 
     bad: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
-    asked: list[Request] = field(default_factory=list)
-    open: dict[tuple[str, int], Request] = field(default_factory=dict)
+    asked: list[SampleRequest] = field(default_factory=list)
+    open: dict[tuple[str, int], SampleRequest] = field(default_factory=dict)
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def ask(self, requests: Sequence[SampleRequest]) -> None:
         self.asked += requests
         for one in requests:
             assert (one.dataset, one.draw) not in self.open, "asked twice at once"
@@ -115,7 +115,7 @@ def _feed(rank: int, source: _Source, steps: int = 8, **settings) -> Feed[Cut]:
     return Feed(data, draws(SAMPLER, start, 0, steps), source, _plan, _needs(rank), **settings)
 
 
-def test_what_four_ranks_decode_is_what_their_steps_use_each_part_once() -> None:
+def test_four_ranks_decode_each_part_their_steps_use_once() -> None:
     sources = [_Source() for _ in range(4)]
     feeds = [_feed(rank, source) for rank, source in enumerate(sources)]
     for number, inputs in enumerate(zip(*feeds, strict=True)):
@@ -163,7 +163,7 @@ def _exchange(feeds: list[Feed[Cut]]) -> None:
 
 
 @pytest.mark.parametrize("bad", [{0, 5, 11}, set(range(0, 23, 2))])
-def test_what_one_rank_finds_bad_all_leave_out_before_the_step_and_ever_after(bad: set[int]) -> None:
+def test_all_ranks_skip_a_bad_sample_found_by_one_rank_for_good(bad: set[int]) -> None:
     sources = [_Source(frozenset(bad)) for _ in range(4)]
     feeds = [_feed(rank, source, skips=True) for rank, source in enumerate(sources)]
     steps = []
@@ -190,7 +190,7 @@ def test_what_one_rank_finds_bad_all_leave_out_before_the_step_and_ever_after(ba
 
 
 @pytest.mark.parametrize("place", range(6))
-def test_what_a_rank_comes_to_need_as_others_are_left_out_is_decoded(place: int) -> None:
+def test_parts_a_rank_newly_needs_after_skips_are_decoded_once(place: int) -> None:
     def both(step: Cut) -> dict[int, frozenset[str]]:
         first, second = _needs(0)(step), _needs(2)(step)
         return {at: first.get(at, frozenset()) | second.get(at, frozenset()) for at in {**first, **second}}
@@ -235,7 +235,7 @@ def test_a_resumed_run_makes_the_same_steps() -> None:
     assert head + tail == whole
 
 
-def test_a_bad_sample_stops_the_run_when_its_step_is_due_unless_they_are_skipped() -> None:
+def test_bad_sample_stops_the_run_only_when_its_step_is_due() -> None:
     indices, _ = SAMPLER.take(SAMPLER.start(), 12)
     wanted = next(int(i) for i in indices[6:] if i not in indices[:6])
     seen, errors = 0, []
@@ -250,7 +250,7 @@ def test_a_bad_sample_stops_the_run_when_its_step_is_due_unless_they_are_skipped
     assert (seen, errors) == (1, [f"file:{wanted}: is cut off"])
 
 
-def test_a_step_of_corrupt_samples_alone_and_data_that_change_are_errors() -> None:
+def test_all_corrupt_batch_and_changed_data_are_errors() -> None:
     refused = {i: f"file:{i}: is bad" for i in range(23)}
     with (
         _feed(2, _Source(), refused=refused) as feed,
@@ -268,7 +268,7 @@ def test_a_step_of_corrupt_samples_alone_and_data_that_change_are_errors() -> No
     assert raised == 1
 
 
-def test_what_is_decided_ahead_is_bounded_and_closing_ends_the_thread() -> None:
+def test_look_ahead_is_bounded_and_close_ends_the_thread() -> None:
     source = _Source()
     before = threading.active_count()
     endless = (Draw(k, np.array([k % 23]), k, SAMPLER.start()) for k in range(10**9))
@@ -281,7 +281,7 @@ def test_what_is_decided_ahead_is_bounded_and_closing_ends_the_thread() -> None:
     assert not source.open
 
 
-def test_the_first_step_waits_for_three_plans_and_later_ones_are_asked_for_eight_steps_ahead() -> None:
+def test_first_step_waits_for_three_plans_then_feed_runs_8_ahead() -> None:
     source, begun, on_time = _Source(), threading.Event(), []
 
     def plan(samples: Sequence[EncodedSample], step: int) -> Cut:
@@ -300,9 +300,9 @@ def test_the_first_step_waits_for_three_plans_and_later_ones_are_asked_for_eight
         assert max(one.draw for one in source.asked) // 6 == 25
 
 
-def _held_out(refused: dict[int, str], source: _Source) -> Inputs:
+def _held_out(refused: dict[int, str], source: _Source) -> RankInputs:
     """As one rank makes its inputs, with what they need of a run replaced."""
-    inputs = Inputs.__new__(Inputs)
+    inputs = RankInputs.__new__(RankInputs)
     inputs._data = {HELD_OUT: _data(refused)}
     inputs._source, inputs._skips = source, False  # type: ignore[assignment]
     inputs._plan_forwards = _plan  # type: ignore[method-assign, assignment]
@@ -310,7 +310,7 @@ def _held_out(refused: dict[int, str], source: _Source) -> Inputs:
     return inputs
 
 
-def test_of_held_out_samples_the_first_are_judged_as_questions_without_those_that_are_refused() -> None:
+def test_first_valid_held_out_samples_are_judged_as_questions() -> None:
     source, refused = _Source(), {1: "one is bad", 4: "four is bad", 5: "five is bad"}
     inputs = _held_out(refused, source)
     batches = [[s.id for s in step.batch.samples] for step in inputs.held_out(5, 2)]
@@ -337,14 +337,14 @@ def test_steps_of_a_stream_go_on_from_the_number_of_the_first() -> None:
 
 
 @pytest.mark.parametrize(("on_error", "parts"), [("skip", None), ("raise", frozenset({"vision", "tokens"}))])
-def test_who_reads_a_stream_decodes_all_of_it_where_bad_samples_are_left_out(
+def test_stream_decodes_every_part_where_bad_samples_are_skipped(
     monkeypatch: pytest.MonkeyPatch, on_error: str, parts: frozenset[str] | None
 ) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(
         "dilatant.training.feeding.inputs.Loader", lambda *_, **settings: opened.append(settings)
     )
-    inputs = Inputs.__new__(Inputs)
+    inputs = RankInputs.__new__(RankInputs)
     inputs._config = SimpleNamespace(data=SimpleNamespace(workers=0, on_error=on_error))  # type: ignore[assignment]
     inputs._samples = SimpleNamespace(train=None, encoding=None)  # type: ignore[assignment]
     inputs._needs = SimpleNamespace(media=frozenset({"vision"}))  # type: ignore[assignment]

@@ -11,7 +11,7 @@ import pytest
 from cli.tiny_project import tiny_config, write_images
 from dilatant.comm.launch import local_worker
 from dilatant.config.config import parse_config
-from dilatant.training.commit import ALONE, Membership
+from dilatant.training.commit import ALONE, RunMembership
 from dilatant.training.prepare import prepare
 from dilatant.training.trainer import Trainer
 
@@ -41,7 +41,7 @@ class Gate:
             raise Refused
 
 
-def test_gradients_of_a_step_that_did_not_count_are_not_added_to_it(tmp_path: Path) -> None:
+def test_gradients_of_an_uncommitted_step_are_not_accumulated(tmp_path: Path) -> None:
     """All of them are there, and summed, when somebody else is lost before the vote; weights are shared."""
     write_images(tmp_path, 12)
     config = parse_config(
@@ -50,7 +50,7 @@ def test_gradients_of_a_step_that_did_not_count_are_not_added_to_it(tmp_path: Pa
     prepared = prepare(config)
     losses: list[float] = []
 
-    def trainer(membership: Membership, before: Trainer | None = None) -> Trainer:
+    def trainer(membership: RunMembership, before: Trainer | None = None) -> Trainer:
         model = prepare(config).model if before is None else before.runtime.model
         checkpoints = tmp_path / "checkpoints"
         return Trainer(
@@ -66,11 +66,11 @@ def test_gradients_of_a_step_that_did_not_count_are_not_added_to_it(tmp_path: Pa
         return [*losses]
 
     undisturbed = trained(trainer(ALONE))
-    first = trainer(Membership(generation=1, gate=Gate(refuses=2)))
+    first = trainer(RunMembership(generation=1, gate=Gate(refuses=2)))
     with pytest.raises(Refused):
         trained(first)
     begun = [*losses]
-    again = trainer(Membership(generation=2, weights_follow=True, gate=Gate(refuses=9)), first)
+    again = trainer(RunMembership(generation=2, weights_follow=True, gate=Gate(refuses=9)), first)
     assert again.stays
     again.go_on_from(first.values(), stays=True)
     again.begin_alone()

@@ -46,7 +46,7 @@ def test_a_plan_file_says_all_that_the_config_does_not(tmp_path: Path) -> None:
     assert plan_from_config(otherwise, model) == TrainingPlan(PLAN, 5, "zb-h1", "random", 0.5)
 
 
-def test_who_shares_state_is_as_the_config_says_else_the_plan_else_the_node(tmp_path: Path) -> None:
+def test_state_sharing_follows_config_then_plan_then_default(tmp_path: Path) -> None:
     model = build_model(CASE, "meta")
     assert plan_from_config(config(tmp_path), model).zero == "node"  # of files that do not say it
     far = {**STEP, "zero": "all", "costs": token_costs(PLAN, (True,) * len(PLAN.stages())).to_document()}
@@ -60,9 +60,7 @@ def test_who_shares_state_is_as_the_config_says_else_the_plan_else_the_node(tmp_
 
 
 @pytest.mark.parametrize("host", [{"pp": 2}, {"replicas": 2}])
-def test_a_unit_that_is_only_colocated_runs_in_its_hosts_first_stages(
-    tmp_path: Path, host: dict[str, int]
-) -> None:
+def test_colocated_unit_runs_in_first_stages_of_its_host(tmp_path: Path, host: dict[str, int]) -> None:
     layout = {"plan": None, "units": {"language": host}, "colocated": {"vision": "language"}}
     plan = plan_from_config(config(tmp_path, parallel=layout), build_model(CASE, "meta")).plan
     vision, language = (plan.unit(name).replicas for name in ("vision", "language"))

@@ -30,7 +30,7 @@ def _optimizer(net: nn.Module, exact: dict[str, torch.Tensor] | None = None, rat
     return build_optimizer(dict(net.named_parameters()), config, lambda pattern: frozenset(), exact)
 
 
-def test_masters_take_the_steps_of_fp32_weights_with_the_same_gradients() -> None:
+def test_master_weights_follow_fp32_training_exactly() -> None:
     net = _net()
     low = _held_in_bf16(net)
     exact = {name: p.detach().clone() for name, p in net.named_parameters()}

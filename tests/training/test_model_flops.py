@@ -60,7 +60,7 @@ def test_frozen_work_is_not_counted_twice_or_thrice() -> None:
     assert count(model, sample(text, images, targets)) == pytest.approx(language + vision, rel=1e-9)
 
 
-def test_of_layers_with_adapters_only_these_have_weight_gradients() -> None:
+def test_only_adapters_of_frozen_layers_have_weight_gradients() -> None:
     language = load_language_model(TEXT, "model")
     inject_parts(language, {}, LoraConfig(r=2, target_modules=("q_proj",)))
     model = MultimodalModel({}, language, device="meta")

@@ -75,7 +75,7 @@ def newest_weights(run: Path) -> dict[str, torch.Tensor]:
     ("how", "says"),
     [(bad_loss, "became nan"), (bad_loss_of_good_gradient, "became nan"), (bad_gradient, "norm is")],
 )
-def test_the_run_stops_names_the_samples_and_keeps_the_last_good_step(
+def test_nonfinite_stop_names_samples_and_keeps_last_good_step(
     project: Path, monkeypatch: pytest.MonkeyPatch, how: Any, says: str
 ) -> None:
     calls = spoil(monkeypatch, 4, how)

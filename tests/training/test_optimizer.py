@@ -113,7 +113,7 @@ def test_the_factor_is_of_the_peak_and_not_of_the_last_rate() -> None:
         assert {group["lr"] for group in optimizer.param_groups} == {RATE * factor, 0.01 * factor}
 
 
-def test_a_weight_without_a_gradient_does_not_move_and_has_no_moments() -> None:
+def test_weight_without_gradient_stays_and_has_no_moments() -> None:
     weights = parameters()
     optimizer = build_optimizer(weights, config(), matching)
     weights["language.layers.0.weight"].grad = torch.ones(3, 2)
@@ -124,7 +124,7 @@ def test_a_weight_without_a_gradient_does_not_move_and_has_no_moments() -> None:
     )
 
 
-def test_a_rank_of_frozen_layers_has_an_optimizer_that_does_nothing() -> None:
+def test_rank_of_frozen_layers_has_an_idle_optimizer() -> None:
     weights = {"vision.frozen.weight": nn.Parameter(torch.ones(3, 2), requires_grad=False)}
     optimizer = build_optimizer(weights, config(), matching)
     set_rate_factor(optimizer, 0.5)
@@ -132,7 +132,7 @@ def test_a_rank_of_frozen_layers_has_an_optimizer_that_does_nothing() -> None:
     assert optimizer_tensors(optimizer) == {}
 
 
-def test_moments_that_were_read_into_place_go_on_as_if_nothing_had_been() -> None:
+def test_loaded_moments_continue_training_unchanged() -> None:
     settings, drawn = config(), torch.Generator().manual_seed(0)
     gradients = {
         name: torch.randn(shape, generator=drawn) for name, shape in SHAPES.items() if "frozen" not in name

@@ -33,7 +33,7 @@ from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.prepare import Prepared, prepare
+from dilatant.training.prepare import PreparedRun, prepare
 
 BATCH = 16
 WIDTH = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -108,7 +108,7 @@ def config(folder: Path, **sections: Any) -> Config:
     return parse_config(tree, folder)
 
 
-def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem, Prepared, Config]:
+def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem, PreparedRun, Config]:
     """A plan as `dilatant plan` writes it, and a run that was told to train it."""
     write_samples(folder, 2 * BATCH)
     asked = config(folder, **sections)
@@ -216,7 +216,7 @@ def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[
     assert max(found.peak_bytes) > max(winner.score.peak_bytes)
 
 
-def test_the_page_says_the_microbatches_and_memory_that_were_simulated(tmp_path: Path) -> None:
+def test_plan_page_shows_simulated_microbatches_and_memory(tmp_path: Path) -> None:
     """Where the token budget of a row cuts a plan's microbatches into more, and steps differ in memory."""
     write_samples(tmp_path, 2 * BATCH)
     train: dict[str, Any] = {"steps": 2, "global_batch_size": BATCH, "report_to": [], "row_tokens": 100}

@@ -42,9 +42,7 @@ def test_the_best_stays_besides_the_newest(tmp_path: Path, best: int | None, lef
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_going_on_from_an_older_checkpoint_keeps_the_new_ones_not_the_abandoned(
-    tmp_path: Path, keep: int
-) -> None:
+def test_resume_from_older_step_keeps_new_over_abandoned_ones(tmp_path: Path, keep: int) -> None:
     write_steps(tmp_path, 10, 20, 30, keep=3)
     write_steps(tmp_path, 11, 12, keep=keep, session="second", after=at(tmp_path, 10))
     assert steps_in(tmp_path) == [12, 11, 10][:keep]
@@ -52,7 +50,7 @@ def test_going_on_from_an_older_checkpoint_keeps_the_new_ones_not_the_abandoned(
     assert (found and found.step, warnings) == (12, [])
 
 
-def test_abandoned_checkpoints_are_set_aside_before_the_first_new_one_and_deleted_only_when_enough_are_new(
+def test_abandoned_checkpoints_stay_aside_until_enough_are_new(
     tmp_path: Path,
 ) -> None:
     write_steps(tmp_path, 10, 20, 30)
@@ -86,14 +84,14 @@ def test_the_same_step_of_two_branches_is_two_checkpoints(tmp_path: Path) -> Non
     assert all(damage(tmp_path / name) is None for name in names)
 
 
-def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_deleted(tmp_path: Path) -> None:
+def test_checkpoint_of_same_step_is_set_aside_and_not_deleted(tmp_path: Path) -> None:
     write_steps(tmp_path, 5)
     write_steps(tmp_path, 5, session="second")
     assert damage(tmp_path / "abandoned-step-00000005") is None
     assert steps_in(tmp_path) == [5]
 
 
-def test_a_run_that_goes_on_from_elsewhere_does_not_begin_anew_after_an_early_crash(tmp_path: Path) -> None:
+def test_crash_before_first_save_resumes_from_the_other_run(tmp_path: Path) -> None:
     write_steps(tmp_path / "other", 40)
     mine = tmp_path / "mine"
     write_steps(mine, 10)
@@ -173,7 +171,7 @@ def test_frozen_weights_stay_while_anything_names_them(tmp_path: Path) -> None:
     assert [weights_of(at(tmp_path, step)) for step in (4, 5)] == [4, 5]
 
 
-def test_frozen_weights_of_a_save_that_never_ended_go_at_the_next_start(tmp_path: Path) -> None:
+def test_frozen_weights_of_an_unfinished_save_go_at_next_start(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, frozen=FROZEN)
     kept = frozen_files(tmp_path)
     writer = CheckpointWriter(tmp_path, 1, "second")
@@ -185,7 +183,7 @@ def test_frozen_weights_of_a_save_that_never_ended_go_at_the_next_start(tmp_path
     assert damage(at(tmp_path, 1)) is None
 
 
-def test_frozen_weights_stay_while_a_checkpoint_that_cannot_be_read_may_need_them(tmp_path: Path) -> None:
+def test_frozen_weights_stay_while_a_checkpoint_is_unreadable(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, frozen=FROZEN)
     (at(tmp_path, 1) / "manifest.json").rename(tmp_path / "mislaid")
     CheckpointWriter(tmp_path, 1, "second").close()
@@ -204,7 +202,7 @@ def test_frozen_weights_are_part_of_what_is_checked(tmp_path: Path) -> None:
         load(at(tmp_path, 1), tensors(0))
 
 
-def test_the_copy_of_a_checkpoint_works_with_its_frozen_weights_beside_it(tmp_path: Path) -> None:
+def test_copied_checkpoint_loads_with_frozen_weights_beside_it(tmp_path: Path) -> None:
     write_steps(tmp_path / "run", 1, frozen=FROZEN)
     shutil.copytree(at(tmp_path / "run", 1), tmp_path / "copy" / "best")
     shutil.copytree(tmp_path / "run" / "frozen", tmp_path / "copy" / "frozen")

@@ -100,6 +100,6 @@ def test_all_may_leave_before_the_last_batch(workers: WorkerPool) -> None:
     assert [[ids for ids, *_ in seen] for seen, _ in results] == [[first]] * 3
 
 
-def test_a_rank_takes_from_the_first_one_of_its_machine_that_feeds_media() -> None:
+def test_rank_takes_media_from_the_first_feeder_on_its_machine() -> None:
     places = [("a", False), ("a", True), ("a", True), ("b", False), ("b", False)]
     assert [source_of(places, rank) for rank in range(5)] == [1, 1, 2, 3, 3]

@@ -57,7 +57,7 @@ def test_ranks_with_unequal_sight_refuse_in_one_line(workers: WorkerPool, tmp_pa
         assert "\n" not in said
 
 
-def test_the_day_of_templates_is_the_configs_or_the_checkpoints_or_today(tmp_path: Path) -> None:
+def test_template_date_is_from_config_else_checkpoint_else_today(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "aa" * 8, template_date="2020-02-29")
     today = datetime.now().date().isoformat()
 

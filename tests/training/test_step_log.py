@@ -17,7 +17,7 @@ from dilatant.config.config import parse_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder
 from dilatant.training import step_log
-from dilatant.training.commit import ALONE, Gate, Membership
+from dilatant.training.commit import ALONE, Gate, RunMembership
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
 from dilatant.training.rank import train_to_end
@@ -75,7 +75,7 @@ def config_of(folder: Path, **more: Any) -> Config:
 def trainer_of(config: Config, gate: Gate | None) -> Trainer:
     prepared = prepare(config)
     checkpoints = RunFolder(config.output_dir).checkpoints
-    membership = ALONE if gate is None else Membership(generation=1, gate=gate)
+    membership = ALONE if gate is None else RunMembership(generation=1, gate=gate)
     return Trainer(
         config,
         prepared.samples,
@@ -117,7 +117,7 @@ def told_in_votes(steps: int) -> list[str]:
     return entries
 
 
-def test_a_step_is_told_of_while_the_next_vote_is_out_and_the_last_before_the_run_is_saved(
+def test_step_is_logged_during_next_vote_and_last_before_save(
     tmp_path: Path,
 ) -> None:
     book = Book()
@@ -128,7 +128,7 @@ def test_a_step_is_told_of_while_the_next_vote_is_out_and_the_last_before_the_ru
     ]
 
 
-def test_a_step_is_told_of_before_it_is_judged_and_before_it_is_saved(tmp_path: Path) -> None:
+def test_step_is_logged_before_evaluation_and_before_save(tmp_path: Path) -> None:
     book = Book()
     config = config_of(
         tmp_path,
@@ -167,7 +167,7 @@ def test_without_a_vote_a_step_is_told_of_at_once(tmp_path: Path, monkeypatch: p
     assert run(trainer, book) == [*told, f"save {STEPS}"]
 
 
-def test_who_fails_while_its_vote_is_out_can_still_apply_the_step(tmp_path: Path) -> None:
+def test_rank_failing_during_its_vote_can_still_apply_the_step(tmp_path: Path) -> None:
     """The others may be told that it counts."""
     losses: dict[bool, list[float]] = {}
     for fails in (False, True):
@@ -190,7 +190,7 @@ def test_who_fails_while_its_vote_is_out_can_still_apply_the_step(tmp_path: Path
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["", "a slow step, too"])
-def test_a_fenced_rank_knows_both_steps_that_perhaps_nobody_has_written_down(
+def test_fenced_rank_remembers_both_possibly_unlogged_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     if is_slow:
@@ -206,7 +206,7 @@ def test_a_fenced_rank_knows_both_steps_that_perhaps_nobody_has_written_down(
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["", "which another rank wrote meanwhile"])
-def test_a_rank_that_fails_in_a_step_has_written_down_the_one_before(
+def test_rank_failing_in_a_step_has_logged_the_step_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     config = config_of(tmp_path)
@@ -231,7 +231,7 @@ def test_a_rank_that_fails_in_a_step_has_written_down_the_one_before(
 
 
 @pytest.mark.parametrize("written", [1, 2, 3])
-def test_what_the_first_rank_did_not_write_down_the_next_one_does(tmp_path: Path, written: int) -> None:
+def test_next_rank_logs_the_steps_its_predecessor_missed(tmp_path: Path, written: int) -> None:
     """And nothing twice."""
     book = Book()
     config = config_of(tmp_path, train={"steps": 3})

@@ -102,7 +102,7 @@ def _pretrained_config(folder: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_pretrained_id_is_read_by_name_and_gives_what_transformers_reads(
+def test_pretrained_weights_read_by_name_match_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     build_model(replace(CASE, tied=tied)).save_pretrained(tmp_path)
@@ -125,7 +125,7 @@ def test_a_pretrained_id_is_read_by_name_and_gives_what_transformers_reads(
     assert read_pretrained(hollow, config, some, seed=1).keys() == some.keys()
 
 
-def test_what_an_encoders_checkpoint_lacks_is_drawn_by_transformers_by_the_seed(tmp_path: Path) -> None:
+def test_weights_encoder_checkpoint_lacks_are_drawn_by_seed(tmp_path: Path) -> None:
     build_model(CASE).save_pretrained(tmp_path)
     config = _pretrained_config(tmp_path)
     hollow = build_model_from(config, seed=1, hollow={"vision", "language"})
@@ -164,7 +164,7 @@ def _held_pretrained(worker: Worker, folder: Path, plan: Plan) -> dict[Box, torc
 
 
 @pytest.mark.parametrize("plan", [PLAN, TWO_RANKS], ids=["one rank a stage", "tp 2"])
-def test_ranks_hold_their_layers_of_a_pretrained_model_and_the_projector_of_the_seed(
+def test_ranks_load_pretrained_layers_and_seed_the_projector(
     workers: WorkerPool, tmp_path: Path, plan: Plan
 ) -> None:
     build_model(CASE).save_pretrained(tmp_path)

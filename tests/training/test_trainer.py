@@ -64,7 +64,7 @@ class _Book:
 
 
 @pytest.mark.parametrize("limit", [0.5, 2.0, None])
-def test_gradients_are_clipped_before_the_update_and_gone_after_it(limit: float | None) -> None:
+def test_gradients_are_clipped_before_update_and_cleared_after(limit: float | None) -> None:
     book = _Book(limit)
     book.apply(1.0, 7.0)
     assert book.calls == [*([] if limit is None else [("clip", limit, 7.0)]), "step", "zero", "gather"]
@@ -75,7 +75,7 @@ def test_gradients_are_clipped_before_the_update_and_gone_after_it(limit: float 
 @pytest.mark.parametrize(
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
 )
-def test_what_is_not_finite_is_not_applied_and_the_step_is_counted(loss: float, norm: float) -> None:
+def test_nonfinite_update_is_skipped_and_the_step_counted(loss: float, norm: float) -> None:
     book = _Book()
     book.apply(loss, norm)
     trainer = book.trainer
@@ -110,7 +110,7 @@ def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pyte
     ]
 
 
-def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_checkpoint(
+def test_resume_restores_moments_position_and_bad_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A weight that no step has used has no moments there, and must not be asked for any."""
@@ -182,7 +182,7 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
         (0.5, 8, 0, 0, 1),
     ],
 )
-def test_epochs_are_passes_over_the_data_whatever_the_batches_were(
+def test_epochs_are_passes_over_the_data_at_any_batch_size(
     epochs: float | None, batch: int, done: int, drawn: int, steps: int
 ) -> None:
     config: Any = SimpleNamespace(train=SimpleNamespace(steps=None, epochs=epochs, global_batch_size=batch))

@@ -30,13 +30,13 @@ MOST_GATHERS = 4
 """The most all-gathers of keys and values per call: with four, three quarters of the communication can be hidden."""
 
 
-class Pending(Protocol):
+class PendingRows(Protocol):
     def wait(self) -> object:
         """Return when the tensors may be used; on a GPU the current stream waits."""
         ...
 
 
-class Ranks(Protocol):
+class ContextRanks(Protocol):
     """Context-parallel group of a row (interface of `comm.group.Group`); all calls return immediately."""
 
     @property
@@ -47,13 +47,13 @@ class Ranks(Protocol):
         """This rank's index in the group."""
         ...
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Pending: ...
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> PendingRows: ...
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Pending: ...
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> PendingRows: ...
 
-    def send(self, tensor: torch.Tensor, to: int, *, what: str) -> Pending: ...
+    def send(self, tensor: torch.Tensor, to: int, *, what: str) -> PendingRows: ...
 
-    def receive(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending: ...
+    def receive(self, tensor: torch.Tensor, source: int, *, what: str) -> PendingRows: ...
 
 
 class ContextParallelRow:
@@ -71,7 +71,7 @@ class ContextParallelRow:
         self,
         mask: AttentionMask,
         placement: Placement,
-        group: Ranks,
+        group: ContextRanks,
         *,
         block: int = 128,
         reduce_dtype: torch.dtype | None = torch.float32,
@@ -213,7 +213,7 @@ def _gather(
     ranks = len(share.group.ranks)
     buffers: list[torch.Tensor] = []
 
-    def start(number: int) -> tuple[torch.Tensor, Pending]:
+    def start(number: int) -> tuple[torch.Tensor, PendingRows]:
         heads = groups[number].kv
         shape = (2 * (heads.stop - heads.start), key.shape[2])
         own = key.new_zeros((share.width, *shape))
@@ -293,7 +293,7 @@ class _Reduction(NamedTuple):
     """A reduce-scatter in progress, for the gradients of one group of heads; `parts` keeps its input alive."""
 
     heads: _Heads
-    work: Pending
+    work: PendingRows
     parts: torch.Tensor
     own: torch.Tensor
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.attention.cache_keyword import cache_keyword
-from dilatant.attention.context_parallel import ContextParallelRow, Pending
+from dilatant.attention.context_parallel import ContextParallelRow, PendingRows
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks.mask import PADDING, SAMPLE, AttentionMask
@@ -123,7 +123,7 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
         if not (comes or goes):
             made[number] = run(piece)
             continue
-        link = _Link(layer, share)
+        link = _Neighbours(layer, share)
         carry = _Carry(link.receive(piece) if comes else None, layer.conv_kernel_size - 1)
         output = run(piece, **{layer.cache_keyword: carry})
         made[number] = link.send(output, carry.after()) if goes else output
@@ -182,7 +182,7 @@ class _Carry:
         return state
 
 
-class _Link:
+class _Neighbours:
     """Point-to-point transfer of one layer's states between a rank and its neighbours in the row."""
 
     def __init__(self, layer: Any, share: ContextParallelRow) -> None:
@@ -197,7 +197,7 @@ class _Link:
 
     def send(self, output: Tensor, state: State) -> Tensor:
         """Send `state` to the next rank; return `output`, whose backward first receives the gradient of `state`."""
-        return _Send.apply(self, output, state.convolution, state.memory)
+        return _SendState.apply(self, output, state.convolution, state.memory)
 
     def empty(self, like: Tensor) -> State:
         layer = self.layer
@@ -206,7 +206,7 @@ class _Link:
             like.new_empty(1, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, dtype=torch.float32),
         )
 
-    def exchange(self, what: str, tensors: Sequence[Tensor], rank: int) -> list[Pending]:
+    def exchange(self, what: str, tensors: Sequence[Tensor], rank: int) -> list[PendingRows]:
         """Start sends to or receives from `rank`."""
         transfer = self.group.send if what == "send" else self.group.receive
         return [transfer(each, self.group.ranks[rank], what="states of linear attention") for each in tensors]
@@ -214,7 +214,7 @@ class _Link:
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: _Link, piece: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, link: _Neighbours, piece: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.link, ctx.count = link, len(weights)
         state = link.empty(piece)
         for pending in link.exchange("receive", state, link.before):
@@ -229,9 +229,9 @@ class _Receive(torch.autograd.Function):
         return (None,) * (2 + ctx.count)
 
 
-class _Send(torch.autograd.Function):
+class _SendState(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: _Link, output: Tensor, convolution: Tensor, memory: Tensor) -> Tensor:
+    def forward(ctx: Any, link: _Neighbours, output: Tensor, convolution: Tensor, memory: Tensor) -> Tensor:
         ctx.link, ctx.like = link, output.new_empty(0)
         for pending in link.layer.__dict__.pop(_SENT, ()):
             pending.wait()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-Inputs = tuple[Tensor | None, ...]
+CachedInputs = tuple[Tensor | None, ...]
 
 
 def keep_attention() -> tuple[KeepsAttention, KeepsAttention]:
@@ -112,10 +112,10 @@ class KeepsAttention(TorchFunctionMode):
 class _Call:
     """One attention call with a separate autograd graph, which holds none of the inputs."""
 
-    def __init__(self, attend: Callable[..., Tensor], inputs: Inputs) -> None:
+    def __init__(self, attend: Callable[..., Tensor], inputs: CachedInputs) -> None:
         self.nbytes = 0
         self._counted: set[int] = set()
-        self._given: Inputs = ()
+        self._given: CachedInputs = ()
         self._storages = [None if t is None else t.untyped_storage().data_ptr() for t in inputs]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             root = torch.empty(0, requires_grad=True)
@@ -127,7 +127,7 @@ class _Call:
             self.output = attend(*copies)
         self._count(self.output)
 
-    def backward(self, gradient: Tensor, inputs: Inputs) -> list[Tensor | None]:
+    def backward(self, gradient: Tensor, inputs: CachedInputs) -> list[Tensor | None]:
         """Return the gradients of `inputs`, which the caller passes as recomputed."""
         self._given = inputs
         wanted = [edge for edge in self._edges if edge is not None]

@@ -145,11 +145,11 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
 
     from dilatant.comm.launch import WorkerFailed
     from dilatant.resilience.run import train
-    from dilatant.training.run import Stopped
+    from dilatant.training.run import RunStopped
 
     try:
         result = train(config, overwrite=overwrite, show="stderr" if as_json else "stdout")
-    except Stopped as stopped:
+    except RunStopped as stopped:
         line = f"stopped; go on with\n  dilatant resume {shlex.quote(config.output_dir)}"
         print(printable(line), file=sys.stderr)
         return stopped.exit_code

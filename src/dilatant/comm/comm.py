@@ -18,7 +18,7 @@ from dilatant.comm.deadlines import DeadlineThread, Stalled
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.group import Group
 from dilatant.comm.liveness import ANSWER_SECONDS, answer_check, check_liveness, read_inbox, send_abort
-from dilatant.comm.rendezvous import Membership, join, known_inboxes, register_inbox, this_machine
+from dilatant.comm.rendezvous import Rendezvous, join, known_inboxes, register_inbox, this_machine
 from dilatant.comm.store.store import Store
 
 WORLD = "world"
@@ -62,7 +62,7 @@ class Comm:
         self._last_check = 0.0
         self._deadlines: DeadlineThread | None = None
         self._watchdog: threading.Thread | None = None
-        self._membership = Membership("", (), (this_machine(),))
+        self._membership = Rendezvous("", (), (this_machine(),))
         self._num_told = 0
         self._gloo_device: Any = None
         if store is not None and size > 1:

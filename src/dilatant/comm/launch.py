@@ -127,7 +127,7 @@ def launch(
         return [_run_here(function, worker, args)]
 
 
-Newcomers = Callable[[], Sequence[tuple[int, tuple[Any, ...]]]]
+JoiningRanks = Callable[[], Sequence[tuple[int, tuple[Any, ...]]]]
 """Callback that returns the ranks whose processes ended and must restart, with the function's arguments."""
 
 
@@ -136,7 +136,7 @@ def launch_local(
     num_workers: int,
     *args: Any,
     started: Callable[[], None] = lambda: None,
-    newcomers: Newcomers | None = None,
+    newcomers: JoiningRanks | None = None,
 ) -> list[Any]:
     """Like `launch`, but always in `num_workers` new processes (one worker: in this process).
 

@@ -24,7 +24,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class Rendezvous:
     """One attempt at a generation. inboxes, machines: by rank. A machine is identified by host name and boot id, since
     host names may repeat."""
 
@@ -48,7 +48,7 @@ def register_inbox(store: Store, generation: int, rank: int, size: int) -> str:
     return inbox
 
 
-def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeout: timedelta) -> Membership:
+def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeout: timedelta) -> Rendezvous:
     """Wait until all ranks have joined. Raises TimeoutError or StoreGone."""
     prefix = f"generation/{generation}"
     own = f"{prefix}/join/{rank}"
@@ -58,7 +58,7 @@ def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeou
             keys = [f"{prefix}/join/{other}" for other in range(size)]
             _await_all(store, keys, timeout)
             inboxes, machines = zip(*(json.loads(each) for each in store.multi_get(keys)))
-            membership = Membership(uuid4().hex, inboxes, machines)
+            membership = Rendezvous(uuid4().hex, inboxes, machines)
             for key in keys:
                 store.delete_key(key)
             document = json.dumps([membership.id, inboxes, machines])
@@ -70,7 +70,7 @@ def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeou
         store.delete_key(own)
         raise
     name, inboxes, machines = json.loads(store.get(f"started/{inbox}"))
-    return Membership(name, tuple(inboxes), tuple(machines))
+    return Rendezvous(name, tuple(inboxes), tuple(machines))
 
 
 def _await_all(store: Store, keys: list[str], timeout: timedelta) -> None:

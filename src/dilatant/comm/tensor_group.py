@@ -35,7 +35,7 @@ class TensorGroup:
 
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum of `part` over the ranks, on each of them. `part` is overwritten if it is contiguous."""
-        return _Sum.apply(part.contiguous(), self)
+        return _SummedTensor.apply(part.contiguous(), self)
 
     @torch.no_grad()
     def largest(self, values: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class _Copy(torch.autograd.Function):
         return ctx.ranks._sum_(own, "gradients of hidden states"), None
 
 
-class _Sum(torch.autograd.Function):
+class _SummedTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: TensorGroup) -> Tensor:
         ctx.mark_dirty(part)

@@ -17,7 +17,7 @@ from dilatant.config.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchPlace:
     """This process's rank and address under an outer launcher.
 
     hosts_store: rank 0 listens at host and port itself; otherwise torchrun's agent does. attempt: torchrun's restart
@@ -80,7 +80,7 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
+def place_from(environment: Mapping[str, str] = os.environ) -> LaunchPlace | None:
     """Read this process's place from the variables of torchrun (or any launcher that sets the same), mpirun, Slurm or
     a Kubernetes indexed Job. Returns None without such variables, or if they describe a single process. Raises
     UserError if they are incomplete or contradictory.
@@ -192,7 +192,7 @@ def _place(
     host: str | None,
     port: str | None = None,
     one_machine: bool = False,
-) -> Place | None:
+) -> LaunchPlace | None:
     port = port or environment.get("MASTER_PORT", "29500")
     try:
         numbers = [int(each) for each in (rank, size or "1", local_rank, local_size, port)]
@@ -218,7 +218,7 @@ def _place(
             f"this process was started by {launcher}, but {' and '.join(missing)} is not set; MASTER_ADDR is the host "
             "of rank 0 and WORLD_SIZE the number of processes"
         )
-    return Place(
+    return LaunchPlace(
         launcher=launcher,
         rank=number,
         size=count,

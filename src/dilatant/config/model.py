@@ -15,7 +15,7 @@ PROJECTORS = ("linear", "mlp", "identity")
 """The kinds of projectors that can be newly initialized."""
 
 
-class Source(Section):
+class ModelSource(Section):
     """Source of a Hugging Face model: `id` (pretrained) or `config` (from scratch)."""
 
     id: str | None = None
@@ -34,7 +34,7 @@ class Source(Section):
         return self
 
 
-class LanguageModelConfig(Source):
+class LanguageModelConfig(ModelSource):
     tokenizer: str | None = None
     """A tokenizer id or folder; `bytes` for the built-in byte tokenizer. Default: the model's own `id`."""
     attn_implementation: str | None = None
@@ -68,7 +68,7 @@ class LanguageModelConfig(Source):
         return said == "causal" or (isinstance(said, dict) and {*said.values()} <= {"causal"})
 
 
-class EncoderConfig(Source):
+class EncoderConfig(ModelSource):
     kind: Literal["image", "audio"]
     """The modality that the encoder reads."""
     projector: str | None = None

@@ -16,9 +16,9 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def into(self, record: list[float]) -> Span:
+    def into(self, record: list[float]) -> TimedSpan:
         """Return a context manager that appends its duration in seconds to `record`."""
-        return Span(self, record)
+        return TimedSpan(self, record)
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -28,7 +28,7 @@ class Clock:
         return time.perf_counter()
 
 
-class Span:
+class TimedSpan:
     """The context manager of `Clock.into`."""
 
     def __init__(self, clock: Clock, record: list[float]) -> None:

@@ -18,26 +18,26 @@ WORTH_SECONDS = 5.0
 FEW = 8
 """Number of pieces up to which no worker processes are started."""
 
-Piece = tuple[int, int]
+IndexRange = tuple[int, int]
 """The first index, and the index after the last one."""
 Progress = Callable[[int, int], None]
 """Callback (done, total)."""
 R = TypeVar("R")
 
 
-def piece_bounds(total: int, length: int) -> Iterator[Piece]:
+def piece_bounds(total: int, length: int) -> Iterator[IndexRange]:
     """Cut `range(total)` into pieces of a length; the last one may be shorter."""
     return ((start, min(start + length, total)) for start in range(0, total, length))
 
 
 def in_pieces(
-    job: Callable[[Piece], R],
-    pieces: Iterator[Piece],
+    job: Callable[[IndexRange], R],
+    pieces: Iterator[IndexRange],
     total: int,
-    named: Callable[[Piece], str],
+    named: Callable[[IndexRange], str],
     workers: int | None,
     piece_seconds: float = TASK_SECONDS,
-) -> Iterator[tuple[Piece, R]]:
+) -> Iterator[tuple[IndexRange, R]]:
     """Apply a job to every piece and yield the results in order.
 
     job: picklable. named: returns the name of a piece for messages. workers: number of processes; 0 works in this
@@ -57,14 +57,14 @@ def in_pieces(
                 break
         cores = len(os.sched_getaffinity(0))
         workers = cores if cores > 1 else 0
-    at_work: deque[Piece] = deque()
+    at_work: deque[IndexRange] = deque()
 
-    def sent() -> Iterator[Piece]:
+    def sent() -> Iterator[IndexRange]:
         for piece in pieces:
             at_work.append(piece)
             yield piece
 
-    pool: WorkerPool[Piece, R] = WorkerPool(
+    pool: WorkerPool[IndexRange, R] = WorkerPool(
         job,
         workers,
         named=named,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Answer:
+class PlannerAnswer:
     """Declare the fields that all planner results share; each frozen subclass declares them in its own order.
 
     `seconds` is the predicted time, `lower_bound` a time in seconds that no answer to the same question can beat,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 Interval = tuple[int, int]
 """First index, and the index after the last."""
 
-Intervals = tuple[tuple[Interval, ...], ...]
+BoxIntervals = tuple[tuple[Interval, ...], ...]
 """Ascending intervals for each dimension; fused weights have several per dimension."""
 
 _KEY = re.compile(r"(?P<name>.+)@(?P<intervals>\d+:\d+(?:[+,]\d+:\d+)*)")
@@ -30,7 +30,7 @@ class Box:
 
     name: str
     whole: tuple[int, ...]
-    intervals: Intervals
+    intervals: BoxIntervals
 
     def __post_init__(self) -> None:
         if len(self.intervals) != len(self.whole):
@@ -113,7 +113,7 @@ class Box:
         return Box(self.name, self.whole, (((start + first, start + end),), *rest))
 
 
-def parse_key(key: str) -> tuple[str, Intervals | None]:
+def parse_key(key: str) -> tuple[str, BoxIntervals | None]:
     """Split a box's key into the weight's name and the intervals, which are None for a whole weight."""
     match = _KEY.fullmatch(key)
     if match is None:
@@ -125,7 +125,7 @@ def parse_key(key: str) -> tuple[str, Intervals | None]:
     return match["name"], tuple(dimensions)
 
 
-def intervals_text(intervals: Intervals) -> str:
+def intervals_text(intervals: BoxIntervals) -> str:
     return ",".join("+".join(f"{start}:{end}" for start, end in spans) for spans in intervals)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dilatant.plan.boxes import Box, Intervals
+from dilatant.plan.boxes import Box, BoxIntervals
 from dilatant.plan.plan import Plan, Stage
 
 
@@ -38,12 +38,12 @@ class Holding:
 Holdings = dict[str, Holding]
 """Logical name → holders of the weight, in layer order of the units in plan order."""
 
-Split = Callable[[HeldWeight, Stage, int], tuple[Intervals | None, bool]]
+TensorSplit = Callable[[HeldWeight, Stage, int], tuple[BoxIntervals | None, bool]]
 """(weight, stage, index among its ranks) → the intervals held there, None for the whole weight; and True if gradients
 are partial. Of ranks that compute the same full gradient, only that of tensor-parallel index 0 is added."""
 
 
-def unsplit(weight: HeldWeight, stage: Stage, place: int) -> tuple[Intervals | None, bool]:
+def unsplit(weight: HeldWeight, stage: Stage, place: int) -> tuple[BoxIntervals | None, bool]:
     """Return the split in which every rank holds the whole weight and computes its full gradient."""
     return None, False
 
@@ -52,7 +52,7 @@ def holdings(
     plan: Plan,
     layers: Mapping[str, Sequence[str]],
     weights: Iterable[HeldWeight],
-    split: Split = unsplit,
+    split: TensorSplit = unsplit,
 ) -> Holdings:
     """Return the holders of every weight under `plan`. layers: unit → its layers' logical names, in order.
 
@@ -67,7 +67,7 @@ def holdings(
     found = {}
     for weight in weights:
         boxes: dict[int, Box] = {}
-        made: dict[Intervals | None, Box] = {}  # ranks with equal boxes share one object
+        made: dict[BoxIntervals | None, Box] = {}  # ranks with equal boxes share one object
         silent: dict[int, bool] = {}
         for layer in sorted(weight.layers):
             for rank, (stage, place) in places.get(layer, {}).items():
@@ -84,7 +84,7 @@ def holdings(
     return found
 
 
-def _box(weight: HeldWeight, intervals: Intervals | None) -> Box:
+def _box(weight: HeldWeight, intervals: BoxIntervals | None) -> Box:
     if intervals is None:
         return Box.of(weight.name, weight.shape)
     return Box(weight.name, weight.shape, intervals)

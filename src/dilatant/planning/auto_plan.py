@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dilatant.comm.store.store import Store
 from dilatant.config import Config, UserError, load_config
-from dilatant.config.environment import Place
+from dilatant.config.environment import LaunchPlace
 from dilatant.config.plan import ClusterConfig
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.planning_process import PlanningJob, plan_in_process
@@ -48,7 +48,7 @@ class Devices:
         return config.model_copy(update={"nodes": self.nodes, "gpus_per_node": self.per_node})
 
 
-def is_planned_here(config: Config, place: Place | None) -> bool:
+def is_planned_here(config: Config, place: LaunchPlace | None) -> bool:
     """Return True if the run plans for itself: on request, or by default with more than one device."""
     parallel = config.parallel
     if parallel.is_laid_out:
@@ -58,7 +58,7 @@ def is_planned_here(config: Config, place: Place | None) -> bool:
     return place is not None or torch.cuda.device_count() > 1
 
 
-def devices_at_hand(config: Config, place: Place | None) -> Devices:
+def devices_at_hand(config: Config, place: LaunchPlace | None) -> Devices:
     """Return one device for each process of an outer launcher, else those of this machine."""
     if place is None:
         return Devices(1, devices_per_node(config.cluster))

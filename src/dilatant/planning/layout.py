@@ -28,7 +28,7 @@ from dilatant.runtime.state.holders import holdings_of, trainable_layers
 from dilatant.schedule import FAMILIES, trainability_of
 from dilatant.schedule.assignment.assign import POLICIES, Policy
 from dilatant.schedule.assignment.distribute import assign
-from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.families.families import serial
 from dilatant.schedule.validate import validate
@@ -106,7 +106,7 @@ class TrainingPlan:
         return cls(plan, count, schedule, assignment, seconds, costs, tokens, zero)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> ScheduleFamily:
         """The schedule family. One rank gains nothing from more than one microbatch in flight."""
         return serial if self.schedule == "serial" else FAMILIES[self.schedule]
 
@@ -134,7 +134,7 @@ def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
     return {**specs, **guests}
 
 
-Cut = Callable[[Specs, Mapping[str, str], Plan], Specs]
+CutFunction = Callable[[Specs, Mapping[str, str], Plan], Specs]
 """Fills in the cuts of a layout (specs, what is colocated), given the layout's plan with equal cuts."""
 
 
@@ -142,7 +142,7 @@ def plan_from_config(
     config: Config,
     model: MultimodalModel,
     made: TrainingPlan | None = None,
-    cut: Cut | None = None,
+    cut: CutFunction | None = None,
 ) -> TrainingPlan:
     """Return the plan that the config asks for, proven to be able to train `model`, which may be on the meta device.
 

@@ -12,7 +12,7 @@ from dilatant.cost.memory import ZEROS
 from dilatant.plan.costs.sample_work import sample_work
 from dilatant.plan.roles import roles_of
 from dilatant.plan.search.finals import RankedPlan
-from dilatant.plan.search.why_not import Asked
+from dilatant.plan.search.why_not import AskedLayout
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.plan_advice import plan_advice
 from dilatant.planning.planning import (
@@ -47,7 +47,9 @@ def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
     )
 
 
-def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | None = None) -> PlanReport:
+def plan_report(
+    planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout] | None = None
+) -> PlanReport:
     """Return the report of a planned run, with warnings about its data and its costs, what would make it faster, and
     why the layouts in `asked`, by their texts, were not chosen."""
     problem, cluster = planned.problem, planned.problem.target.cluster

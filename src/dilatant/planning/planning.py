@@ -27,7 +27,7 @@ from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.refusals import microbatch_sizes_for
 from dilatant.plan.search.search import search
 from dilatant.plan.search.search_result import SearchResult
-from dilatant.plan.search.why_not import Asked, WhyNot, read_asked, why_not
+from dilatant.plan.search.why_not import AskedLayout, WhyNot, read_asked, why_not
 from dilatant.plan.validate import validate
 from dilatant.planning.assemble import Samples, recompute_by_unit
 from dilatant.planning.measuring.cost_cache import keep_costs, kept_costs
@@ -44,7 +44,7 @@ from dilatant.report.text.why_not_text import no_plan_text
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import FAMILIES, plan_scorer, predict
 from dilatant.schedule.assignment.assign import Policy
-from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.timeline import Timeline
 
@@ -198,13 +198,13 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
     return found
 
 
-def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False) -> WhyNot:
+def answer_why_not(planned: PlannedRun, asked: AskedLayout, all_devices: bool = False) -> WhyNot:
     """Explain why the search of this run chose no layout like `asked`."""
     problem = planned.problem.sharing(asked.zero or planned.result.winner.zero)
     return _why_not(problem, asked, planned.result, all_devices)
 
 
-def plan_like(problem: PlanningProblem, asked: Asked) -> PlannedRun:
+def plan_like(problem: PlanningProblem, asked: AskedLayout) -> PlannedRun:
     """Return the fastest plan like `asked`. Raises UserError that says why there is none."""
     problem = problem.sharing(asked.zero or problem.target.rules.zero)
     answer = _why_not(problem, asked, None, False)
@@ -214,7 +214,7 @@ def plan_like(problem: PlanningProblem, asked: Asked) -> PlannedRun:
 
 
 def _why_not(
-    problem: PlanningProblem, asked: Asked, result: SearchResult | None, all_devices: bool
+    problem: PlanningProblem, asked: AskedLayout, result: SearchResult | None, all_devices: bool
 ) -> WhyNot:
     config, cluster = problem.config, problem.target.cluster
     spaces = [
@@ -409,7 +409,7 @@ def searched_counts(problem: PlanningProblem, pipelines: int) -> tuple[int, ...]
                  if problem.global_batch % (pipelines * size) == 0)  # fmt: skip
 
 
-def _families(problem: PlanningProblem) -> Mapping[str, Family] | None:
+def _families(problem: PlanningProblem) -> Mapping[str, ScheduleFamily] | None:
     """Return the schedule family that the config names; None: those that suit a plan."""
     named = problem.config.parallel.schedule
     return None if named is None else {named: FAMILIES[named]}

@@ -26,10 +26,10 @@ from dilatant.report.say import warn
 from dilatant.report.text.wording import counted
 from dilatant.resilience.history import PAGE, TRACE, write_history
 from dilatant.resilience.processes.coordinator_process import STATE, read_record
-from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, Child, Start
+from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, Child, ProcessStart
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
 from dilatant.resilience.worker.rank import FOLDER, Seat, train_rank_resiliently
-from dilatant.training.checkpoints.starting_point import Start as StartingPoint
+from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.rank import RunResult, Show, console_for
 
 COORDINATOR = "dilatant.resilience.processes.coordinator_process"
@@ -143,20 +143,20 @@ def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[l
     """Start the coordinator and an agent per node with `counts` workers; yields all seats and the supervisor."""
     settings = settings_of(config, len(counts))
     token = fresh_token()
-    coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, token.hex(), settings, str(folder)))
+    coordinator = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, token.hex(), settings, str(folder)))
     agents: list[Child] = []
     supervisor: _Supervisor | None = None
     try:
         port = _port(coordinator)
         for node, count in enumerate(counts):
-            begin = Start("127.0.0.1", port, token.hex(), settings, str(folder), f"node{node}", count)
+            begin = ProcessStart("127.0.0.1", port, token.hex(), settings, str(folder), f"node{node}", count)
             agents.append(Child(AGENT, begin))
         seats = [
             Seat(f"node{node}", index, _port(agent), token)
             for node, (agent, count) in enumerate(zip(agents, counts))
             for index in range(count)
         ]
-        restart = Start("127.0.0.1", port, token.hex(), settings, str(folder))
+        restart = ProcessStart("127.0.0.1", port, token.hex(), settings, str(folder))
         supervisor = _Supervisor(coordinator, restart, agents, seats, config.resilience.restarts)
         yield seats, supervisor
     finally:
@@ -171,7 +171,7 @@ class _Supervisor:
     """Restarts the coordinator when it dies, kills the workers of an agent that dies, and restarts lost nodes."""
 
     def __init__(
-        self, coordinator: Child, restart: Start, agents: list[Child], seats: list[Seat], restarts: int
+        self, coordinator: Child, restart: ProcessStart, agents: list[Child], seats: list[Seat], restarts: int
     ) -> None:
         self._coordinator = coordinator
         self._restart = restart

@@ -15,7 +15,7 @@ from torch import Tensor
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.plan.boxes import Box
-from dilatant.training.checkpoints.boxes import Piece
+from dilatant.training.checkpoints.boxes import BoxPiece
 
 _HASH_BYTES = 16
 
@@ -72,7 +72,7 @@ def plan_copies(
 
 
 @torch.no_grad()
-def transfer(comm: Comm, held: Sequence[Piece], wanted: Sequence[Piece]) -> int:
+def transfer(comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece]) -> int:
     """Fill the `wanted` pieces from the pieces that all ranks have `held`; called by all ranks. Returns the bytes
     received from others.
 
@@ -85,10 +85,10 @@ def transfer(comm: Comm, held: Sequence[Piece], wanted: Sequence[Piece]) -> int:
     for text in {text for two in gathered for text in two} - read.keys():
         read[text] = [_box(row) for row in json.loads(text)]
     copies = plan_copies([read[has] for has, _ in gathered], [read[wants] for _, wants in gathered])
-    have: dict[str, list[Piece]] = defaultdict(list)
+    have: dict[str, list[BoxPiece]] = defaultdict(list)
     for piece in held:
         have[piece.box.name].append(piece)
-    need: dict[str, list[Piece]] = defaultdict(list)
+    need: dict[str, list[BoxPiece]] = defaultdict(list)
     for piece in wanted:
         need[piece.box.name].append(piece)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.models.core.stage import Boundary, StageOutput, StepData
-from dilatant.runtime.forward_outcome import Outcome
+from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.local_stage import LocalStage
 from dilatant.runtime.partial_step.unfinished_step import Ledger, set_aside
 from dilatant.runtime.routes import Routes
@@ -92,7 +92,7 @@ class Executor:
         owners: RowOwners,
         ledger: Ledger | None = None,
         covered: Covered = nothing_covered,
-    ) -> list[Outcome]:
+    ) -> list[ForwardOutcome]:
         """Run `actions` and return the losses of their forwards, or predictions if `data` requests predictions (all
         `actions` are then forwards, and no gradients are computed).
 
@@ -117,7 +117,7 @@ class Executor:
         for number, stage in self._stages.items():
             # Exact sums must not depend on the schedule, either: always use the same functions for the same products.
             stage.gradients.splits = number in split or self._exact is not None
-        results: list[Outcome] = []
+        results: list[ForwardOutcome] = []
         for index, action in enumerate(actions):
             stage = self._stages[action.stage]
             samples = routes.samples[action]
@@ -153,7 +153,7 @@ class Executor:
         samples: tuple[int, ...],
         routes: Routes,
         data: StepData,
-    ) -> list[Outcome]:
+    ) -> list[ForwardOutcome]:
         inputs: dict[str, Tensor] = {}
         needs_backward = stage.needs_backward and not data.predicts
         for unit, (boundary, needs_gradient) in stage.inbound.items():
@@ -171,7 +171,7 @@ class Executor:
             made = self._made(stage, action, output, samples, routes)
         self._recorder.done()
         outcomes = [
-            Outcome(name, loss.detach(), samples, output.sample_losses.get(name))
+            ForwardOutcome(name, loss.detach(), samples, output.sample_losses.get(name))
             for name, loss in (output.losses.items() if stage.speaks else ())
         ]
         self._ledger.forwards.append((action.stage, samples, outcomes))
@@ -181,7 +181,7 @@ class Executor:
             messages = self._to(unit, routes.sent.get(action, ()))
             self._send(messages, self._counts(stage, samples, unit, boundary), made[unit].detach())
         if output.predicted is not None:
-            return [Outcome(stage.placed.unit, output.predicted, samples)] if stage.leads else []
+            return [ForwardOutcome(stage.placed.unit, output.predicted, samples)] if stage.leads else []
         return outcomes
 
     def _made(

@@ -10,7 +10,7 @@ from dilatant.models.core.stage import Predictions
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ForwardOutcome:
     """The loss `name` of a forward (the part of these samples, see `StageOutput`), or the predictions of the unit
     `name`. by_sample: each sample's part of the unnormalized loss, [samples], if known."""
 

@@ -19,10 +19,10 @@ from dilatant.schedule.dependencies import Message, shared_samples
 from dilatant.schedule.schedule import Action, ActionKind
 from dilatant.schedule.simulator.graph import ScheduleError, ScheduleGraph, message_order
 
-Link = tuple[int, int, int, int]
+RouteLink = tuple[int, int, int, int]
 """A directed edge between two ranks: producer stage, consumer stage, source rank, target rank."""
 
-K = TypeVar("K", Action, Link)
+K = TypeVar("K", Action, RouteLink)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Routes:
 
     received: Mapping[Action, tuple[Message, ...]]
     sent: Mapping[Action, tuple[Message, ...]]
-    incoming: Mapping[Link, tuple[Message, ...]]
-    outgoing: Mapping[Link, tuple[Message, ...]]
+    incoming: Mapping[RouteLink, tuple[Message, ...]]
+    outgoing: Mapping[RouteLink, tuple[Message, ...]]
     samples: Mapping[Action, tuple[int, ...]]
     turn: Mapping[Action, int]
 
@@ -84,8 +84,8 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
     mine = is_own[source] | is_own[target]
     received: dict[Action, list[Message]] = defaultdict(list)
     sent: dict[Action, list[Message]] = defaultdict(list)
-    incoming: dict[Link, list[Message]] = defaultdict(list)
-    outgoing: dict[Link, list[Message]] = defaultdict(list)
+    incoming: dict[RouteLink, list[Message]] = defaultdict(list)
+    outgoing: dict[RouteLink, list[Message]] = defaultdict(list)
     turn: dict[Action, int] = {}
     for made, used in zip(source[mine].tolist(), target[mine].tolist(), strict=True):
         producer = actions.get(made) or graph.action(made)

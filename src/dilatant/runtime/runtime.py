@@ -25,7 +25,7 @@ from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.executor import Covered, Executor, nothing_covered
-from dilatant.runtime.forward_outcome import Outcome
+from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.local_stage import local_stages
 from dilatant.runtime.partial_step.salvage import Finished, LayerWeights, Salvage, Salvaged
@@ -433,7 +433,7 @@ class Runtime:
     def _number(self, step_number: int | None) -> int:
         return self._next_step if step_number is None else step_number
 
-    def _run(self, data: StepData, step: PreparedStep, number: int) -> list[Outcome]:
+    def _run(self, data: StepData, step: PreparedStep, number: int) -> list[ForwardOutcome]:
         """Run this rank's part of a step; returns its losses or predictions with their samples."""
         samples = data.samples
         agreement = Agreement(

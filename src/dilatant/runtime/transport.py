@@ -23,7 +23,7 @@ from dilatant.attention.kernels.attention_plan import upload
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group, Pending
 from dilatant.plan.plan import Stage
-from dilatant.runtime.routes import Link, Routes
+from dilatant.runtime.routes import RouteLink, Routes
 from dilatant.runtime.state.shared_groups import tensor_group_of
 from dilatant.runtime.step.row_owners import Parcel, RowOwners, Rows
 from dilatant.schedule.dependencies import Message
@@ -54,12 +54,12 @@ class Transport:
         }
         self._look_ahead = look_ahead
         self._check = check
-        self._edges: dict[Link, Group] = {}
-        self._inboxes: dict[Link, _Inbox] = {}
+        self._edges: dict[RouteLink, Group] = {}
+        self._inboxes: dict[RouteLink, _Inbox] = {}
         self._own: dict[Message, Tensor] = {}
-        self._place: dict[tuple[Message, Link], int] = {}
-        self._sources: dict[Message, list[Link]] = {}
-        self._targets: dict[Message, list[Link]] = {}
+        self._place: dict[tuple[Message, RouteLink], int] = {}
+        self._sources: dict[Message, list[RouteLink]] = {}
+        self._targets: dict[Message, list[RouteLink]] = {}
         self._sending: dict[tuple[int, ...], list[tuple[int, Pending]]] = defaultdict(list)
         self._turn: Mapping[Action, int] = {}
         self._owners: RowOwners
@@ -155,7 +155,7 @@ class Transport:
         if left:
             raise TransportError(f"{len(left)} messages were not used; the first is {describe(left[0])}")
 
-    def header(self, message: Message, link: Link, place: int) -> Tensor:
+    def header(self, message: Message, link: RouteLink, place: int) -> Tensor:
         """Return the header that both ends of a checked edge compare: int64 [5]."""
         parcel = self._owners.parcel(message, link)
         samples = hashlib.sha256(repr(message).encode()).digest()
@@ -195,7 +195,9 @@ class _Posted:
 class _Inbox:
     """Receives of one directed edge, in the sender's order."""
 
-    def __init__(self, transport: Transport, edge: Group, link: Link, messages: tuple[Message, ...]) -> None:
+    def __init__(
+        self, transport: Transport, edge: Group, link: RouteLink, messages: tuple[Message, ...]
+    ) -> None:
         self._transport = transport
         self._edge = edge
         self._link = link
@@ -276,17 +278,17 @@ def _some(rows: Tensor, at: Rows) -> Tensor:
     return rows[upload(at, rows.device)]
 
 
-def _edges(routes: Routes) -> Iterator[Link]:
+def _edges(routes: Routes) -> Iterator[RouteLink]:
     """Yield the edges between this rank and other ranks."""
     return (link for link in (*routes.incoming, *routes.outgoing) if not _is_own(link))
 
 
-def _is_own(link: Link) -> bool:
+def _is_own(link: RouteLink) -> bool:
     return link[2] == link[3]
 
 
-def _by_message(links: Mapping[Link, Sequence[Message]]) -> dict[Message, list[Link]]:
-    found: dict[Message, list[Link]] = {}
+def _by_message(links: Mapping[RouteLink, Sequence[Message]]) -> dict[Message, list[RouteLink]]:
+    found: dict[Message, list[RouteLink]] = {}
     for link, messages in links.items():
         for message in messages:
             found.setdefault(message, []).append(link)

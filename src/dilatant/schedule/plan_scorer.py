@@ -23,7 +23,7 @@ from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.roles import roles_of
 from dilatant.schedule.assignment.assign import Policy
-from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
 from dilatant.schedule.families.families import eager, half_eager, interleaved, one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
@@ -34,12 +34,12 @@ from dilatant.schedule.simulator.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
-WHOLE: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
-SPLIT: Mapping[str, Family] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
+WHOLE: Mapping[str, ScheduleFamily] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
+SPLIT: Mapping[str, ScheduleFamily] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
 TRIED = {**WHOLE, **SPLIT}
 """The candidate families by their names in `schedule.FAMILIES`; a plan gets the fastest one that fits memory."""
 
-ROUNDS: Mapping[str, Family] = {"interleaved": interleaved}
+ROUNDS: Mapping[str, ScheduleFamily] = {"interleaved": interleaved}
 """The candidate families for a plan whose ranks hold several stages of a replica (interleaved)."""
 
 PROMISING = ("eager", "zb-h2")
@@ -49,7 +49,7 @@ FIRST, FRUGAL = "eager", "1f1b"
 """FIRST is simulated before the others and yields lower bounds for them; FRUGAL is for memory that is too small."""
 
 
-def families_for(plan: Plan, splits: bool = True) -> Mapping[str, Family]:
+def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily]:
     """Return the candidate families for a plan; `splits` includes those that split the backward."""
     goes_round = any(
         len({stage.ranks for stage in replica.stages}) < len(replica.stages)
@@ -69,7 +69,7 @@ def plan_scorer(
     rules: ParameterBytes = BF16,
     seed: int = 0,
     row_tokens: int | None = None,
-    families: Mapping[str, Family] | None = None,
+    families: Mapping[str, ScheduleFamily] | None = None,
     splits: bool = True,
 ) -> PlanScorer:
     """Return the function that scores plans for `plan.search`: the mean over the global batches in `workload`.
@@ -106,7 +106,7 @@ def simulated_steps(
     rules: ParameterBytes = BF16,
     seed: int = 0,
     row_tokens: int | None = None,
-    families: Mapping[str, Family] | None = None,
+    families: Mapping[str, ScheduleFamily] | None = None,
 ) -> list[Step]:
     """Simulate one step for every global batch."""
     return best_steps(
@@ -163,7 +163,7 @@ def best_steps(
     batches: Sequence[Workload],
     bytes_per_device: float | NDArray[np.float64],
     how: Microbatching,
-    families: Mapping[str, Family] | None = None,
+    families: Mapping[str, ScheduleFamily] | None = None,
 ) -> list[Step]:
     """Simulate one step per batch under one family: the fastest of `families` on average that fits memory in all steps.
 

@@ -36,7 +36,7 @@ class Gate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class RunMembership:
     """A rank's membership in a run that survives the loss of ranks. node_of: rank → node, in this generation.
     weights_follow: the weights arrive from elsewhere, so none are read or initialised. opened: called with the
     communicator as soon as it exists, so that it can be aborted. reason: why this generation began. keeps_gradients:
@@ -52,7 +52,7 @@ class Membership:
     pool: KeptPool | None = None
 
 
-ALONE = Membership()
+ALONE = RunMembership()
 """Membership in a run that ends when any rank is lost."""
 
 

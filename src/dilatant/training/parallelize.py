@@ -44,7 +44,7 @@ from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule import FAMILIES
 from dilatant.schedule.assignment.assign import POLICIES, Policy
-from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.training.cuts import Cutter
 
@@ -75,7 +75,7 @@ def parallelize(
     num_microbatches: int | None = None,
     worker: Worker | None = None,
     colocated: Mapping[str, str] | None = None,
-    schedule: str | Family | None = None,
+    schedule: str | ScheduleFamily | None = None,
     assignment: Policy | None = None,
     seed: int = 0,
     row_tokens: int | None = None,

@@ -29,7 +29,7 @@ more data."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRun:
     """Samples, model and plan of a run. model: layers built from configs, and weights that ranks read for themselves,
     are on the meta device. warnings: to be shown once for all ranks."""
 
@@ -44,7 +44,7 @@ def prepare(
     planned: TrainingPlan | None = None,
     made: TrainingPlan | None = None,
     progress: Progress = lambda done, total: None,
-) -> Prepared:
+) -> PreparedRun:
     """Return the data with their sizes, the model and the plan of a run. Raises UserError that names the key or the
     sample.
 
@@ -78,7 +78,7 @@ def prepare(
             if unit.recompute:
                 model.units[unit.name].recompute(unit.recompute)
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
-    return Prepared(
+    return PreparedRun(
         samples, model, planned, (*said, *_about_warm_up(config, samples), *_about_routers(model))
     )
 

@@ -28,10 +28,10 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import open_console, say, warn
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.text.gantt_summary import by_lane
-from dilatant.training.checkpoints.starting_point import Start, agreed_checkpoint
+from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.observer import Observer
-from dilatant.training.prepare import Prepared, prepare
+from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer, TrainResult
 
@@ -71,9 +71,9 @@ def train_rank(
     worker: Worker,
     config: Config,
     plan_json: str,
-    start: Start,
+    start: StartingPoint,
     show: Show,
-    prepared: Prepared | None = None,
+    prepared: PreparedRun | None = None,
 ) -> RunResult:
     """Run one rank; rank 0 shows the progress. prepared: given if this process has prepared the run already."""
     planned = TrainingPlan.from_json(plan_json)
@@ -100,7 +100,12 @@ def train_rank(
 
 
 def begin_folder(
-    config: Config, prepared: Prepared, planned: TrainingPlan, folder: RunFolder, discards: bool, show: Show
+    config: Config,
+    prepared: PreparedRun,
+    planned: TrainingPlan,
+    folder: RunFolder,
+    discards: bool,
+    show: Show,
 ) -> None:
     """Write the files that a run begins with. Call this when the config is known to be right: a mistake must not cost
     an old run. discards: delete the existing checkpoints."""

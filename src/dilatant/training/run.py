@@ -17,7 +17,7 @@ from rich.text import Text
 from dilatant.comm import fork_server
 from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
-from dilatant.config.environment import Place, hide_gpus, place_from
+from dilatant.config.environment import LaunchPlace, hide_gpus, place_from
 from dilatant.data.order.blend import Blend
 from dilatant.hf.export_folder import check_target
 from dilatant.models.core.freeze import audit
@@ -27,16 +27,16 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import show_progress, warn
 from dilatant.report.text.wording import counted
 from dilatant.training.checkpoints.checkpoint import newest_valid
-from dilatant.training.checkpoints.starting_point import Start, find_start, with_template_date
+from dilatant.training.checkpoints.starting_point import StartingPoint, find_start, with_template_date
 from dilatant.training.evaluation.answer_metrics import find_metric
 from dilatant.training.export_checkpoint import export_checkpoint
 from dilatant.training.optimizers.optimizer import check_optimizer
-from dilatant.training.prepare import Prepared, prepare
+from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
 from dilatant.training.stop_signal import StopSignal
 
 
-class Stopped(Exception):
+class RunStopped(Exception):
     """Raised when a signal ends a run before training begins or after it ends; `exit_code` is as in `RunResult`."""
 
     def __init__(self, exit_code: int) -> None:
@@ -95,7 +95,7 @@ def train(
     console = console_for(show if speaks else "nothing")
     folder = RunFolder(config.output_dir)
     try:
-        start = Start(None)
+        start = StartingPoint(None)
         if speaks:
             folder.lock()
             check_target(folder.export, folder.path)
@@ -108,7 +108,7 @@ def train(
             try:
                 made = planning.choose(console) if plans else None
             except KeyboardInterrupt:
-                raise Stopped(128 + signal.SIGINT) from None
+                raise RunStopped(128 + signal.SIGINT) from None
             prepared = _prepare(config, made, place, console)
             planned = prepared.planned
             ranks = len(planned.plan.ranks)
@@ -135,7 +135,7 @@ class _Planning:
     config: Config
     devices: Devices
     folder: RunFolder
-    start: Start
+    start: StartingPoint
 
     def choose(self, console: Console, sign: Callable[[], None] = lambda: None) -> TrainingPlan | None:
         return choose_plan(
@@ -143,12 +143,12 @@ class _Planning:
         )
 
 
-def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[RunResult, Prepared]:
+def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[RunResult, PreparedRun]:
     """Run one rank of an outer launcher: rank 0 plans (or cuts stages) for all ranks, which then build and train."""
     assert worker.store is not None
     config, place = planning.config, place_from()
     console = console_for(show if worker.rank == 0 else "nothing")
-    cut: list[Prepared] = []
+    cut: list[PreparedRun] = []
 
     def choose(sign: Callable[[], None]) -> TrainingPlan | None:
         if not config.parallel.is_cut_here:
@@ -165,10 +165,10 @@ def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[
 def _prepare(
     config: Config,
     made: TrainingPlan | None,
-    place: Place | None,
+    place: LaunchPlace | None,
     console: Console,
     sign: Callable[[], None] = lambda: None,
-) -> Prepared:
+) -> PreparedRun:
     """Prepare, prove and show data, model and plan. sign: heartbeat for ranks that wait. Raises UserError."""
     with show_progress(console, "opening the data") as show:
 
@@ -199,10 +199,10 @@ def _launch(config: Config, function: Callable[..., Any], ranks: int, *args: Any
         except WorkerFailed as failure:
             # A worker that is not training (yet, or any more) just exits on SIGTERM.
             if stop.signal.received and failure.killed_by == signal.SIGTERM:
-                raise Stopped(stop.signal.exit_code) from None
+                raise RunStopped(stop.signal.exit_code) from None
             raise
         except KeyboardInterrupt:
-            raise Stopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
+            raise RunStopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
     if stop.signal.exit_code:
         return replace(result, exit_code=stop.signal.exit_code)
     return result
@@ -223,17 +223,17 @@ def _check_nodes(config: Config, resilient: Resilient, ranks: int) -> None:
 
 
 def _launch_resilient(
-    resilient: Resilient, config: Config, ranks: int, planned: TrainingPlan, start: Start, show: Show
+    resilient: Resilient, config: Config, ranks: int, planned: TrainingPlan, start: StartingPoint, show: Show
 ) -> RunResult:
     with _stopping(starts_workers=True) as stop:
         try:
             result = resilient.launch(config, ranks, planned.to_json(), start, show, stop.workers_run)
         except WorkerFailed:
             if stop.signal.received:  # before they trained, or after
-                raise Stopped(stop.signal.exit_code) from None
+                raise RunStopped(stop.signal.exit_code) from None
             raise
         except KeyboardInterrupt:
-            raise Stopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
+            raise RunStopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
     return replace(result, exit_code=stop.signal.exit_code) if stop.signal.exit_code else result
 
 
@@ -265,7 +265,7 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _export(config: Config, prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
+def _export(config: Config, prepared: PreparedRun, result: RunResult, folder: RunFolder) -> None:
     checkpoint = result.checkpoint or _newest(folder)
     if config.evaluation.keep_best is not None and result.best_step is not None:
         best = folder.checkpoints / f"step-{result.best_step:08d}"
@@ -283,7 +283,7 @@ def _newest(folder: RunFolder) -> Path:
     return checkpoint.path
 
 
-def _describe(console: Console, config: Config, prepared: Prepared) -> None:
+def _describe(console: Console, config: Config, prepared: PreparedRun) -> None:
     """Print the model, the data and the plan before the first step."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("part")

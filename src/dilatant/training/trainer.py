@@ -36,12 +36,12 @@ from dilatant.training.checkpoints.checkpoint import load, stored_shapes
 from dilatant.training.checkpoints.run_state import held_state, state_tensors
 from dilatant.training.checkpoints.saving import Saving
 from dilatant.training.checkpoints.writer import CheckpointWriter
-from dilatant.training.commit import ALONE, Membership, gradient_hashes
+from dilatant.training.commit import ALONE, RunMembership, gradient_hashes
 from dilatant.training.evaluation.best_checkpoint import Best
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.evaluation.evaluator import Evaluator
 from dilatant.training.feeding.feed import agree_on_bad, merge_found
-from dilatant.training.feeding.inputs import Inputs, Steps
+from dilatant.training.feeding.inputs import RankInputs, Steps
 from dilatant.training.feeding.latents import with_latents
 from dilatant.training.feeding.steps import count_steps, seed_step
 from dilatant.training.model_flops import model_flops, peak_flops
@@ -94,7 +94,7 @@ class Trainer:
         planned: TrainingPlan,
         worker: Worker,
         checkpoints: Path,
-        membership: Membership = ALONE,
+        membership: RunMembership = ALONE,
         before: Trainer | None = None,
     ) -> None:
         plan = planned.plan
@@ -179,7 +179,7 @@ class Trainer:
             ema = config.train.optimizer.ema
             self._averages = None if ema is None else Averages(self._optimizer.masters, ema)
         samples = with_latents(self.comm, config, samples, worker.device)
-        self._inputs = Inputs(self.comm, self.runtime, config, samples, membership.pool)
+        self._inputs = RankInputs(self.comm, self.runtime, config, samples, membership.pool)
         self.evaluator = Evaluator(
             config.evaluation, self._samples, self.runtime, self._inputs, self._optimizer, self._averages
         )

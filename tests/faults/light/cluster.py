@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.resilience.processes.coordinator_process import read_record
-from dilatant.resilience.processes.process import Start
+from dilatant.resilience.processes.process import ProcessStart
 from dilatant.resilience.protocol.values import Record, Settings
 from faults.light.mesh import write
 from faults.light.proxy import Proxy
@@ -193,10 +193,12 @@ class Cluster:
     def _coordinator_pid(self) -> int:
         return int((self.folder / "coordinator.port").read_text().split()[1])
 
-    def _start(self, **values: Any) -> Start:
-        return Start("127.0.0.1", token=TOKEN, settings=self.settings, folder=str(self.folder), **values)
+    def _start(self, **values: Any) -> ProcessStart:
+        return ProcessStart(
+            "127.0.0.1", token=TOKEN, settings=self.settings, folder=str(self.folder), **values
+        )
 
-    def _fork(self, role: str, start: Start, options: dict[str, Any] | None = None) -> None:
+    def _fork(self, role: str, start: ProcessStart, options: dict[str, Any] | None = None) -> None:
         assert self.zygote.stdin is not None
         task = {"role": role, "start": asdict(start), "options": options}
         self.zygote.stdin.write(json.dumps(task).encode() + b"\n")

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from dilatant.resilience.processes import agent_process, coordinator_process
-from dilatant.resilience.processes.process import Start, end_with_parent
+from dilatant.resilience.processes.process import ProcessStart, end_with_parent
 from dilatant.resilience.protocol.values import Effect, Order, Record
 from faults.light.mesh import write
 from faults.light.worker import LightWorker, WorkerOptions
 
 
-class MortalCoordinator(coordinator_process.Service):
+class MortalCoordinator(coordinator_process.CoordinatorService):
     """Dies where it was asked to: before or after it has written a membership down, or half way through orders."""
 
     def _persist(self, record: Record) -> None:
@@ -34,14 +34,14 @@ class MortalCoordinator(coordinator_process.Service):
         super()._carry_out(effects)
 
 
-def coordinator(start: Start) -> None:
+def coordinator(start: ProcessStart) -> None:
     service = MortalCoordinator(start)
     signal.signal(signal.SIGTERM, lambda *_: service.end())
     write(Path(start.folder) / "coordinator.port", f"{service.port} {os.getpid()}")
     service.serve()
 
 
-def node(start: Start, options: dict[str, Any]) -> None:
+def node(start: ProcessStart, options: dict[str, Any]) -> None:
     """An agent, and its worker as a process of its own."""
     port_read, port_write = os.pipe()
     if os.fork() == 0:
@@ -52,7 +52,7 @@ def node(start: Start, options: dict[str, Any]) -> None:
         LightWorker(WorkerOptions(start.node, port, token, folder, **options)).run()
         os._exit(0)
     os.close(port_read)
-    service = agent_process.Service(start)
+    service = agent_process.AgentService(start)
     signal.signal(signal.SIGTERM, lambda *_: service.leave())
     os.write(port_write, str(service.port).encode())
     service.serve()
@@ -82,7 +82,7 @@ def main() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = 0
         try:
-            start = msgspec.convert(task["start"], Start)
+            start = msgspec.convert(task["start"], ProcessStart)
             end_with_parent()
             coordinator(start) if task["role"] == "coordinator" else node(start, task["options"])
         except SystemExit:

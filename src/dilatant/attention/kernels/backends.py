@@ -29,7 +29,7 @@ KERNELS = ("triton", "blockwise")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class AttentionCall:
     """The properties of one attention call. `not_plain` says why the mask is not one full or causal block per sample,
     or is None if it is."""
 
@@ -68,12 +68,12 @@ class Choice:
         return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.others.items()])
 
 
-def obstacle(name: str, request: Request, installed: Installed) -> str | None:
+def obstacle(name: str, request: AttentionCall, installed: Installed) -> str | None:
     """Return why backend `name` cannot run the request; None if it can."""
     return _OBSTACLES[name](request, installed)
 
 
-def choose_backend(request: Request, installed: Installed, wanted: str = "auto") -> Choice:
+def choose_backend(request: AttentionCall, installed: Installed, wanted: str = "auto") -> Choice:
     """Return the backend for a request on a machine; a pure function, which `dilatant doctor` shows. Raises
     AttentionError if `wanted` is unknown or cannot run the request, with the reason and the alternatives."""
     if wanted != "auto" and wanted not in _OBSTACLES:
@@ -97,7 +97,7 @@ def choose_backend(request: Request, installed: Installed, wanted: str = "auto")
     return Choice(chosen, _REASONS[chosen], others)
 
 
-def choose_kernel(request: Request, installed: Installed, wanted: str = "auto") -> str:
+def choose_kernel(request: AttentionCall, installed: Installed, wanted: str = "auto") -> str:
     """Return the backend among our own kernels, whose forward and backward can be called separately. Raises
     AttentionError if `wanted` is none of them or cannot run the request."""
     if wanted not in ("auto", *KERNELS):
@@ -120,7 +120,7 @@ def request_of(
     sinks: torch.Tensor | None = None,
     logsumexp: bool = False,
     key_tokens: int | None = None,
-) -> Request:
+) -> AttentionCall:
     """Return the request for these tensors; `key_tokens` is the expected number of keys if not all of the plan's.
     Raises AttentionError listing every mismatch in shapes, dtypes and devices."""
     problems = []
@@ -147,7 +147,7 @@ def request_of(
         problems.append(f"query is on {query.device}, key on {key.device}, value on {value.device}")
     if problems:
         raise AttentionError("attention: " + "; ".join(problems))
-    return Request(
+    return AttentionCall(
         device=query.device.type,
         dtype=query.dtype,
         head_dim=query.shape[2],
@@ -186,7 +186,7 @@ def explain_backend(
     wanted: str = "auto",
 ) -> Choice:
     """Return the backend that a layer of this kind would get on this machine for this mask, and why."""
-    request = Request(
+    request = AttentionCall(
         device=torch.device(device).type,
         dtype=dtype,
         head_dim=head_dim,
@@ -200,7 +200,7 @@ def explain_backend(
     return choose_backend(request, installed(torch.device(device)), wanted)
 
 
-def _triton(request: Request, installed: Installed) -> str | None:
+def _triton(request: AttentionCall, installed: Installed) -> str | None:
     if not installed.triton:
         return "Triton is not installed (pip install 'dilatant[gpu]')"
     if request.device == "cpu" and not installed.interpreter:
@@ -222,13 +222,13 @@ def _triton(request: Request, installed: Installed) -> str | None:
     return None
 
 
-def _blockwise(request: Request, installed: Installed) -> str | None:
+def _blockwise(request: AttentionCall, installed: Installed) -> str | None:
     if request.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return f"it takes floating-point tensors, not {request.dtype}"
     return None
 
 
-def _sdpa(request: Request, installed: Installed) -> str | None:
+def _sdpa(request: AttentionCall, installed: Installed) -> str | None:
     if request.not_plain is not None:
         return f"SDPA knows only whole and causal samples, and {request.not_plain}"
     if request.softcap:
@@ -240,7 +240,7 @@ def _sdpa(request: Request, installed: Installed) -> str | None:
     return None
 
 
-_OBSTACLES: dict[str, Callable[[Request, Installed], str | None]] = {
+_OBSTACLES: dict[str, Callable[[AttentionCall, Installed], str | None]] = {
     "sdpa": _sdpa,
     "triton": _triton,
     "blockwise": _blockwise,

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     causal: bool
 
 
-class Batches(NamedTuple):
+class SdpaBatches(NamedTuple):
     """A row as a sequence of batches: `sum(samples * length)` slots.
 
     `token_of_slot` int64 `[slots]` and `slot_of_token` int64 `[tokens]` are inverse maps, with any valid index at
@@ -62,7 +62,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return the output `[tokens, query_heads, head_dim]`, zero where a query sees nothing."""
     device = query.device
-    found: Batches = plan.remember(("batches", device), lambda plan: _batches(plan, device))
+    found: SdpaBatches = plan.remember(("batches", device), lambda plan: _batches(plan, device))
     if not found.batches:
         return _nothing(query, key, value), None
     moves = found.token_of_slot is not None
@@ -105,7 +105,7 @@ class _ToSlots(torch.autograd.Function):
     padding has no gradient, since its outputs are unused."""
 
     @staticmethod
-    def forward(ctx: Any, row: torch.Tensor, batches: Batches) -> torch.Tensor:
+    def forward(ctx: Any, row: torch.Tensor, batches: SdpaBatches) -> torch.Tensor:
         ctx.batches = batches
         assert batches.token_of_slot is not None
         return row.index_select(0, batches.token_of_slot)
@@ -120,7 +120,7 @@ class _ToTokens(torch.autograd.Function):
     """Gather slots back into the row; zero at the row's own padding."""
 
     @staticmethod
-    def forward(ctx: Any, slots: torch.Tensor, batches: Batches) -> torch.Tensor:
+    def forward(ctx: Any, slots: torch.Tensor, batches: SdpaBatches) -> torch.Tensor:
         ctx.batches, ctx.num_slots = batches, slots.shape[0]
         return _to_tokens(slots, batches)
 
@@ -135,7 +135,7 @@ class _ToTokens(torch.autograd.Function):
         return slots.index_copy_(0, where, grad)[:-1], None
 
 
-def _to_tokens(slots: torch.Tensor, batches: Batches) -> torch.Tensor:
+def _to_tokens(slots: torch.Tensor, batches: SdpaBatches) -> torch.Tensor:
     assert batches.slot_of_token is not None
     row = slots.index_select(0, batches.slot_of_token)
     return row if batches.unseeing is None else row.index_fill_(0, batches.unseeing, 0)
@@ -182,7 +182,7 @@ def group_samples(runs: Runs, free_pairs: int) -> list[tuple[Batch, list[tuple[i
     return [(Batch(len(members), length, causal), members) for causal, length, members in groups]
 
 
-def _batches(plan: AttentionPlan, device: torch.device) -> Batches:
+def _batches(plan: AttentionPlan, device: torch.device) -> SdpaBatches:
     num_tokens = plan.mask.num_tokens
     groups = group_samples(plan.mask.runs, FREE_PAIRS.get(device.type, FREE_PAIRS["cuda"]))
     token_of_slot: list[np.ndarray] = [np.empty(0, np.int64)]
@@ -197,9 +197,9 @@ def _batches(plan: AttentionPlan, device: torch.device) -> Batches:
     batches = [batch for batch, _ in groups]
     forward = np.concatenate(token_of_slot)
     if np.array_equal(forward, np.arange(num_tokens)):
-        return Batches(batches, None, None, None)
+        return SdpaBatches(batches, None, None, None)
     unseeing = np.flatnonzero(slot_of_token < 0)
-    return Batches(
+    return SdpaBatches(
         batches,
         upload(forward, device),
         upload(np.maximum(slot_of_token, 0), device),

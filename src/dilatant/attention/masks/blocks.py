@@ -25,7 +25,7 @@ class BlockKind(IntEnum):
     FULL = 2
 
 
-class Intervals(NamedTuple):
+class BlockIntervals(NamedTuple):
     """Intervals of one kind in compressed rows: row r has `offsets[r] : offsets[r + 1]`. All int32."""
 
     offsets: NDArray[np.int32]
@@ -79,11 +79,11 @@ class BlockTable:
     def nbytes(self) -> int:
         return self.offsets.nbytes + self.start.nbytes + self.length.nbytes + self.kind.nbytes
 
-    def select(self, kind: BlockKind) -> Intervals:
+    def select(self, kind: BlockKind) -> BlockIntervals:
         """Return the intervals of one kind, for kernels that loop over full and partial blocks separately."""
         kept = self.kind == kind
         before = np.concatenate([[0], np.cumsum(kept)])
-        return Intervals(before[self.offsets].astype(np.int32), self.start[kept], self.length[kept])
+        return BlockIntervals(before[self.offsets].astype(np.int32), self.start[kept], self.length[kept])
 
     def take(self, rows: ArrayLike) -> BlockTable:
         """Return the table of the row blocks `rows`, in that order: the blocks on a context-parallel rank.

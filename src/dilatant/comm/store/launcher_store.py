@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dilatant.comm.store.server import StoreServer
 from dilatant.comm.store.store import Store, connect
 from dilatant.comm.store.token import shared_token
-from dilatant.config.environment import Place
+from dilatant.config.environment import LaunchPlace
 from dilatant.config.errors import UserError
 
 LOOPBACK = "127.0.0.1"
@@ -23,7 +23,7 @@ LAST_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def joined(place: Place, timeout_seconds: float) -> Iterator[Store]:
+def joined(place: LaunchPlace, timeout_seconds: float) -> Iterator[Store]:
     """Provide the store of all ranks for the duration of the context.
 
     timeout_seconds: time limit for rank 0 to be reachable. Raises UserError.
@@ -48,7 +48,7 @@ def joined(place: Place, timeout_seconds: float) -> Iterator[Store]:
             server.close()
 
 
-def _serve(place: Place, token: bytes) -> StoreServer:
+def _serve(place: LaunchPlace, token: bytes) -> StoreServer:
     """Start the server, on loopback for one machine. Under torchrun, whose agent uses the port, use any free port."""
     try:
         return StoreServer(
@@ -60,7 +60,7 @@ def _serve(place: Place, token: bytes) -> StoreServer:
         ) from None
 
 
-def _address(place: Place, server: StoreServer | None, timeout_seconds: float) -> tuple[str, int]:
+def _address(place: LaunchPlace, server: StoreServer | None, timeout_seconds: float) -> tuple[str, int]:
     """Return the store's host and port; under torchrun read them from the agent's store, to which any process may
     write: the token protects the run's store. Raises UserError."""
     if place.hosts_store:
@@ -81,7 +81,7 @@ def _address(place: Place, server: StoreServer | None, timeout_seconds: float) -
     return host, int(port)
 
 
-def _own_address(place: Place) -> str:
+def _own_address(place: LaunchPlace) -> str:
     """Return this machine's address towards the agent, or the agent's address if the agent is on this machine."""
     with socket.create_connection((place.host, place.port), AGENT_SECONDS) as probe:
         own: str = probe.getsockname()[0]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.parallel_map import Piece, Progress, in_pieces, piece_bounds
+from dilatant.data.parallel_map import IndexRange, Progress, in_pieces, piece_bounds
 from dilatant.data.readers.records import Blocks
 from dilatant.data.sample import Frames, Media, Sample
 from dilatant.data.text.encode import measure_sample
@@ -89,7 +89,7 @@ def measure(
     found = Measured.none(len(encoding.unit_names), total)
     job = _MeasureJob(samples, encoding)
 
-    def named(piece: Piece) -> str:
+    def named(piece: IndexRange) -> str:
         return f"samples {piece[0]} to {piece[1] - 1} of {name}"
 
     for (start, end), piece in in_pieces(job, _pieces(total, blocks), total, named, workers):
@@ -103,7 +103,7 @@ def measure(
     return found
 
 
-def _pieces(total: int, blocks: Blocks | None) -> Iterator[Piece]:
+def _pieces(total: int, blocks: Blocks | None) -> Iterator[IndexRange]:
     """Return the work items, as ranges of samples in order: whole groups of blocks, cut only if too long."""
     if blocks is None:
         return piece_bounds(total, PIECE)
@@ -121,7 +121,7 @@ class _MeasureJob:
     samples: Measurable
     encoding: Encoding
 
-    def __call__(self, piece: Piece) -> Measured:
+    def __call__(self, piece: IndexRange) -> Measured:
         start, end = piece
         units = self.encoding.unit_names
         found = Measured.none(len(units), end - start)

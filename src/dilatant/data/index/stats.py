@@ -35,7 +35,7 @@ class TokenTable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BlendSource:
     """A source of a blend: its name, number of samples and sampling weight."""
 
     name: str
@@ -130,13 +130,15 @@ class DataStats:
         return asdict(self)
 
 
-def describe(index: TokenTable, sources: Sequence[Source] = (), max_length: int | None = None) -> DataStats:
+def describe(
+    index: TokenTable, sources: Sequence[BlendSource] = (), max_length: int | None = None
+) -> DataStats:
     """Compute the statistics of an index. Samples that could not be measured are counted and otherwise ignored.
 
     sources: the sources of the blend, in order; default: one source without a name. max_length: most tokens of a
     sample that can be trained on.
     """
-    sources = sources or (Source("", len(index.tokens)),)
+    sources = sources or (BlendSource("", len(index.tokens)),)
     good = np.ones(len(index.tokens), bool)
     good[list(index.problems)] = False
     tokens = index.tokens[good]
@@ -246,7 +248,7 @@ def _joint(
 
 
 def _source_stats(
-    index: TokenTable, sources: Sequence[Source], refused: NDArray[np.int64], good: NDArray[np.bool_]
+    index: TokenTable, sources: Sequence[BlendSource], refused: NDArray[np.int64], good: NDArray[np.bool_]
 ) -> Iterator[SourceStats]:
     start = 0
     for source in sources:

@@ -20,7 +20,7 @@ from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor,
 
 _OTHER_STEPS = ("pad", "reduce_labels", "thumbnail", "align_long_axis", "image_splitting", "pan_and_scan")
 
-Settings = Mapping[str, Any]
+ProcessorSettings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class HuggingFaceImageProcessor:
 
 
 def image_processor(
-    source: str | Settings | None, *, height: int, width: int, channels: int = 3
+    source: str | ProcessorSettings | None, *, height: int, width: int, channels: int = 3
 ) -> ImageProcessor:
     """Return the processor for an encoder of images [channels, height, width].
 
@@ -74,7 +74,7 @@ def image_processor(
     return processor
 
 
-def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int) -> AudioProcessor:
+def audio_processor(source: str | ProcessorSettings | None, *, frames: int, mel_bins: int) -> AudioProcessor:
     """Return the processor for an encoder of sounds [mel_bins, frames].
 
     source: a hub id or folder of a Whisper feature extractor, its settings or those of `LogMelProcessor`, or None for
@@ -111,7 +111,7 @@ def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int
     return processor
 
 
-def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
+def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | None:
     """Return an equivalent `PixelProcessor` if the settings only resize, crop, rescale and normalise; else None.
 
     Covers the processors of CLIP, SigLIP, ViT, DeiT and DINOv2 (Bit).
@@ -182,7 +182,7 @@ def _lacks(name: str, file: str) -> bool:
         return True
 
 
-def sound_processor(settings: Settings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:
+def sound_processor(settings: ProcessorSettings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:
     """Return the processor of a pretrained audio model; settings may include those of images. Raises UserError."""
     own = {key: value for key, value in (settings or {}).items() if key in _OF_SOUNDS}
     processor = audio_processor(own or None, frames=frames, mel_bins=mel_bins)
@@ -226,7 +226,9 @@ def _transformers_image_processor(settings_json: str) -> Any:
             raise UserError(f"the image processor cannot be made from its settings: {first}") from None
 
 
-def _check_image(processor: ImageProcessor, shape: tuple[int, int, int], source: str | Settings) -> None:
+def _check_image(
+    processor: ImageProcessor, shape: tuple[int, int, int], source: str | ProcessorSettings
+) -> None:
     """Run the processor on a grey image and raise UserError if its output does not fit the encoder."""
     _, height, width = shape
     outputs = processor(np.full((height + 7, width + 3, shape[0]), 128, np.uint8))
@@ -238,5 +240,5 @@ def _check_image(processor: ImageProcessor, shape: tuple[int, int, int], source:
         )
 
 
-def _shown(source: str | Settings) -> str:
+def _shown(source: str | ProcessorSettings) -> str:
     return repr(source) if isinstance(source, str) else "settings"

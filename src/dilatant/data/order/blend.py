@@ -14,7 +14,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.order.sampler import Sampler
 from dilatant.data.order.stream_sampler import Stream, StreamSampler
 from dilatant.data.readers.reader import Reader, open_source
-from dilatant.data.readers.split import Split
+from dilatant.data.readers.split import HeldOutSplit
 from dilatant.data.sample import Sample
 
 
@@ -62,10 +62,10 @@ class Blend:
         return int(np.searchsorted(self._ends, index, side="right"))
 
     def split(self, size: float, seed: int) -> tuple[Blend, Blend]:
-        """Split every source into (training, held-out) samples; see `Split`. Raises UserError."""
+        """Split every source into (training, held-out) samples; see `HeldOutSplit`. Raises UserError."""
         sides = []
         for held_out in (False, True):
-            split = Split(size, seed, held_out)
+            split = HeldOutSplit(size, seed, held_out)
             sides.append(Blend(tuple(replace(reader, split=split) for reader in self.readers), self.weights))
             for reader in self.readers:
                 split.count(reader.all_samples)

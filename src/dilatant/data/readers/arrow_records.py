@@ -10,7 +10,7 @@ import numpy as np
 
 from dilatant.config.errors import UserError
 from dilatant.data.readers.arrow_values import row_fields
-from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import Scan, SourceFiles
 
@@ -33,12 +33,12 @@ class ArrowRecords:
         file, row = self._files.locate(index)
         return f"{self._files.names[file]}:{row + 1}"
 
-    def read(self, index: int) -> Record:
+    def read(self, index: int) -> FileRecord:
         file, row = self._files.locate(index)
         place, path = self.name_of(index), self._files.paths[file]
         if file not in self._tables:
             self._tables[file] = _mapped(path)
-        return Record(place, path.parent, row_fields(self._tables[file], row, place))
+        return FileRecord(place, path.parent, row_fields(self._tables[file], row, place))
 
     @cached_property
     def _tables(self) -> dict[int, Any]:

@@ -12,7 +12,7 @@ from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.arrow_values import converters, row_fields
-from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks, parse_record
 from dilatant.data.sample import Sample
 
@@ -38,9 +38,9 @@ class HubRecords:
     def name_of(self, index: int) -> str:
         return f"{self._name}:{index + 1}"
 
-    def read(self, index: int) -> Record:
+    def read(self, index: int) -> FileRecord:
         place = self.name_of(index)
-        return Record(place, Path("."), row_fields(self._dataset[index : index + 1], 0, place))
+        return FileRecord(place, Path("."), row_fields(self._dataset[index : index + 1], 0, place))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class HubStream:
             islice(iter(dataset.skip(skip)), stop and max(0, stop - skip)), skip + 1
         ):
             known = {key: convert[key](value) if key in convert else value for key, value in fields.items()}
-            record = Record(f"{self.name}:{number}", Path(self.source.media_dir or "."), known)
+            record = FileRecord(f"{self.name}:{number}", Path(self.source.media_dir or "."), known)
             try:
                 yield parse_record(record, self.source.prompt, columns)
             except SampleError as error:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.json_value import json_value
-from dilatant.data.readers.record_fields import CHAT_COLUMNS, Record, is_objects
+from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord, is_objects
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import Scan, SourceFiles
 
@@ -42,7 +42,7 @@ class JsonRecords:
         file, number = self._files.locate(index)
         return f"{self._files.names[file]}:{number + 1}"
 
-    def read(self, index: int) -> Record:
+    def read(self, index: int) -> FileRecord:
         file, number = self._files.locate(index)
         start, end = self._files.part("spans", file)[number].tolist()
         place, path = self.name_of(index), self._files.paths[file]
@@ -70,7 +70,7 @@ class JsonRecords:
                 f"is one object that holds a list of {len(fields[lists[0]])} records under {lists[0]!r}",
                 "write that list alone, or one record a line",
             )
-        return Record(place, path.parent, fields)
+        return FileRecord(place, path.parent, fields)
 
 
 def scan_json(path: Path, name: str) -> Scan:

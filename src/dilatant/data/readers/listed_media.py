@@ -17,7 +17,7 @@ from dilatant.data.readers.record_fields import (
     MEDIA_COLUMNS,
     OTHER_MEDIA_COLUMNS,
     Fields,
-    Record,
+    FileRecord,
     as_list,
     is_blank,
     is_list,
@@ -220,7 +220,7 @@ def parse_media(
     return Media(kind, source, value if isinstance(source, Path) else name)
 
 
-def _source(record: Record, name: str, value: Any) -> Any:
+def _source(record: FileRecord, name: str, value: Any) -> Any:
     if isinstance(value, FileSlice):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -268,7 +268,7 @@ def _clip_of_frames(fields: Fields, value: Sequence[Any], name: str, options: Ma
     return Media("video", Frames(pictures, fps), name)
 
 
-def _base64(record: Record, name: str, text: str) -> bytes:
+def _base64(record: FileRecord, name: str, text: str) -> bytes:
     """Decode base64, also with line breaks, in the URL-safe alphabet, and without padding."""
     plain = "".join(text.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
     try:

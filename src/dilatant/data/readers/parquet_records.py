@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.arrow_values import row_fields
-from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import Scan, SourceFiles
 
@@ -31,7 +31,7 @@ OPEN_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _RowGroup:
     """One block of rows of a row group.
 
     group: row group in the file. number: index among the `count` blocks of the group. rows: rows of a block; the last
@@ -48,7 +48,7 @@ class _Block:
 @dataclass(frozen=True, slots=True)
 class _Runs:
     """All blocks, in order. first: the first record of each block, then the number of records: int64 [blocks + 1]. The
-    others are int64 [blocks], as in `_Block`; group_of numbers the non-empty row groups over all files."""
+    others are int64 [blocks], as in `_RowGroup`; group_of numbers the non-empty row groups over all files."""
 
     first: NDArray[np.int64]
     group_of: NDArray[np.int64]
@@ -78,8 +78,8 @@ class _Runs:
             rows=block_rows[each],
         )
 
-    def block(self, at: int) -> _Block:
-        return _Block(
+    def block(self, at: int) -> _RowGroup:
+        return _RowGroup(
             *(int(column[at]) for column in (self.file, self.group, self.number, self.count, self.rows))
         )
 
@@ -126,12 +126,12 @@ class ParquetRecords:
         file, row = self._files.locate(index)
         return f"{self._files.names[file]}:{row + 1}"
 
-    def read(self, index: int) -> Record:
+    def read(self, index: int) -> FileRecord:
         file, _ = self._files.locate(index)
         number = int(np.searchsorted(self._runs.first, index, side="right")) - 1
         place = self.name_of(index)
         fields = row_fields(self._table(number), index - int(self._runs.first[number]), place)
-        return Record(place, self._files.paths[file].parent, fields)
+        return FileRecord(place, self._files.paths[file].parent, fields)
 
     def _table(self, number: int) -> Any:
         """Return the rows of a block. The blocks before it in its row group are read and cached on the way."""
@@ -181,7 +181,7 @@ def scan_parquet(path: Path, name: str) -> Scan:
     return Scan(int(groups[:, 0].sum()), {"groups": groups})
 
 
-def _row_group(path: Path, block: _Block) -> Iterator[Any]:
+def _row_group(path: Path, block: _RowGroup) -> Iterator[Any]:
     """Yield the blocks of a row group as tables."""
     from pyarrow.parquet import ParquetFile
 

@@ -22,10 +22,10 @@ from dilatant.data.readers.arrow_records import ArrowRecords, scan_arrow
 from dilatant.data.readers.find_files import SUFFIXES, find_files
 from dilatant.data.readers.json_records import JsonRecords, scan_json
 from dilatant.data.readers.parquet_records import ParquetRecords, scan_parquet
-from dilatant.data.readers.record_fields import Record
+from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks, parse_record
 from dilatant.data.readers.source_files import Form, Scan, Scanner, SourceFiles
-from dilatant.data.readers.split import Split
+from dilatant.data.readers.split import HeldOutSplit
 from dilatant.data.readers.tar_records import TarRecords, scan_tar
 from dilatant.data.sample import Sample
 
@@ -52,7 +52,7 @@ class Records(Protocol):
         """Return the id of a record without reading it."""
         ...
 
-    def read(self, index: int) -> Record: ...
+    def read(self, index: int) -> FileRecord: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Reader:
     columns: Mapping[str, str] = field(default_factory=dict)
     limit: int | None = None
     label: str = ""
-    split: Split | None = None
+    split: HeldOutSplit | None = None
     media_dir: str | None = None
     passed_over: tuple[str, ...] = ()
 

@@ -42,7 +42,7 @@ CHAT_COLUMNS = ("messages", "conversations", "conversation")
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FileRecord:
     """The content of a file about one sample: `fields` as read, media not decoded.
 
     id: names the place in messages. folder: base of relative media paths. unused: parts of the record that are not in
@@ -62,7 +62,7 @@ class Fields:
     ones, which then are unused. Raises SampleError for a named column that the record lacks.
     """
 
-    def __init__(self, record: Record, columns: Mapping[str, str]) -> None:
+    def __init__(self, record: FileRecord, columns: Mapping[str, str]) -> None:
         self.record = record
         self._columns = columns
         missing = [name for name in columns.values() if name not in record.fields]
@@ -159,7 +159,7 @@ class Fields:
         raise SampleError(self.record.id, problem, remedy)
 
 
-def scalar(record: Record, name: str, value: Any) -> str:
+def scalar(record: FileRecord, name: str, value: Any) -> str:
     """Return a text, number, truth value or date as text. Raises SampleError."""
     if isinstance(value, str):
         return value

@@ -19,7 +19,7 @@ from dilatant.data.readers.record_fields import (
     OTHER_ANSWER_COLUMNS,
     QUESTION_COLUMNS,
     Fields,
-    Record,
+    FileRecord,
     is_list,
     is_objects,
     kind_of,
@@ -54,7 +54,7 @@ class Blocks:
 
 
 def parse_record(
-    record: Record, prompt: str | None = None, columns: Mapping[str, str] | None = None
+    record: FileRecord, prompt: str | None = None, columns: Mapping[str, str] | None = None
 ) -> Sample:
     """Parse a record into a sample.
 
@@ -84,7 +84,7 @@ def parse_record(
     return _sample(fields, turns, listed, tools)
 
 
-def parse_prompt(record: Record) -> Sample:
+def parse_prompt(record: FileRecord) -> Sample:
     """Parse a record into a sample that may end with a question. Raises SampleError like `parse_record`."""
     fields = Fields(record, {})
     others = (*CHAT_COLUMNS, "texts", *ANSWER_COLUMNS, *OTHER_ANSWER_COLUMNS)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.array_file import Arrays
 from dilatant.data.cache import Cache
-from dilatant.data.parallel_map import Piece, in_pieces, piece_bounds
+from dilatant.data.parallel_map import IndexRange, in_pieces, piece_bounds
 
 FORMAT = 2
 SCAN_SECONDS = 3600.0
@@ -148,12 +148,12 @@ class _ScanJob:
     files: tuple[tuple[Path, str, Form | None], ...]
     scanner: Scanner
 
-    def __call__(self, piece: Piece) -> Scan:
+    def __call__(self, piece: IndexRange) -> Scan:
         path, name, form = self.files[piece[0]]
         assert form is not None
         return self.scanner.scan[form](path, name)
 
-    def named(self, piece: Piece) -> str:
+    def named(self, piece: IndexRange) -> str:
         return self.files[piece[0]][1]
 
 

@@ -15,7 +15,7 @@ _STREAM = (0x5EED, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class HeldOutSplit:
     """One side of a source: the held-out samples or the rest. size: number of held-out samples (1 or more) or their
     fraction (below 1); at least one sample in either case. seed: selects the samples."""
 

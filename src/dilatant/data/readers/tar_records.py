@@ -17,7 +17,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
 from dilatant.data.readers.json_value import json_value
-from dilatant.data.readers.record_fields import MEDIA_COLUMNS, Record
+from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import Scan, SourceFiles
 from dilatant.data.sample import FileSlice, MediaKind
@@ -51,7 +51,7 @@ class TarRecords:
         raw = self._files.part("keys", file)[key_ends[number] : key_ends[number + 1]].tobytes()
         return f"{self._files.names[file]}:{raw.decode('utf-8', 'replace')}"
 
-    def read(self, index: int) -> Record:
+    def read(self, index: int) -> FileRecord:
         file, number = self._files.locate(index)
         first, end = self._files.part("first_members", file)[number : number + 2].tolist()
         members = self._files.part("members", file)[first:end].tolist()
@@ -102,7 +102,7 @@ class TarRecords:
                 f"holds only members of the kinds {', '.join(unused)}",
                 "add an image or a sound with .json, .txt or .cls",
             )
-        return Record(place, path.parent, fields, tuple(unused))
+        return FileRecord(place, path.parent, fields, tuple(unused))
 
     @property
     def passed_over(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from dilatant.data.text.chat_template import (
     PLAIN_TEMPLATE,
     PROBE,
     ChatTemplate,
-    Message,
+    TemplateMessage,
     read_template,
     usable_template,
 )
@@ -74,7 +74,7 @@ class ChatTokenizer:
     fingerprint: str
 
     def tokens(
-        self, messages: Sequence[Message], for_generation: bool = False, tools: str = ""
+        self, messages: Sequence[TemplateMessage], for_generation: bool = False, tools: str = ""
     ) -> ChatTokens:
         """Tokenize a conversation; with `for_generation` it ends where the assistant's answer would start.
 
@@ -108,7 +108,9 @@ class ChatTokenizer:
             )
         return ChatTokens(ids, answered, silent)
 
-    def _carry_loss(self, messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    def _carry_loss(
+        self, messages: Sequence[TemplateMessage], spans: Sequence[tuple[int, int]]
+    ) -> list[bool]:
         """Return for each span whether it carries loss. Raises UserError if spans cannot be matched to turns."""
         marks = [message.carries_loss for message in messages if message.role == "assistant"]
         if all(marks):
@@ -120,7 +122,7 @@ class ChatTokenizer:
             )
         return marks
 
-    def last_answer(self, messages: Sequence[Message], tools: str = "") -> str:
+    def last_answer(self, messages: Sequence[TemplateMessage], tools: str = "") -> str:
         """Return the assistant's last answer as the template writes it, with tool calls, without its end token. Raises
         UserError like `tokens`."""
         text, spans = self._render_with_spans(messages, False, tools)
@@ -131,7 +133,7 @@ class ChatTokenizer:
         return answer.removesuffix(closing)
 
     def _render_with_spans(
-        self, messages: Sequence[Message], for_generation: bool, tools: str
+        self, messages: Sequence[TemplateMessage], for_generation: bool, tools: str
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation and return the text with the character spans that the assistant writes."""
         if self.template.tagged:
@@ -148,7 +150,7 @@ class ChatTokenizer:
     def _answer_span(
         self,
         text: str,
-        messages: Sequence[Message],
+        messages: Sequence[TemplateMessage],
         position: int,
         for_generation: bool,
         tools: str,
@@ -197,7 +199,7 @@ class ChatTokenizer:
         return start, end + self._closing(text[start:end], text[end:])
 
     def _before_tool(
-        self, text: str, end: int, messages: Sequence[Message], position: int, tools: str
+        self, text: str, end: int, messages: Sequence[TemplateMessage], position: int, tools: str
     ) -> int:
         """Return where the tool's result begins if the template writes it inside the answer's span; else `end`."""
         if position + 1 == len(messages) or messages[position + 1].role != "tool":
@@ -215,7 +217,7 @@ class ChatTokenizer:
         return min(end, at, *starts)
 
     def _prompt_end(
-        self, text: str, latest: int | None, messages: Sequence[Message], tools: str, earliest: int
+        self, text: str, latest: int | None, messages: Sequence[TemplateMessage], tools: str, earliest: int
     ) -> int | None:
         """Return the end in `text` of the generation prompt after `messages`, between `earliest` and `latest`; `latest`
         without a prompt. The model must also generate text that the template writes between prompt and answer."""
@@ -258,9 +260,9 @@ class ChatTokenizer:
             return ()
         either = "|".join(map(re.escape, tokens))
         token, run = re.compile(either), re.compile(f"(?:{either})+")
-        asked, answer = Message("user", PROBE), Message("assistant", PROBE)
+        asked, answer = TemplateMessage("user", PROBE), TemplateMessage("assistant", PROBE)
         found: set[str] = set()
-        for following in ([], [asked], [Message("tool", PROBE)]):
+        for following in ([], [asked], [TemplateMessage("tool", PROBE)]):
             try:
                 text, _ = self.template.render([asked, answer, *following], False)
             except UserError:
@@ -343,12 +345,12 @@ def _common_start(one: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), len(other))
 
 
-def _probed(answer: Message) -> list[Message]:
+def _probed(answer: TemplateMessage) -> list[TemplateMessage]:
     """Return copies of an answer with a probe in its place, after it, and in its last call."""
     uncalled = tuple(extra for extra in answer.extras if extra[0] != CALLS)
     variants = [
-        Message("assistant", PROBE),
-        Message("assistant", answer.text.rstrip() + PROBE, uncalled),
+        TemplateMessage("assistant", PROBE),
+        TemplateMessage("assistant", answer.text.rstrip() + PROBE, uncalled),
     ]
     if len(uncalled) < len(answer.extras):
         calls = json.loads(dict(answer.extras)[CALLS])
@@ -356,7 +358,7 @@ def _probed(answer: Message) -> list[Message]:
         calls[-1]["function"]["arguments"] = (
             {**arguments, "probe": PROBE} if isinstance(arguments, dict) else PROBE
         )
-        variants.append(Message("assistant", answer.text, (*uncalled, (CALLS, json.dumps(calls)))))
+        variants.append(TemplateMessage("assistant", answer.text, (*uncalled, (CALLS, json.dumps(calls)))))
     return variants
 
 

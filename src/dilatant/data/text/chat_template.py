@@ -53,7 +53,7 @@ TRIAL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class TemplateMessage:
     """A turn as text; every `MEDIA` character in it is one item. extras, carries_loss: see `Turn`."""
 
     role: str
@@ -83,7 +83,7 @@ class ChatTemplate:
         return key in names or (key in THOUGHTS and not names.isdisjoint(THOUGHTS))
 
     def render(
-        self, messages: Sequence[Message], for_generation: bool, track: bool = False, tools: str = ""
+        self, messages: Sequence[TemplateMessage], for_generation: bool, track: bool = False, tools: str = ""
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; with `track`, also return the character spans inside generation tags.
 
@@ -101,7 +101,7 @@ class ChatTemplate:
         text = self._write(conversation, for_generation, tools, given)
         return _without_tags(text) if track else (_without_tags(text)[0], [])
 
-    def _as_dict(self, message: Message) -> dict[str, Any]:
+    def _as_dict(self, message: TemplateMessage) -> dict[str, Any]:
         """Return the message in the form that transformers passes to templates."""
         extras = {key: json.loads(value) for key, value in message.extras}
         thought = next((extras[key] for key in THOUGHTS if extras.get(key) is not None), None)
@@ -160,7 +160,7 @@ class ChatTemplate:
     def writes_text(self) -> bool:
         """Return True if the template writes the text of a user's turn."""
         try:
-            return self.render([Message("user", PROBE)], False)[0].count(PROBE) == 1
+            return self.render([TemplateMessage("user", PROBE)], False)[0].count(PROBE) == 1
         except UserError:
             return False
 

@@ -28,7 +28,7 @@ QUESTION = "question"
 """Like `TOKENS`, but with labels on the last answer only, for the evaluation of held-out samples."""
 IN_PIECES = NativeClipUnit | FramedClipUnit
 """Units whose items are written in several places, with text between."""
-Unit = MediaUnit | ImageTarget
+EncodingUnit = MediaUnit | ImageTarget
 """The unit of a media item: an encoder's input or a generator's target."""
 
 
@@ -95,15 +95,15 @@ class Encoding:
             found[unit.name, unit.kind] = before + opens, closes + after
         return found
 
-    def units_in(self, role: Role) -> Sequence[Unit]:
+    def units_in(self, role: Role) -> Sequence[EncodingUnit]:
         """Return the units for media in a turn of this role, in order of preference."""
         return (*self.targets, *self.units) if role == "assistant" else self.units
 
     @cached_property
-    def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, Unit]] | None]:
+    def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, EncodingUnit]] | None]:
         """Role → the pattern that finds markers of media in a text, escaped ones with their `ESCAPE`, longest first;
         and the unit of each marker."""
-        found: dict[Role, tuple[re.Pattern[str], Mapping[str, Unit]] | None] = {}
+        found: dict[Role, tuple[re.Pattern[str], Mapping[str, EncodingUnit]] | None] = {}
         for role in get_args(Role):
             unit_of = {unit.marker: unit for unit in reversed(self.units_in(role))}
             longest_first = sorted(unit_of, key=len, reverse=True)

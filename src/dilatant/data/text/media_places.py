@@ -19,12 +19,12 @@ from dilatant.data.sample import (
     Sample,
 )
 from dilatant.data.text.chat import BREAK, MEDIA, RESERVED
-from dilatant.data.text.chat_template import Message
-from dilatant.data.text.encoding import ESCAPE, IN_PIECES, Encoding, Unit
+from dilatant.data.text.chat_template import TemplateMessage
+from dilatant.data.text.encoding import ESCAPE, IN_PIECES, Encoding, EncodingUnit
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ClipTokens:
     """A run of a clip's tokens without text between; all encoder tokens of the clip belong to the first piece."""
 
     tokens: int
@@ -58,10 +58,10 @@ class Words:
         return f"{before}{marker[0]}{BREAK}{marker[1:]}" if marker in self.tokens else written
 
 
-Placed = list[tuple[Media, Unit] | tuple[Media, Unit, Piece]]
+Placed = list[tuple[Media, EncodingUnit] | tuple[Media, EncodingUnit, ClipTokens]]
 
 
-def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Placed, Placed]:
+def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessage], Placed, Placed]:
     """Return messages with a `MEDIA` character for every item, those items in order, and the items that precede all
     text.
 
@@ -98,11 +98,11 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
     used = dict.fromkeys(waiting, 0)
     first_user = next((at for at, turn in enumerate(sample.turns) if turn.role == "user"), 0)
 
-    messages: list[Message] = []
+    messages: list[TemplateMessage] = []
     placed: Placed = []
     prepended: Placed = []
 
-    def put(media: Media, unit: Unit | None) -> str:
+    def put(media: Media, unit: EncodingUnit | None) -> str:
         if unit is None:
             remedy = "add one under 'model.encoders'"
             if media.kind == "video":
@@ -124,7 +124,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
             with naming(sample, media):
                 pieces = unit.pieces(media_size(media))
             placed.extend(
-                (media, unit, Piece(tokens, number == 0)) for number, (_, tokens, _) in enumerate(pieces)
+                (media, unit, ClipTokens(tokens, number == 0)) for number, (_, tokens, _) in enumerate(pieces)
             )
             return before + "".join(f"{opens}{MEDIA}{closes}" for opens, _, closes in pieces) + after
         (prepended if unit.merge == "prepend" else placed).append((media, unit))
@@ -145,7 +145,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
                 kind = "half a character" if code < 0xE000 else "a private character that is used internally"
                 raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
             text.append(_fill_markers(part, encoding.markers[turn.role], words, waiting, used, put))
-        messages.append(Message(turn.role, "".join(text), turn.extras, turn.carries_loss))
+        messages.append(TemplateMessage(turn.role, "".join(text), turn.extras, turn.carries_loss))
     problems = [
         f"{used[kind]} {kind} markers in the text for {given[kind]} {kind}s beside it"
         for kind in waiting
@@ -165,11 +165,11 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
 
 def _fill_markers(
     text: str,
-    markers: tuple[re.Pattern[str], Mapping[str, Unit]] | None,
+    markers: tuple[re.Pattern[str], Mapping[str, EncodingUnit]] | None,
     words: Words,
     waiting: Mapping[MediaKind, deque[Media]],
     used: dict[MediaKind, int],
-    put: Callable[[Media, Unit], str],
+    put: Callable[[Media, EncodingUnit], str],
 ) -> str:
     if markers is None:
         return text

@@ -25,8 +25,8 @@ from dilatant.data.sample import (
     Media,
     Sample,
 )
-from dilatant.data.text.encoding import NO_LOSS, Encoding, Unit
-from dilatant.data.text.media_places import Piece, naming, place_media
+from dilatant.data.text.encoding import NO_LOSS, Encoding, EncodingUnit
+from dilatant.data.text.media_places import ClipTokens, naming, place_media
 
 _WITH_GRIDS = (
     *(NativeImageUnit, NativeClipUnit, FramedClipUnit, SoundUnit, UsmSoundUnit),
@@ -40,7 +40,7 @@ class Item:
     """A media item and its unit, with the item's tokens in that unit and in the language model."""
 
     media: Media
-    unit: Unit
+    unit: EncodingUnit
     encoder_tokens: int
     merged_tokens: int
     grid: Mapping[str, EncoderInput]
@@ -138,7 +138,9 @@ def _cut(ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, 
     return Layout(ids[:length], targets[:length], items[:kept], is_cut=True)
 
 
-def _sized(sample: Sample, media: Media, unit: Unit, piece: Piece | None = None, *, alone: bool) -> Item:
+def _sized(
+    sample: Sample, media: Media, unit: EncodingUnit, piece: ClipTokens | None = None, *, alone: bool
+) -> Item:
     with naming(sample, media):
         if piece is not None and not piece.is_first:
             return Item(media, unit, 0, piece.tokens, {}, goes_on=True)

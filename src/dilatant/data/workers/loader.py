@@ -62,11 +62,11 @@ class GlobalBatch:
         return total
 
 
-Task = int | Sample | SampleError
+LoaderTask = int | Sample | SampleError
 """A sample to encode: its index, the sample itself, or the error from reading it."""
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """The order of samples: a `Sampler` or a `StreamSampler`."""
 
     @property
@@ -74,7 +74,7 @@ class Order(Protocol):
 
     def resume(self, state: SamplerState) -> SamplerState: ...
 
-    def batches(self, state: SamplerState) -> Iterator[tuple[Sequence[Task], SamplerState]]: ...
+    def batches(self, state: SamplerState) -> Iterator[tuple[Sequence[LoaderTask], SamplerState]]: ...
 
     def epoch(self, state: SamplerState) -> float: ...
 
@@ -85,14 +85,14 @@ class _EncodeJob:
     encoding: Encoding
     parts: frozenset[str] | None
 
-    def __call__(self, task: Task) -> EncodedSample:
+    def __call__(self, task: LoaderTask) -> EncodedSample:
         if isinstance(task, SampleError):
             raise task
         sample = self.samples[task] if isinstance(task, int) else task
         return encode_sample(sample, self.encoding, self.parts)
 
 
-def _named(task: Task) -> str:
+def _named(task: LoaderTask) -> str:
     if isinstance(task, int):
         return f"sample {task} (counted from 0 through all sources)"
     return task.id if isinstance(task, Sample) else task.sample
@@ -115,7 +115,7 @@ class Loader:
         self,
         samples: Dataset,
         encoding: Encoding,
-        sampler: Order,
+        sampler: SampleOrder,
         *,
         position: SamplerState = SamplerState(),  # noqa: B008 - a frozen value
         steps: int | None = None,
@@ -132,7 +132,7 @@ class Loader:
         # One more batch is ready in the prefetch queue, and one waits to enter it.
         self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
         self._positions: deque[SamplerState] = deque()
-        self._pool: WorkerPool[Task, EncodedSample] = WorkerPool(
+        self._pool: WorkerPool[LoaderTask, EncodedSample] = WorkerPool(
             _EncodeJob(samples, encoding, parts), workers, named=_named, task_seconds=sample_seconds
         )
         batches = self._make_batches()
@@ -167,7 +167,7 @@ class Loader:
         while batch := list(islice(results, self._sampler.global_batch_size)):
             yield self._batch(batch, self._positions.popleft())
 
-    def _tasks(self) -> Iterator[Task]:
+    def _tasks(self) -> Iterator[LoaderTask]:
         for tasks, position in islice(self._sampler.batches(self._start), self._steps):
             self._positions.append(position)
             yield from tasks

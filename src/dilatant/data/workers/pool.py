@@ -35,7 +35,7 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SampleRequest:
     """A request for a sample, or for parts of it.
 
     draw: unique among the open requests of its data set. index: in its data set. parts: `encode.TOKENS` (ids, labels)
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Status of a sample that a thread waits for in `Source.take`. place: the worker that makes the sample, "" if none.
+    """Status of a sample that a thread waits for in `SampleSource.take`. place: the worker that makes it, "" if none.
     attempt: 1, or more after a worker died while making it."""
 
     sample: str
@@ -71,10 +71,10 @@ class Waiting:
         return f"{self.seconds:.0f} s for {self.sample}" + (f" ({', '.join(more)})" if more else "")
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Source of a rank's samples. Thread-safe."""
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def ask(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests; they are processed in order as memory permits. Never blocks. Raises ValueError for a draw
         that is already requested."""
         ...
@@ -99,9 +99,9 @@ class InlineSource:
 
     def __init__(self, datasets: Mapping[str, Dataset], encoding: Encoding) -> None:
         self._datasets, self._encoding = datasets, encoding
-        self._asked: dict[tuple[str, int], Request] = {}
+        self._asked: dict[tuple[str, int], SampleRequest] = {}
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def ask(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
             add_once(self._asked, request, request)
 
@@ -124,7 +124,7 @@ class InlineSource:
         self._asked.clear()
 
 
-def add_once(known: dict[tuple[str, int], T], request: Request, value: T) -> None:
+def add_once(known: dict[tuple[str, int], T], request: SampleRequest, value: T) -> None:
     """Store `value` under the request's draw. Raises ValueError if the draw is already requested."""
     key = (request.dataset, request.draw)
     if key in known:
@@ -137,7 +137,7 @@ def not_asked(dataset: str, draw: int) -> ValueError:
 
 
 def make(
-    request: Request,
+    request: SampleRequest,
     datasets: Mapping[str, Dataset],
     encoding: Encoding,
     read: Callable[[Sample], None] = lambda sample: None,

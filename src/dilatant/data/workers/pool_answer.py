@@ -12,20 +12,20 @@ from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import WithheldError, WorkerError
-from dilatant.data.workers.pool import Dataset, Request, make
-from dilatant.data.workers.pool_wire import Encoded, Failed, Refused, lay_out, opened
+from dilatant.data.workers.pool import Dataset, SampleRequest, make
+from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused, lay_out, opened
 
-Outcome = EncodedSample | UserError | WorkerError
+PoolOutcome = EncodedSample | UserError | WorkerError
 """Result of a request, as the rank receives it."""
 
 
 def answer(
     ticket: int,
-    request: Request,
+    request: SampleRequest,
     datasets: Mapping[str, Dataset],
     encoding: Encoding,
     read: Callable[[Sample], None] = lambda sample: None,
-) -> tuple[Encoded | Refused | Failed, list[np.ndarray]]:
+) -> tuple[Encoded | PoolRefused | Failed, list[np.ndarray]]:
     """Make a sample. Return the reply, and the arrays to send with it if it is `Encoded`. read: see `make`. Raises
     nothing."""
     try:
@@ -36,14 +36,14 @@ def answer(
     except WithheldError as error:
         return Failed(ticket, str(error), is_withheld=True), []
     except SampleError as error:
-        return Refused(ticket, error.problem, error.sample, error.remedy), []
+        return PoolRefused(ticket, error.problem, error.sample, error.remedy), []
     except UserError as error:
-        return Refused(ticket, str(error)), []
+        return PoolRefused(ticket, str(error)), []
     except BaseException:
         return Failed(ticket, f"a data worker failed:\n{traceback.format_exc()}"), []
 
 
-def outcome_of(message: Encoded | Refused | Failed, draw: int, buffer: memoryview) -> Outcome:
+def outcome_of(message: Encoded | PoolRefused | Failed, draw: int, buffer: memoryview) -> PoolOutcome:
     """Decode the reply to request `draw`. buffer: holds the arrays of an `Encoded` sample, which are copied. Raises
     ProtocolError if they do not fit."""
     if isinstance(message, Encoded):

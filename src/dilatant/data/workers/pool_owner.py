@@ -82,7 +82,7 @@ class PoolOwner:
 
 
 @dataclass
-class _Hand:
+class _WorkerSlot:
     """One worker's place, whose socket outlives the processes that serve it.
 
     is_ready: the process has answered a ping. is_asked: a ping is unanswered. silent: ticks since that ping.
@@ -113,7 +113,7 @@ class _Crew:
         self._context = multiprocessing.get_context("forkserver")
         self._temporary = TemporaryFolder()
         self.folder = self._temporary.path
-        self.hands: list[_Hand] = []
+        self.hands: list[_WorkerSlot] = []
         self._wake, self._wakes = multiprocessing.Pipe(duplex=False)
         self._lock = threading.Lock()  # held while workers are started or ended
         self.is_closed = False
@@ -121,7 +121,7 @@ class _Crew:
         try:
             for number in range(workers):
                 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self.hands.append(_Hand(number, listener))
+                self.hands.append(_WorkerSlot(number, listener))
                 listener.bind(str(Path(self.folder) / f"{number}.sock"))
                 listener.listen(1024)
             for hand in self.hands:
@@ -136,7 +136,7 @@ class _Crew:
         with self._lock:
             return [hand.process.pid for hand in self.hands]
 
-    def _start(self, hand: _Hand) -> None:
+    def _start(self, hand: _WorkerSlot) -> None:
         """Start a worker. Raises OSError or EOFError after several tries: a fork server that has just exited may only
         be noticed when it does not answer; the next try starts a new one."""
         for attempt in range(1, START_TRIES + 1):
@@ -147,7 +147,7 @@ class _Crew:
                     raise
                 time.sleep(START_PAUSE_SECONDS)
 
-    def _start_once(self, hand: _Hand) -> None:
+    def _start_once(self, hand: _WorkerSlot) -> None:
         warm_up()  # preloads the modules again if the fork server has exited meanwhile
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
@@ -193,7 +193,7 @@ class _Crew:
                     for hand in self.hands:
                         self._tick(hand)
 
-    def _hear(self, hand: _Hand) -> None:
+    def _hear(self, hand: _WorkerSlot) -> None:
         assert hand.pipe is not None
         try:
             hand.pipe.recv_bytes()
@@ -202,7 +202,7 @@ class _Crew:
             hand.pipe.close()
             hand.pipe = None
 
-    def _tick(self, hand: _Hand) -> None:
+    def _tick(self, hand: _WorkerSlot) -> None:
         """Ping the worker, or kill it after too long a silence. Silence is measured in ticks, so that a pause of this
         process is not charged to the worker."""
         if hand.pipe is None:
@@ -218,7 +218,7 @@ class _Crew:
             hand.stood_still = True
             hand.process.kill()
 
-    def _replace(self, hand: _Hand) -> None:
+    def _replace(self, hand: _WorkerSlot) -> None:
         hand.process.join()
         death = _death(hand, self._decode_seconds)
         hand.failed_starts += not hand.is_ready
@@ -261,7 +261,7 @@ class _Crew:
         self._temporary.close()
 
 
-def _death(hand: _Hand, decode_seconds: float) -> Death:
+def _death(hand: _WorkerSlot, decode_seconds: float) -> Death:
     code = hand.process.exitcode
     if code == -signal.SIGALRM:
         return Death(hand.process.pid, f"was ended after {decode_seconds:g} s at one sample", True)

@@ -30,28 +30,28 @@ from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import WithheldError, WorkerError
-from dilatant.data.workers.pool import Request, Waiting
+from dilatant.data.workers.pool import SampleRequest, Waiting
 from dilatant.data.workers.pool_owner import REASON
 from dilatant.data.workers.pool_wire import (
     MAX_FRAME_BYTES,
     NOTE_BYTES,
-    Ask,
     Encoded,
     Failed,
     Forget,
     Forgotten,
-    Frames,
     Greeting,
-    Hello,
     Note,
-    ProtocolError,
-    Refused,
+    PoolAsk,
+    PoolFrames,
+    PoolHello,
+    PoolProtocolError,
+    PoolRefused,
     ToRank,
     framed,
     read_note,
     to_rank,
 )
-from dilatant.data.workers.request_queue import Asked, Awake, Entry
+from dilatant.data.workers.request_queue import Awake, Entry, RequestQueue
 
 TASKS_IN_HAND = 3
 """Requests that a worker holds for a rank: one being made and the next ones queued, so that it never waits."""
@@ -78,7 +78,7 @@ def join(
 
 
 @dataclass(eq=False)
-class _Link:
+class _WorkerLink:
     """Connection to one worker's place. pid: the process that greeted; 0 before. heard: time of its last message.
 
     fallen: (sample, pid) for each worker that died while making the sample, until its successor reports the cause.
@@ -88,7 +88,7 @@ class _Link:
     number: int
     path: str
     connection: socket.socket | None = None
-    frames: Frames = field(default_factory=lambda: Frames(MAX_FRAME_BYTES))
+    frames: PoolFrames = field(default_factory=lambda: PoolFrames(MAX_FRAME_BYTES))
     pid: int = 0
     decode_seconds: float = float("inf")
     entries: dict[int, Entry] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class PoolSource:
     def __init__(self, address: str, budget_bytes: int, on_wait: Callable[[Waiting], None]) -> None:
         paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
         self._folder = Path(address)
-        self._asked = Asked(budget_bytes, on_wait, self._poke, self._place_of)
+        self._asked = RequestQueue(budget_bytes, on_wait, self._poke, self._place_of)
         notes = NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
         self._arena = Arena(notes + budget_bytes, notes)
         self._awake = Awake()
@@ -125,7 +125,7 @@ class PoolSource:
         self._wakes.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._links = [_Link(int(path.stem), str(path)) for path in paths]
+        self._links = [_WorkerLink(int(path.stem), str(path)) for path in paths]
         self._leaving: list[_Leaving] = []
         for link in self._links:
             self._connect(link)
@@ -136,7 +136,7 @@ class PoolSource:
         self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
         self._thread.start()
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def ask(self, requests: Sequence[SampleRequest]) -> None:
         self._asked.ask(requests)
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
@@ -157,10 +157,10 @@ class PoolSource:
     # Called by both threads, with the lock held.
 
     def _place_of(self, entry: Entry) -> str:
-        link: _Link | None = entry.holder
+        link: _WorkerLink | None = entry.holder
         return link.shown if link is not None and self._begun(link)[0] is entry else ""
 
-    def _begun(self, link: _Link) -> tuple[Entry | None, Note | None]:
+    def _begun(self, link: _WorkerLink) -> tuple[Entry | None, Note | None]:
         """Return this rank's request that the worker is making, or was making when it died, and the worker's note;
         None if unknown."""
         with self._arena.view(NOTE_BYTES * link.number, NOTE_BYTES) as buffer:
@@ -174,7 +174,7 @@ class PoolSource:
         with suppress(OSError):  # the socket is full, so the thread will wake anyway; or it is closed
             self._wakes.send(b".")
 
-    def _send(self, link: _Link, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, link: _WorkerLink, data: bytes, descriptors: Sequence[int] = ()) -> None:
         if link.connection is None:
             return
         try:
@@ -238,11 +238,11 @@ class PoolSource:
             link.entries[entry.ticket] = entry
             request = entry.request
             room = entry.charge if entry.slot is not None else 0
-            ask = Ask(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
+            ask = PoolAsk(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
                       entry.slot or 0, room)  # fmt: skip
             self._send(link, framed(ask))
 
-    def _receive(self, link: _Link) -> None:
+    def _receive(self, link: _WorkerLink) -> None:
         assert link.connection is not None
         data = _read(link.connection)
         link.heard = time.monotonic()
@@ -251,13 +251,13 @@ class PoolSource:
             for body in link.frames.feed(data):
                 with self._asked.changed:
                     self._handle(link, to_rank.decode(body))
-        except (ProtocolError, MsgspecError) as error:
+        except (PoolProtocolError, MsgspecError) as error:
             problem = f"it answered with what is no message of a data worker ({error})"
         if not data or problem:
             with self._asked.changed:
                 self._lose(link, problem)
 
-    def _handle(self, link: _Link, message: ToRank) -> None:
+    def _handle(self, link: _WorkerLink, message: ToRank) -> None:
         if isinstance(message, Greeting):
             link.pid, link.decode_seconds, link.ungreeted = message.pid, message.decode_seconds, 0
             self._settle(link, message)
@@ -268,7 +268,7 @@ class PoolSource:
         elif message.ticket in link.entries:
             self._finish(link.entries.pop(message.ticket), message)
 
-    def _finish(self, entry: Entry, message: Encoded | Refused | Failed) -> None:
+    def _finish(self, entry: Entry, message: Encoded | PoolRefused | Failed) -> None:
         if not isinstance(message, Encoded) or entry.is_forgotten:
             self._asked.answered(entry, message, memoryview(b""))
         elif message.inline is not None:
@@ -286,7 +286,7 @@ class PoolSource:
 
     # Loss of workers.
 
-    def _connect(self, link: _Link) -> None:
+    def _connect(self, link: _WorkerLink) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(SEND_SECONDS)
         try:
@@ -297,9 +297,9 @@ class PoolSource:
             return
         link.connection = connection
         self._selector.register(connection, selectors.EVENT_READ, link)
-        self._send(link, framed(Hello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
+        self._send(link, framed(PoolHello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
 
-    def _lose(self, link: _Link, why: str = "", is_late: bool = False) -> None:
+    def _lose(self, link: _WorkerLink, why: str = "", is_late: bool = False) -> None:
         """Handle a lost worker; its place will get another process. why: reason, if it may live and is given up."""
         assert link.connection is not None
         begun, _ = self._begun(link)
@@ -322,7 +322,7 @@ class PoolSource:
                 self._retry(entry, link, f"{link.shown} did not end", is_late=True)
             else:
                 link.fallen.append((entry, pid))
-        link.connection, link.pid, link.frames = None, 0, Frames(MAX_FRAME_BYTES)
+        link.connection, link.pid, link.frames = None, 0, PoolFrames(MAX_FRAME_BYTES)
         link.is_down = link.ungreeted >= UNGREETED
         if not link.is_down:
             self._connect(link)
@@ -330,7 +330,7 @@ class PoolSource:
             self._settle(link, None)
         self._check_links()
 
-    def _say_given_up(self, link: _Link, why: str) -> None:
+    def _say_given_up(self, link: _WorkerLink, why: str) -> None:
         """Log that a worker was given up, once per worker: only the first rank of the machine that gives it up logs."""
         with suppress(OSError):
             (self._folder / f"given-up-{link.pid}").touch(exist_ok=False)
@@ -357,7 +357,7 @@ class PoolSource:
             for slot in leaving.slots:
                 self._arena.release(slot)
 
-    def _settle(self, link: _Link, greeting: Greeting | None) -> None:
+    def _settle(self, link: _WorkerLink, greeting: Greeting | None) -> None:
         """Retry the samples that dead workers of this place were making, now that the successor reports the causes."""
         deaths = {death.pid: death for death in greeting.deaths} if greeting is not None else {}
         fallen, link.fallen = link.fallen, []
@@ -366,7 +366,7 @@ class PoolSource:
             how = f"data worker {link.number} (process {pid}) {death.how if death else 'ended'}"
             self._retry(entry, link, how, death is not None and death.is_slow)
 
-    def _retry(self, entry: Entry, link: _Link, how: str, is_late: bool) -> None:
+    def _retry(self, entry: Entry, link: _WorkerLink, how: str, is_late: bool) -> None:
         if entry.is_forgotten:
             return
         entry.late += is_late

@@ -36,18 +36,18 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """Non-negative integer that fits an address and a note's field."""
 
 
-class ProtocolError(ValueError):
+class PoolProtocolError(ValueError):
     """Bytes that are no message of this protocol, or a message with impossible values."""
 
 
-class Hello(Struct, tag="hello"):
+class PoolHello(Struct, tag="hello"):
     """First message of a rank. note: offset in the arena of the worker's note."""
 
     arena_bytes: Count
     note: Count
 
 
-class Ask(Struct, tag="ask"):
+class PoolAsk(Struct, tag="ask"):
     """Request for a sample. offset, room: the arena slot for the answer's arrays; if room is 0 or too small, the arrays
     come inside the message."""
 
@@ -84,7 +84,7 @@ class Forgotten(Struct, tag="forgotten"):
     tickets: list[int]
 
 
-class Place(Struct, array_like=True):
+class ArrayPlace(Struct, array_like=True):
     """Location of an array in the answer's bytes. unit: "" for ids and labels. normalization: see `Pixels`."""
 
     unit: str
@@ -102,13 +102,13 @@ class Encoded(Struct, tag="encoded"):
     ticket: int
     sample: str
     sizes: dict[str, int]
-    places: list[Place]
+    places: list[ArrayPlace]
     nbytes: int
     seconds: float = 0.0
     inline: bytes | None = None
 
 
-class Refused(Struct, tag="refused"):
+class PoolRefused(Struct, tag="refused"):
     """A bad sample; sample and remedy as in SampleError, or sample "" for another UserError."""
 
     ticket: int
@@ -125,8 +125,8 @@ class Failed(Struct, tag="failed"):
     is_withheld: bool = False
 
 
-ToWorker = Hello | Ask | Forget
-ToRank = Greeting | Forgotten | Encoded | Refused | Failed
+ToWorker = PoolHello | PoolAsk | Forget
+ToRank = Greeting | Forgotten | Encoded | PoolRefused | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 to_rank = msgspec.msgpack.Decoder(ToRank)
@@ -137,7 +137,7 @@ def framed(message: Struct) -> bytes:
     """Return the message with its length prefix. Raises ProtocolError if it is too large."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME_BYTES}")
+        raise PoolProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -184,7 +184,7 @@ def _copies(buffer: memoryview) -> list[tuple[int, Note]]:
     return whole
 
 
-class Frames:
+class PoolFrames:
     """Splits a byte stream into message bodies. longest: maximum bytes of a message."""
 
     def __init__(self, longest: int) -> None:
@@ -197,7 +197,7 @@ class Frames:
         while len(self._pending) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._pending)
             if length > self._longest:
-                raise ProtocolError(f"a message of {length} bytes is larger than {self._longest}")
+                raise PoolProtocolError(f"a message of {length} bytes is larger than {self._longest}")
             end = _LENGTH.size + length
             if len(self._pending) < end:
                 return
@@ -206,9 +206,9 @@ class Frames:
             yield body
 
 
-def lay_out(sample: EncodedSample) -> tuple[list[Place], list[np.ndarray], int]:
+def lay_out(sample: EncodedSample) -> tuple[list[ArrayPlace], list[np.ndarray], int]:
     """Return the places of a sample's arrays, the arrays, and their total bytes. Raises TypeError for object arrays."""
-    places: list[Place] = []
+    places: list[ArrayPlace] = []
     arrays: list[np.ndarray] = []
     end = 0
     for unit, name, value in _values(sample):
@@ -217,7 +217,7 @@ def lay_out(sample: EncodedSample) -> tuple[list[Place], list[np.ndarray], int]:
         if array.dtype.hasobject:
             raise TypeError(f"{unit} {name} is an array of Python objects")
         normalization = value.normalization if isinstance(value, Pixels) else None
-        places.append(Place(unit, name, array.dtype.str, array.shape, end, normalization))
+        places.append(ArrayPlace(unit, name, array.dtype.str, array.shape, end, normalization))
         arrays.append(array)
         end += aligned(array.nbytes)
     return places, arrays, end
@@ -231,7 +231,7 @@ def _values(sample: EncodedSample) -> Iterator[tuple[str, str, EncoderInput]]:
             yield unit, name, value
 
 
-def write(buffer: memoryview, places: list[Place], arrays: list[np.ndarray]) -> None:
+def write(buffer: memoryview, places: list[ArrayPlace], arrays: list[np.ndarray]) -> None:
     for place, array in zip(places, arrays, strict=True):
         if array.nbytes:
             into = np.frombuffer(buffer, np.uint8, array.nbytes, place.offset)
@@ -248,14 +248,14 @@ def packed(answer: Encoded, arrays: list[np.ndarray]) -> bytes:
 def opened(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
     """Return the sample whose arrays are in `buffer`, copied. Raises ProtocolError if they are not valid."""
     if answer.nbytes > len(buffer):
-        raise ProtocolError(f"{answer.sample} takes {answer.nbytes} bytes of {len(buffer)}")
+        raise PoolProtocolError(f"{answer.sample} takes {answer.nbytes} bytes of {len(buffer)}")
     held = np.array(buffer[: answer.nbytes], np.uint8)  # one copy, of which all arrays are views
     tokens: dict[str, Any] = {}
     media: dict[str, dict[str, EncoderInput]] = {}
     for place in answer.places:
         dtype = np.dtype(place.dtype)
         if dtype.hasobject:
-            raise ProtocolError(f"{place.unit} {place.name} is an array of Python objects")
+            raise PoolProtocolError(f"{place.unit} {place.name} is an array of Python objects")
         array: np.ndarray = (
             np.ndarray(place.shape, dtype, held, place.offset)
             if all(place.shape)

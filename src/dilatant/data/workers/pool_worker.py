@@ -21,21 +21,21 @@ from dilatant.comm.fork_server import remove_behind_parent
 from dilatant.data.sample import Sample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import WorkerError, begin_work, unpickled
-from dilatant.data.workers.pool import Dataset, Request
+from dilatant.data.workers.pool import Dataset, SampleRequest
 from dilatant.data.workers.pool_answer import answer
 from dilatant.data.workers.pool_wire import (
     MAX_ASK_BYTES,
     NOTE_BYTES,
-    Ask,
     Death,
     Encoded,
     Failed,
     Forget,
     Forgotten,
-    Frames,
     Greeting,
-    Hello,
-    ProtocolError,
+    PoolAsk,
+    PoolFrames,
+    PoolHello,
+    PoolProtocolError,
     framed,
     packed,
     to_worker,
@@ -76,15 +76,15 @@ def _answer_owner(owner: Connection, folder: str, shared: str | None) -> None:
     os._exit(0)
 
 
-class _Rank:
+class _RankLink:
     """The connection to a rank, with its arena and its queued requests."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.frames = Frames(MAX_ASK_BYTES)
+        self.frames = PoolFrames(MAX_ASK_BYTES)
         self.arena: mmap.mmap | None = None
         self.note = 0
-        self.asked: deque[Ask] = deque()
+        self.asked: deque[PoolAsk] = deque()
 
     def notes(self, ticket: int, since: float, sample: str = "") -> None:
         """Write the current request into the rank's arena, to be read after a crash. ticket: -1 for another rank's."""
@@ -110,7 +110,7 @@ class _Worker:
         self._encoding: Encoding | None = None
         self._decode_seconds = decode_seconds
         self._deaths = deaths
-        self._ranks: deque[_Rank] = deque()  # least recently served first
+        self._ranks: deque[_RankLink] = deque()  # least recently served first
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -136,11 +136,11 @@ class _Worker:
             return
         # A rank that does not read its answers is dropped after this timeout, because other ranks wait.
         connection.settimeout(max(1.0, self._decode_seconds))
-        rank = _Rank(connection)
+        rank = _RankLink(connection)
         self._ranks.append(rank)
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
-    def _guarded(self, rank: _Rank, step: Callable[[_Rank], None]) -> None:
+    def _guarded(self, rank: _RankLink, step: Callable[[_RankLink], None]) -> None:
         try:
             step(rank)
         except STRANGE:  # the rank is gone or sends invalid messages
@@ -148,7 +148,7 @@ class _Worker:
             self._ranks.remove(rank)
             rank.close()
 
-    def _receive(self, rank: _Rank) -> None:
+    def _receive(self, rank: _RankLink) -> None:
         descriptors: list[int] = []
         if rank.arena is None:
             data, descriptors, _, _ = socket.recv_fds(rank.connection, 1 << 16, 1)
@@ -159,9 +159,9 @@ class _Worker:
                 raise ConnectionError("it left")
             for body in rank.frames.feed(data):
                 message = to_worker.decode(body)
-                if isinstance(message, Hello):
+                if isinstance(message, PoolHello):
                     if not 0 <= message.note <= message.arena_bytes - NOTE_BYTES:
-                        raise ProtocolError("a note outside the arena")
+                        raise PoolProtocolError("a note outside the arena")
                     rank.arena = mmap.mmap(descriptors[0] if descriptors else -2, message.arena_bytes)
                     rank.note = message.note
                     rank.connection.sendall(framed(Greeting(os.getpid(), self._decode_seconds, self._deaths)))
@@ -171,14 +171,14 @@ class _Worker:
                 elif rank.arena is None or not 0 <= message.offset <= message.offset + message.room <= len(
                     rank.arena
                 ):
-                    raise ProtocolError("a slot outside the arena")
+                    raise PoolProtocolError("a slot outside the arena")
                 else:
                     rank.asked.append(message)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _answer(self, rank: _Rank) -> None:
+    def _answer(self, rank: _RankLink) -> None:
         ask, since = rank.asked.popleft(), time.monotonic()
         for other in self._ranks:
             other.notes(ask.ticket if other is rank else -1, since)
@@ -188,8 +188,8 @@ class _Worker:
 
         rank.connection.sendall(self._answered(ask, rank, read))
 
-    def _answered(self, ask: Ask, rank: _Rank, read: Callable[[Sample], None]) -> bytes:
-        request = Request(ask.draw, ask.index, frozenset(ask.parts), ask.dataset)
+    def _answered(self, ask: PoolAsk, rank: _RankLink, read: Callable[[Sample], None]) -> bytes:
+        request = SampleRequest(ask.draw, ask.index, frozenset(ask.parts), ask.dataset)
         try:
             if self._encoding is None:
                 self._datasets, self._encoding = unpickled(self._job)

@@ -26,7 +26,7 @@ REACH_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class RayCluster:
     """Address of a cluster (HOST:PORT), and the token of a cluster that the run started itself, for its other ranks."""
 
     address: str
@@ -93,7 +93,7 @@ class Connection:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"data.preprocess: no Ray cluster at {address}: {reason}") from None
         context = ray.get_runtime_context()
-        self.cluster = Cluster(context.gcs_address, token)
+        self.cluster = RayCluster(context.gcs_address, token)
         self.cpus = int(ray.cluster_resources().get("CPU", 1))
 
     def close(self) -> None:

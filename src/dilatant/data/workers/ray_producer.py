@@ -10,7 +10,7 @@ import numpy as np
 
 from dilatant.config.environment import compute_in_one_thread
 from dilatant.data.media.freed_memory import keep_freed_memory
-from dilatant.data.workers.pool import Request
+from dilatant.data.workers.pool import SampleRequest
 from dilatant.data.workers.pool_answer import answer
 from dilatant.data.workers.pool_wire import Encoded, framed, packed
 
@@ -30,7 +30,7 @@ class Producer:
 
     def make(self, draw: int, index: int, parts: list[str], dataset: str) -> tuple[bytes, np.ndarray]:
         """Return the reply as a pool worker frames it, and the bytes of a sample's arrays: uint8 [bytes]."""
-        request = Request(draw, index, frozenset(parts), dataset)
+        request = SampleRequest(draw, index, frozenset(parts), dataset)
         message, arrays = answer(0, request, self._datasets, self._encoding)
         held = packed(message, arrays) if isinstance(message, Encoded) else b""
         return framed(message), np.frombuffer(held, np.uint8)

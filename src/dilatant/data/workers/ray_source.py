@@ -22,10 +22,10 @@ from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import Dataset, Request, Waiting
-from dilatant.data.workers.pool_wire import MAX_FRAME_BYTES, Encoded, Failed, Frames, Refused, to_rank
+from dilatant.data.workers.pool import Dataset, SampleRequest, Waiting
+from dilatant.data.workers.pool_wire import MAX_FRAME_BYTES, Encoded, Failed, PoolFrames, PoolRefused, to_rank
 from dilatant.data.workers.ray_producer import Producer
-from dilatant.data.workers.request_queue import Asked, Awake, Entry
+from dilatant.data.workers.request_queue import Awake, Entry, RequestQueue
 
 IN_HAND = 3
 """Requests that a producer holds: one being made and the next ones queued."""
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Hand:
+class _Producer:
     """A producer. greeting: Ray reference of the pending `greet`, None once it runs. entries: open requests by Ray
     reference. since: `time.monotonic` when its current sample began; before it runs, when it was requested."""
 
@@ -81,9 +81,9 @@ class RaySource:
         self._make = ray.remote(Producer).options(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")
         self._most = most
         self._decode_seconds = decode_seconds
-        self._asked = Asked(budget_bytes, on_wait, self._wake, _place_of)
+        self._asked = RequestQueue(budget_bytes, on_wait, self._wake, _place_of)
         self._awake = Awake()
-        self._hands: list[_Hand] = []
+        self._hands: list[_Producer] = []
         self._failed_starts = 0
         self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
         self._thread.start()
@@ -96,7 +96,7 @@ class RaySource:
 
     # Called by the rank.
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def ask(self, requests: Sequence[SampleRequest]) -> None:
         self._asked.ask(requests)
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
@@ -140,7 +140,7 @@ class RaySource:
 
     def _start(self) -> None:
         actor = self._make.remote(self._job)
-        self._hands.append(_Hand(actor, actor.greet.remote(), time.monotonic()))
+        self._hands.append(_Producer(actor, actor.greet.remote(), time.monotonic()))
         self._asked.waited = 0.0
 
     def _scale_producers(self) -> None:
@@ -201,14 +201,14 @@ class RaySource:
                     self._finish(entry, *value)
 
     def _finish(self, entry: Entry, framed: bytes, held: Any) -> None:
-        message = to_rank.decode(next(Frames(MAX_FRAME_BYTES).feed(framed)))
-        assert isinstance(message, Encoded | Refused | Failed)
+        message = to_rank.decode(next(PoolFrames(MAX_FRAME_BYTES).feed(framed)))
+        assert isinstance(message, Encoded | PoolRefused | Failed)
         self._asked.answered(entry, message, memoryview(held))
         self._asked.discharge(entry)
 
     # Loss of producers.
 
-    def _lose(self, hand: _Hand, how: str, is_late: bool = False) -> None:
+    def _lose(self, hand: _Producer, how: str, is_late: bool = False) -> None:
         """Send a lost producer's requests again, and start another producer."""
         self._hands.remove(hand)
         self._end(hand)
@@ -257,13 +257,13 @@ class RaySource:
                         WorkerError(f"the Ray cluster gave no processor within {START_SECONDS:g} s")
                     )
 
-    def _end(self, hand: _Hand) -> None:
+    def _end(self, hand: _Producer) -> None:
         with suppress(Exception):
             self._ray.kill(hand.actor)
 
 
 def _place_of(entry: Entry) -> str:
-    hand: _Hand | None = entry.holder
+    hand: _Producer | None = entry.holder
     return "" if hand is None else hand.name
 
 

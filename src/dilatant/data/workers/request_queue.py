@@ -15,9 +15,9 @@ from typing import Any
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import Request, Waiting, add_once, not_asked
-from dilatant.data.workers.pool_answer import Outcome, outcome_of
-from dilatant.data.workers.pool_wire import Encoded, Failed, Refused
+from dilatant.data.workers.pool import SampleRequest, Waiting, add_once, not_asked
+from dilatant.data.workers.pool_answer import PoolOutcome, outcome_of
+from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused
 
 UNKNOWN_BYTES = 1 << 20
 """Assumed size of a sample without an estimate."""
@@ -49,7 +49,7 @@ class Entry:
     charge: its bytes in the budget. losses, late: number of times its worker died, or exceeded the time limit. shunned:
     the place of the last such worker."""
 
-    request: Request
+    request: SampleRequest
     name: str
     holder: Any = None
     ticket: int = -1
@@ -62,7 +62,7 @@ class Entry:
     is_forgotten: bool = False
 
 
-class Asked:
+class RequestQueue:
     """The request queue of a rank, with the interface of `Source`.
 
     budget_bytes: memory for samples that are being made, or are ready and not taken. on_wait: called by the thread in
@@ -86,13 +86,13 @@ class Asked:
         self.waited = 0.0
         self.error: WorkerError | None = None
         self.is_closing = False
-        self._outcomes: dict[tuple[str, int], tuple[Outcome, int]] = {}  # outcome and charged bytes
+        self._outcomes: dict[tuple[str, int], tuple[PoolOutcome, int]] = {}  # outcome and charged bytes
         self._scale: dict[frozenset[str], float] = defaultdict(lambda: 1.0)
         self._on_wait, self._on_change, self._place_of = on_wait, on_change, place_of
 
     # Called by the rank, see `Source`.
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def ask(self, requests: Sequence[SampleRequest]) -> None:
         with self.changed:
             for request in requests:
                 if (request.dataset, request.draw) in self._outcomes:
@@ -145,7 +145,7 @@ class Asked:
 
     # Called by the sample source.
 
-    def need(self, request: Request) -> int:
+    def need(self, request: SampleRequest) -> int:
         """Return the bytes to reserve: the estimate, scaled up if estimates for the same parts were too low."""
         return int((request.nbytes or UNKNOWN_BYTES) * self._scale[request.parts])
 
@@ -172,7 +172,7 @@ class Asked:
         if not entry.is_forgotten:
             self.queue.appendleft(entry)
 
-    def answered(self, entry: Entry, message: Encoded | Refused | Failed, held: memoryview) -> None:
+    def answered(self, entry: Entry, message: Encoded | PoolRefused | Failed, held: memoryview) -> None:
         """Conclude a request with a worker's reply. held: the bytes of the sample's arrays."""
         nbytes = 0
         if isinstance(message, Encoded):
@@ -182,7 +182,7 @@ class Asked:
         if not entry.is_forgotten:
             self.conclude(entry, outcome_of(message, entry.request.draw, held), nbytes)
 
-    def conclude(self, entry: Entry, outcome: Outcome, nbytes: int = 0) -> None:
+    def conclude(self, entry: Entry, outcome: PoolOutcome, nbytes: int = 0) -> None:
         """Store the outcome, which takes `nbytes` bytes, for `take`."""
         if not entry.is_forgotten:
             key = (entry.request.dataset, entry.request.draw)

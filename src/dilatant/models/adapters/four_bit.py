@@ -50,10 +50,10 @@ class FourBitLinear(nn.Module):
 
 def four_bit_linear(input: Tensor, layer: FourBitLinear, bias: Tensor | None) -> Tensor:
     """Multiply the input by the layer's weight, and add a frozen bias."""
-    return _Linear.apply(input, layer, bias)
+    return _FourBitProduct.apply(input, layer, bias)
 
 
-class _Linear(torch.autograd.Function):
+class _FourBitProduct(torch.autograd.Function):
     """Linear product that saves no tensor: backward dequantises the weight a second time."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dilatant.attention.context_parallel import ContextParallelRow, Ranks
+from dilatant.attention.context_parallel import ContextParallelRow, ContextRanks
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.data.media_units.aspect_image_unit import TILES
 from dilatant.data.sample import EncodedSample
@@ -117,7 +117,7 @@ class Crossing:
         return model
 
 
-def gather_rows(own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Ranks) -> Tensor:
+def gather_rows(own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: ContextRanks) -> Tensor:
     """All-gather the encoder rows of context-parallel ranks, [rows, hidden]; backward sums the gradients of all ranks.
     of_rank: the indices held by each rank (see `Crossing.divide`)."""
     return _GatherRows.apply(own, of_rank, ranks)
@@ -125,7 +125,7 @@ def gather_rows(own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Ranks)
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: ContextRanks) -> Tensor:
         ctx.ranks, ctx.places = ranks, [torch.from_numpy(rows).to(own.device) for rows in of_rank]
         most = max(map(len, of_rank))
         parts = own.new_empty(len(of_rank), most, own.shape[1])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.models.adapters.four_bit import FourBitLinear, four_bit_linear
-from dilatant.models.core.sequence_parallel import Product
+from dilatant.models.core.sequence_parallel import TokenProduct
 
 
 class _Parallel:
@@ -21,7 +21,7 @@ class _Parallel:
     """
 
     enter: Callable[[Tensor], Tensor] | None = None
-    leave: Callable[[Tensor, Product], Tensor] | None = None
+    leave: Callable[[Tensor, TokenProduct], Tensor] | None = None
     made: tuple[Tensor, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:

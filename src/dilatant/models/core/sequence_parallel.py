@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dilatant.attention.context_parallel import Pending
+from dilatant.attention.context_parallel import PendingRows
 from dilatant.attention.recompute_cache import exchange_kept
 
 
-class Ranks(Protocol):
+class SequenceRanks(Protocol):
     """The tensor-parallel ranks of a stage, as in `comm.tensor_group.TensorGroup`. index: this rank's index."""
 
     size: int
     index: int
     rows_of_piece: int | None
 
-    def all_gather(self, own: Tensor, what: str) -> tuple[Tensor, Pending]: ...
+    def all_gather(self, own: Tensor, what: str) -> tuple[Tensor, PendingRows]: ...
 
-    def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, Pending]: ...
+    def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, PendingRows]: ...
 
     def copy(self, hidden: Tensor) -> Tensor: ...
 
@@ -47,7 +47,7 @@ class Ranks(Protocol):
 PIECES = 4
 """Maximum number of chunks: with four, three quarters of the communication can be hidden."""
 
-Product = Callable[[Tensor], Tensor]
+TokenProduct = Callable[[Tensor], Tensor]
 """The product of rows [..., width] with a weight."""
 
 
@@ -55,7 +55,7 @@ class TokenShards:
     """Sequence parallelism of one stage; stores the shape of the current microbatch. rows_of_piece: minimum number of
     rows per rank in a chunk; None disables chunking."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: SequenceRanks) -> None:
         self.ranks = ranks
         self.rows_of_piece = ranks.rows_of_piece
         self._shape: tuple[int, ...] | None = None
@@ -84,7 +84,7 @@ class TokenShards:
         """All-gather like `join`, but for a tensor-parallel region: the backward sums the gradients of all ranks."""
         return _Gather.apply(own, self.ranks, self._whole())
 
-    def gather_products(self, own: Tensor, products: Sequence[Product]) -> tuple[Tensor, list[Tensor]]:
+    def gather_products(self, own: Tensor, products: Sequence[TokenProduct]) -> tuple[Tensor, list[Tensor]]:
         """Return `gather(own)` and its products with weights, overlapped in chunks; without chunking, no products."""
         pieces = self._pieces(own.shape[-2])
         if len(pieces) == 1:
@@ -97,7 +97,7 @@ class TokenShards:
         hidden, *outputs = (_flat(torch.cat(parts, 1), self._whole()) for parts in zip(*gathered))
         return hidden, outputs
 
-    def sum_products(self, input: Tensor, product: Product) -> Tensor:
+    def sum_products(self, input: Tensor, product: TokenProduct) -> Tensor:
         """Return this rank's rows of `product(input)` summed over all ranks. input: [..., tokens, width]."""
         size = self.ranks.size
         pieces = self._pieces(_rows_of_each(input.shape[:-1], size))
@@ -108,7 +108,7 @@ class TokenShards:
             rows = _padded(_rows(input), size).unflatten(0, (size, -1))
             with _Travel(self.ranks, pieces, made) as travel:
                 parts = [
-                    _Send.apply(product(rows[:, first:end]), travel, number)
+                    _SendProducts.apply(product(rows[:, first:end]), travel, number)
                     for number, (first, end) in enumerate(pieces)
                 ]
                 return _Arrive.apply(travel, *parts)
@@ -171,7 +171,7 @@ def _shaped(rows: Tensor, dimensions: int) -> Tensor:
     return rows[(None,) * (dimensions - 2)]
 
 
-def _own_rows(rows: Tensor, ranks: Ranks) -> Tensor:
+def _own_rows(rows: Tensor, ranks: SequenceRanks) -> Tensor:
     each = -(-len(rows) // ranks.size)
     own = rows[each * ranks.index : each * (ranks.index + 1)]
     missing = each - len(own)
@@ -179,7 +179,7 @@ def _own_rows(rows: Tensor, ranks: Ranks) -> Tensor:
     return functional.pad(own, (0, 0) * (own.ndim - 1) + (0, missing)) if missing else own.clone()
 
 
-def _all_rows(own: Tensor, ranks: Ranks, shape: tuple[int, ...], what: str) -> Tensor:
+def _all_rows(own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...], what: str) -> Tensor:
     """All-gather every rank's rows [rows, width] to [*shape, width]."""
     everybody, work = ranks.all_gather(own, what)
     work.wait()
@@ -196,7 +196,7 @@ def _padded(rows: Tensor, size: int) -> Tensor:
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def _sum_of_own_rows(part: Tensor, ranks: Ranks, what: str) -> Tensor:
+def _sum_of_own_rows(part: Tensor, ranks: SequenceRanks, what: str) -> Tensor:
     """Reduce-scatter [..., width]: return this rank's rows [rows, width] of the sum."""
     rows = _padded(_rows(part), ranks.size)
     own, work = ranks.reduce_scatter(rows.unflatten(0, (ranks.size, -1)), what)
@@ -206,7 +206,7 @@ def _sum_of_own_rows(part: Tensor, ranks: Ranks, what: str) -> Tensor:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, ranks: SequenceRanks) -> Tensor:
         ctx.ranks, ctx.shape = ranks, tuple(hidden.shape[:-1])
         return _shaped(_own_rows(_rows(hidden), ranks), hidden.ndim)
 
@@ -217,7 +217,7 @@ class _Split(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Ranks, shape: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...]) -> Tensor:
         ctx.ranks = ranks
         return _all_rows(_rows(own), ranks, shape, "hidden states")
 
@@ -228,7 +228,7 @@ class _Join(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Ranks, shape: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...]) -> Tensor:
         ctx.ranks = ranks
         return _all_rows(_rows(own), ranks, shape, "hidden states")
 
@@ -240,7 +240,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks, made: Tensor | None) -> Tensor:
+    def forward(ctx: Any, part: Tensor, ranks: SequenceRanks, made: Tensor | None) -> Tensor:
         ctx.ranks, ctx.shape = ranks, tuple(part.shape[:-1])
         return _sum_of_own_rows(part, ranks, "hidden states") if made is None else made.detach()
 
@@ -253,11 +253,13 @@ class _Travel:
     """The chunks in flight of one all-gather or reduce-scatter. made: in recomputation, this rank's cached result of
     the first forward, which replaces communication."""
 
-    def __init__(self, ranks: Ranks, pieces: Sequence[tuple[int, int]], made: Tensor | None = None) -> None:
+    def __init__(
+        self, ranks: SequenceRanks, pieces: Sequence[tuple[int, int]], made: Tensor | None = None
+    ) -> None:
         self.ranks = ranks
         self.pieces = pieces
         self.made = made
-        self.arriving: dict[int, tuple[Tensor, Pending]] = {}
+        self.arriving: dict[int, tuple[Tensor, PendingRows]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -317,7 +319,7 @@ class _Await(torch.autograd.Function):
         return ctx.travel.scatter(ctx.number, gradient, "gradients of hidden states"), None, None
 
 
-class _Send(torch.autograd.Function):
+class _SendProducts(torch.autograd.Function):
     """Start the reduce-scatter of a chunk of products, for `_Arrive`. Backward waits for its gathered gradient."""
 
     @staticmethod

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dilatant.attention.context_parallel import Ranks
+from dilatant.attention.context_parallel import ContextRanks
 from dilatant.config.errors import UserError
 from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
@@ -24,7 +24,7 @@ from dilatant.models.core.random_draws import Spread
 from dilatant.models.core.sequence_parallel import TokenShards
 from dilatant.models.core.weights import Weight
 
-Inputs = dict[str, Tensor]
+StageInputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Context:
 
     index: int = 0
     size: int = 1
-    ranks: Ranks | None = None
+    ranks: ContextRanks | None = None
 
 
 class Stage(nn.Module, ABC):

@@ -126,7 +126,7 @@ def _alike(counts: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-class _Passed(nn.Module):
+class _ConvolutionsDone(nn.Module):
     """Replaces the convolutions on stages after them."""
 
     def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,5 +139,5 @@ def _around(model: nn.Module, is_hidden: bool) -> Any:
     if not is_hidden:
         return model
     tower = cast(Any, copy.copy(model))
-    tower.__dict__["_modules"] = {**model._modules, EMBEDDING: _Passed()}
+    tower.__dict__["_modules"] = {**model._modules, EMBEDDING: _ConvolutionsDone()}
     return tower

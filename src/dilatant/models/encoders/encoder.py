@@ -21,7 +21,15 @@ from dilatant.models.core.family_probe import unused_parameters
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.random_draws import Spread
 from dilatant.models.core.slicing import slice_model
-from dilatant.models.core.stage import Boundary, Inputs, Stage, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.stage import (
+    Boundary,
+    Stage,
+    StageInputs,
+    StageOutput,
+    StepData,
+    in_dtype_of,
+    media_of,
+)
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
@@ -37,9 +45,9 @@ class Callbacks:
     a stage that does not receive them. hidden: [encoder rows, tokens, width].
     """
 
-    before_encoder: Callable[[Inputs], Inputs] | None = None
-    after_encoder: Callable[[Inputs, Tensor], Tensor] | None = None
-    after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
+    before_encoder: Callable[[StageInputs], StageInputs] | None = None
+    after_encoder: Callable[[StageInputs, Tensor], Tensor] | None = None
+    after_projector: Callable[[StageInputs, Tensor], Tensor] | None = None
 
 
 class EncoderStage(Stage):
@@ -96,7 +104,7 @@ class EncoderStage(Stage):
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode. The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones
         `hidden`. Returns [encoder rows, tokens, width]; after the projector, width is that of the language model."""
-        given: Inputs = dict(inputs or {})
+        given: StageInputs = dict(inputs or {})
         if self.is_first and self.callbacks.before_encoder is not None:
             given = self.callbacks.before_encoder(given)
         if self.is_first:
@@ -120,7 +128,7 @@ class EncoderStage(Stage):
         records = any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in fed)
         return torch.set_grad_enabled(torch.is_grad_enabled() and records)
 
-    def _check_rows(self, inputs: Inputs) -> None:
+    def _check_rows(self, inputs: StageInputs) -> None:
         """Raise UserError for rows of another shape than the encoder's."""
         name, expected = self.geometry.input_name, self.geometry.row_shape
         shape = tuple(inputs[name].shape[1:]) if name in inputs else expected
@@ -139,7 +147,7 @@ class EncoderStage(Stage):
                     f"{like.dtype}"
                 )
 
-    def _encode(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+    def _encode(self, model: nn.Module, inputs: StageInputs, hidden: Tensor | None) -> Tensor:
         with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
             if hidden is None and (self.adapter is None or self.adapter.embed is None):
                 return _hidden_of(model(**{name: in_dtype_of(model, t) for name, t in inputs.items()}))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.signatures import require_call
 from dilatant.models.core.geometry import MERGING_TOWERS, EncoderGeometry, Features, encoder_geometry
-from dilatant.models.core.stage import Inputs
+from dilatant.models.core.stage import StageInputs
 from dilatant.models.encoders.encoder import Callbacks, EncoderUnit
 from dilatant.models.encoders.encoder_adapters import Adapter
 from dilatant.models.encoders.patch_merger import merging_part, refuse_options
@@ -52,9 +52,9 @@ class Encoder:
     placeholder_id: int | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     features: Features = "all"
-    before_encoder: Callable[[Inputs], Inputs] | None = None
-    after_encoder: Callable[[Inputs, Tensor], Tensor] | None = None
-    after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
+    before_encoder: Callable[[StageInputs], StageInputs] | None = None
+    after_encoder: Callable[[StageInputs, Tensor], Tensor] | None = None
+    after_projector: Callable[[StageInputs, Tensor], Tensor] | None = None
     adapter: Adapter | None = None
     processor: Any = None
     kind: str | None = None

@@ -54,7 +54,7 @@ class Merger(nn.Module):
         taps = getattr(model, "deepstack_merger_list", None)
         if taps is not None:
             self.deepstack_merger_list = taps
-            tower._modules["deepstack_merger_list"] = nn.ModuleList([_Same() for _ in taps])
+            tower._modules["deepstack_merger_list"] = nn.ModuleList([_PassThrough() for _ in taps])
 
     def forward(self, hidden: Tensor) -> Tensor:
         mergers = [self.merger, *getattr(self, "deepstack_merger_list", ())]
@@ -64,7 +64,7 @@ class Merger(nn.Module):
         )
 
 
-class _Same(nn.Module):
+class _PassThrough(nn.Module):
     """Identity for a block's hidden states."""
 
     def forward(self, hidden: Tensor) -> Tensor:

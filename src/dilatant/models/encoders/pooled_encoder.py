@@ -37,7 +37,7 @@ class PooledMerger(nn.Module):
         # Not registered: the encoder is another part of the unit.
         self.__dict__["drawn_by"] = tower
         end: Any = copy.copy(tower)
-        own = {"patch_embedder": StandIn(cast(Any, tower).patch_embedder), "encoder": _Passed()}
+        own = {"patch_embedder": StandIn(cast(Any, tower).patch_embedder), "encoder": _BlocksDone()}
         end.__dict__["_modules"] = {**own, "pooler": cast(Any, tower).pooler}
         end.__dict__["_parameters"] = {}
         end.__dict__["_buffers"] = {
@@ -59,7 +59,7 @@ class PooledMerger(nn.Module):
         return cast(Any, self._modules[self._name])(inputs_embeds=rows.last_hidden_state)
 
 
-class _Passed(nn.Module):
+class _BlocksDone(nn.Module):
     """Replaces blocks that have run."""
 
     def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutput:

@@ -34,7 +34,7 @@ TYPICAL_FRAMES = 1000
 """Frames of the sound with which layers are measured: 10 s."""
 
 
-class Held(nn.Module):
+class NamedModule(nn.Module):
     """Holds a module under its name in the whole model, because adapters need a parent of the linear layer."""
 
     drawn_by: PreTrainedModel

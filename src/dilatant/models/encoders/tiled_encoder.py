@@ -18,7 +18,7 @@ from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.stage import in_dtype_of
 from dilatant.models.core.weights import name_module_weights
 from dilatant.models.encoders.encoder import Callbacks, EncoderStage, EncoderUnit
-from dilatant.models.encoders.sound_encoder import Held
+from dilatant.models.encoders.sound_encoder import NamedModule
 
 
 class TiledStage(EncoderStage):
@@ -42,7 +42,7 @@ class TiledStage(EncoderStage):
 class TiledEncoderUnit(EncoderUnit):
     """The encoder and its projector: layers `encoder` and `projector`."""
 
-    def __init__(self, name: str, tower: PreTrainedModel, projector: Held, width_out: int) -> None:
+    def __init__(self, name: str, tower: PreTrainedModel, projector: NamedModule, width_out: int) -> None:
         config: Any = tower.config
         rows = config.max_num_tiles * ((config.image_size // config.patch_size) ** 2 + 1)
         geometry = EncoderGeometry(

@@ -24,7 +24,7 @@ from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
 from dilatant.data.sample import MediaUnit, Written
 from dilatant.models.families.pretrained import Whole
 
-Settings = Mapping[str, Any]
+ClipSettings = Mapping[str, Any]
 
 COUNTS = ("num_frames", "fps", "video_fps", "max_frames", "video_maxlen")
 """Common setting names for the number of frames that are taken from a clip."""
@@ -33,7 +33,7 @@ CLIP_KEYS = (*CLIP_SETTINGS, "num_frames", SOFT_TOKENS_OF_FRAMES)
 """Settings of a processor that affect clips only."""
 
 
-def check_clip_settings(whole: Whole, asked: Settings) -> None:
+def check_clip_settings(whole: Whole, asked: ClipSettings) -> None:
     """Raise UserError for clip settings that this family does not use."""
     style = whole.family.clips
     known: tuple[str, ...] = () if style is None else COUNTS
@@ -49,7 +49,9 @@ def check_clip_settings(whole: Whole, asked: Settings) -> None:
         )
 
 
-def clip_unit(whole: Whole, image: MediaUnit, asked: Settings, saved: Settings, tokenizer: Any) -> MediaUnit:
+def clip_unit(
+    whole: Whole, image: MediaUnit, asked: ClipSettings, saved: ClipSettings, tokenizer: Any
+) -> MediaUnit:
     """Build the clip unit that matches `image`, the same encoder's image unit. asked: the user's processor settings,
     including those of images; saved: the clip settings in the model's files. Raises UserError."""
     style = whole.family.clips
@@ -86,7 +88,7 @@ def clip_unit(whole: Whole, image: MediaUnit, asked: Settings, saved: Settings, 
     return FramedClipUnit(frame, choice, style, written=written)
 
 
-def frame_choice(style: str, saved: Settings, asked: Settings) -> FrameChoice:
+def frame_choice(style: str, saved: ClipSettings, asked: ClipSettings) -> FrameChoice:
     """Return the rule that chooses a clip's frames; requested settings override saved ones. Raises UserError."""
     own, said = ({key: value for key, value in each.items() if value is not None} for each in (asked, saved))
     fps, count = (
@@ -113,7 +115,7 @@ def frame_choice(style: str, saved: Settings, asked: Settings) -> FrameChoice:
 
 
 def _of_patches(
-    whole: Whole, name: str, settings: Settings, saved: Settings, tokenizer: Any
+    whole: Whole, name: str, settings: ClipSettings, saved: ClipSettings, tokenizer: Any
 ) -> NativeClipUnit:
     """Build the clip unit of a native-resolution encoder. saved, settings: as in `native_limits`."""
     apart = whole.family.frames_apart
@@ -128,7 +130,7 @@ def _of_patches(
 
 
 def native_limits(
-    vision: Any, settings: Settings, saved: Settings, apart: bool
+    vision: Any, settings: ClipSettings, saved: ClipSettings, apart: bool
 ) -> tuple[PatchProcessor, FrameSampling, int | None]:
     """Return the frames' patch processor, the frame sampling, and the pixel limit over all frames. saved: the files'
     clip settings; settings: these, overridden by the user's. apart: True if limits apply to all frames together."""
@@ -148,7 +150,7 @@ def native_limits(
     return processor, sampling, total
 
 
-def patches_of(vision: Any, settings: Settings) -> PatchProcessor:
+def patches_of(vision: Any, settings: ClipSettings) -> PatchProcessor:
     """Return the image processor of an encoder with this config. Raises UserError."""
     return patch_processor(
         settings,
@@ -158,7 +160,7 @@ def patches_of(vision: Any, settings: Settings) -> PatchProcessor:
     )
 
 
-def _whole_frame(whole: Whole, image: MediaUnit, settings: Settings) -> ImageUnit:
+def _whole_frame(whole: Whole, image: MediaUnit, settings: ClipSettings) -> ImageUnit:
     """Build the image unit of frames for a family that cuts images into tiles: one tile per frame."""
     geometry = whole.encoder(image.name).geometry
     return ImageUnit(
@@ -171,7 +173,7 @@ def _whole_frame(whole: Whole, image: MediaUnit, settings: Settings) -> ImageUni
     )
 
 
-def _square(height: int, width: int, channels: int, settings: Settings) -> PixelProcessor:
+def _square(height: int, width: int, channels: int, settings: ClipSettings) -> PixelProcessor:
     """Build a processor that resizes frames to this size without preserving their aspect ratio."""
     return PixelProcessor(
         height,

@@ -36,7 +36,7 @@ from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.encoders.native_encoder import MERGERS, merging
 from dilatant.models.encoders.pooled_encoder import OF_END, pooling
-from dilatant.models.encoders.sound_encoder import Held, SoundEncoderUnit
+from dilatant.models.encoders.sound_encoder import NamedModule, SoundEncoderUnit
 from dilatant.models.encoders.tiled_encoder import TiledEncoderUnit
 from dilatant.models.families.families import Family, MediaAttention, Tower, family_of
 from dilatant.models.language.packed_row import Positions
@@ -107,7 +107,7 @@ class Whole:
         model = self._adapted()
         if tower.crossing:
             tiled = cast(PreTrainedModel, model.get_submodule(tower.path))
-            held = Held(*_named(model, tower.projector[0]), tiled)
+            held = NamedModule(*_named(model, tower.projector[0]), tiled)
             return TiledEncoderUnit(name, tiled, held, self.config.get_text_config().hidden_size)
         if tower.native:
             native = cast(PreTrainedModel, model.get_submodule(tower.path))
@@ -121,7 +121,7 @@ class Whole:
             last = place.rpartition(".")[2]
             if place.startswith(f"{tower.path}."):
                 native._modules[last] = StandIn(projector)
-            held = Held(last, projector, native)
+            held = NamedModule(last, projector, native)
             of_sounds = ConformerEncoderUnit if tower.conformer else SoundEncoderUnit
             width = self.config.get_text_config().hidden_size
             return of_sounds(name, native, held, width, self.placeholder_ids[name])
@@ -363,13 +363,15 @@ class _Rows(nn.Module):
         self._hidden = hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
-        return BaseModelOutputWithPooling(last_hidden_state=self._hidden, hidden_states=_Same(self._hidden))
+        return BaseModelOutputWithPooling(
+            last_hidden_state=self._hidden, hidden_states=_SameForEveryItem(self._hidden)
+        )
 
 
-class _Same(tuple):
+class _SameForEveryItem(tuple):
     """A tuple that returns one tensor at every index."""
 
-    def __new__(cls, hidden: Tensor) -> _Same:
+    def __new__(cls, hidden: Tensor) -> _SameForEveryItem:
         return super().__new__(cls, (hidden,))
 
     def __getitem__(self, index: Any) -> Any:

@@ -24,7 +24,7 @@ class TransformerConnector(nn.Module):
     def __init__(self, width_in: int, width: int, rows: int, layers: int) -> None:
         super().__init__()
         self.rows = rows
-        self.blocks = nn.Sequential(*(_Block(width_in) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(_ConnectorBlock(width_in) for _ in range(layers)))
         self.norm = nn.LayerNorm(width_in)
         self.projection = nn.Linear(width_in, width)
 
@@ -34,7 +34,7 @@ class TransformerConnector(nn.Module):
         return made.reshape(*tokens.shape[:-1], made.shape[-1])
 
 
-class _Block(nn.Module):
+class _ConnectorBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.heads = width // math.gcd(width, HEAD_SIZE)

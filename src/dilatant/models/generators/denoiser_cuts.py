@@ -28,7 +28,7 @@ class Between:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DenoiserCut:
     """The cut of one family. enter(net, seen, times, rows, pooled): the part before the blocks; see `Family.say`.
     block(net, block, between): one block. leave(net, patches, times): the part after them, [items, patches, numbers per
     patch]. last: modules and weights that only `leave` uses. moments: rows of `Between.times`. fits(config): True if
@@ -130,7 +130,7 @@ def _leave_sana(net: Any, patches: Tensor, times: Tensor) -> Tensor:
     return net.proj_out(net.norm_out(patches, times[:, 6], net.scale_shift_table))
 
 
-SD3 = Cut(
+SD3 = DenoiserCut(
     _enter_sd3,
     _block_sd3,
     _leave_sd3,
@@ -138,7 +138,7 @@ SD3 = Cut(
     1,
     lambda config: config.caption_projection_dim == net_width(config),
 )
-PIXART = Cut(
+PIXART = DenoiserCut(
     _enter_pixart,
     _block_pixart,
     _leave_pixart,
@@ -146,4 +146,4 @@ PIXART = Cut(
     7,
     lambda config: config.caption_channels is not None or config.cross_attention_dim == net_width(config),
 )
-SANA = Cut(_enter_sana, _block_sana, _leave_sana, ("norm_out", "proj_out", "scale_shift_table"), 7)
+SANA = DenoiserCut(_enter_sana, _block_sana, _leave_sana, ("norm_out", "proj_out", "scale_shift_table"), 7)

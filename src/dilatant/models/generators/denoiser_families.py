@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dilatant.models.generators.denoiser_cuts import PIXART, SANA, SD3, Cut, size_of_pictures
+from dilatant.models.generators.denoiser_cuts import PIXART, SANA, SD3, DenoiserCut, size_of_pictures
 from dilatant.models.generators.diffusion import MOMENTS
 
 FOLDED = 2
@@ -18,7 +18,7 @@ FOLDED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class DenoiserFamily:
     """A denoiser class of diffusers. width(config): width of a condition row. pooled(config): width of the pooled
     condition, or None. say: calls the denoiser (see `Diffusion`). problems(config): reasons why it is unsupported. cut:
     how to run it in parts; None if every block needs outputs of the first blocks. folded: side length of the squares of
@@ -29,7 +29,7 @@ class Family:
     say: Callable[..., Tensor]
     pooled: Callable[[Any], int | None] = lambda config: None
     problems: Callable[[Any], list[str]] = lambda config: []
-    cut: Cut | None = None
+    cut: DenoiserCut | None = None
     folded: int = 1
     sample_size: int | None = None
 
@@ -90,20 +90,20 @@ def _sana_problems(config: Any) -> list[str]:
     return ["guidance_embeds is true, which nobody tells it here"] if config.get("guidance_embeds") else []
 
 
-FAMILIES: dict[str, Family] = {
-    "SD3Transformer2DModel": Family(
+FAMILIES: dict[str, DenoiserFamily] = {
+    "SD3Transformer2DModel": DenoiserFamily(
         lambda config: config.joint_attention_dim,
         _say_sd3,
         lambda config: config.pooled_projection_dim,
         cut=SD3,
     ),
-    "PixArtTransformer2DModel": Family(
+    "PixArtTransformer2DModel": DenoiserFamily(
         lambda config: config.caption_channels or config.cross_attention_dim, _say_pixart, cut=PIXART
     ),
-    "SanaTransformer2DModel": Family(
+    "SanaTransformer2DModel": DenoiserFamily(
         lambda config: config.caption_channels, _say_sana, problems=_sana_problems, cut=SANA
     ),
-    "FluxTransformer2DModel": Family(
+    "FluxTransformer2DModel": DenoiserFamily(
         lambda config: config.joint_attention_dim,
         _say_flux,
         lambda config: config.pooled_projection_dim,
@@ -111,7 +111,7 @@ FAMILIES: dict[str, Family] = {
         folded=FOLDED,
         sample_size=128,
     ),
-    "UNet2DConditionModel": Family(
+    "UNet2DConditionModel": DenoiserFamily(
         lambda config: _one(config.cross_attention_dim), _say_unet, problems=_unet_problems
     ),
 }

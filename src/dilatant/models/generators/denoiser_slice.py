@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilatant.models.generators.denoiser_cuts import BLOCKS, Between, Cut, net_width, patches_of, unfolded
+from dilatant.models.generators.denoiser_cuts import (
+    BLOCKS,
+    Between,
+    DenoiserCut,
+    net_width,
+    patches_of,
+    unfolded,
+)
 from dilatant.models.generators.diffusion import Diffusion
 
 
@@ -26,7 +33,7 @@ class NetSlice(nn.Module):
     def __init__(
         self,
         whole: Diffusion,
-        cut: Cut,
+        cut: DenoiserCut,
         rows: tuple[int, int],
         first: int,
         end: int,
@@ -80,7 +87,7 @@ class NetSlice(nn.Module):
         return unfolded(patches, self._patch, shape)[:, : shape[0]].float()
 
 
-def rows_between(model: Diffusion, cut: Cut, tokens: int, dtype: torch.dtype) -> int:
+def rows_between(model: Diffusion, cut: DenoiserCut, tokens: int, dtype: torch.dtype) -> int:
     """Return the number of rows of an item between slices."""
     config: Any = model.net.config
     target = math.ceil(math.prod(model.shape) * _pieces(dtype) / net_width(config))
@@ -114,7 +121,7 @@ def _pieces(dtype: torch.dtype) -> int:
     return math.ceil(24 / bits)
 
 
-def _shell(net: Any, cut: Cut, first: int, end: int, enters: bool, leaves: bool) -> nn.Module:
+def _shell(net: Any, cut: DenoiserCut, first: int, end: int, enters: bool, leaves: bool) -> nn.Module:
     """Copy the denoiser without the modules of other slices; blocks keep their numbers, and so their keys."""
     shell: nn.Module = copy.copy(net)
     blocks = getattr(net, BLOCKS)

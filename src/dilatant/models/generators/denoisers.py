@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.generators.autoencoder import encode, latents_of, spread_of
-from dilatant.models.generators.denoiser_families import AUTOENCODERS, FAMILIES, Family
+from dilatant.models.generators.denoiser_families import AUTOENCODERS, FAMILIES, DenoiserFamily
 from dilatant.models.generators.denoiser_source import PictureSource
 from dilatant.models.generators.diffusion import Diffusion, Objective
 from dilatant.models.generators.image_features import features
@@ -35,7 +35,7 @@ class PictureNet:
     autoencoder. learned_variance: True if it outputs twice the channels."""
 
     source: PictureSource
-    family: Family = field(repr=False)
+    family: DenoiserFamily = field(repr=False)
     width: int = 0
     pooled: int | None = None
     shape: tuple[int, int, int] = (0, 0, 0)
@@ -93,7 +93,7 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
 
 
 @torch.no_grad()
-def _draw_nothing(net: nn.Module, family: Family, shape: tuple[int, int, int], where: str) -> None:
+def _draw_nothing(net: nn.Module, family: DenoiserFamily, shape: tuple[int, int, int], where: str) -> None:
     """Run one forward on the meta device, and raise UserError if a denoiser's settings are inconsistent."""
     config: Any = net.config
     pooled = family.pooled(config)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
-from dilatant.models.generators.denoiser_cuts import Cut
+from dilatant.models.generators.denoiser_cuts import DenoiserCut
 
 Objective = Literal["flow", "epsilon", "velocity"]
 MOMENTS = 1000
@@ -129,7 +129,7 @@ class Diffusion(nn.Module):
         encode: Callable[..., Tensor] | None = None,
         of_spread: Callable[..., Tensor] | None = None,
         fresh: Callable[[], tuple[nn.Module, nn.Module | None]] | None = None,
-        cut: Cut | None = None,
+        cut: DenoiserCut | None = None,
         keeps_latents: bool = False,
     ) -> None:
         super().__init__()

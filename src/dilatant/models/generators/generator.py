@@ -19,7 +19,7 @@ from dilatant.models.core.stage import Boundary, Loss, Stage, StageOutput, StepD
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights
 from dilatant.models.generators.connector import TransformerConnector, build_connector
-from dilatant.models.generators.denoiser_cuts import BLOCKS, Cut, net_width
+from dilatant.models.generators.denoiser_cuts import BLOCKS, DenoiserCut, net_width
 from dilatant.models.generators.denoiser_slice import NetSlice, rows_between
 from dilatant.models.generators.diffusion import Diffusion
 
@@ -179,7 +179,7 @@ class GeneratorUnit(Unit, GeneratorStage):
                     f"generator {name!r}: connector",
                 )
         assert generator.token_id is not None
-        cut: Cut | None = getattr(generator.model, "cut", None)
+        cut: DenoiserCut | None = getattr(generator.model, "cut", None)
         connecting = name_module_weights(name, {"connector": ("connector", connector)})
         if cut is None:
             layers = ["connector", "generator"]
@@ -309,7 +309,7 @@ def net_blocks(model: nn.Module) -> list[nn.Module]:
     return list(model.get_submodule(f"net.{BLOCKS}").children())
 
 
-def _net_weights(unit: str, layers: Sequence[str], model: nn.Module, cut: Cut) -> tuple[Weight, ...]:
+def _net_weights(unit: str, layers: Sequence[str], model: nn.Module, cut: DenoiserCut) -> tuple[Weight, ...]:
     """Return every weight of a `Diffusion` whose denoiser is cut, in layer order."""
     found: dict[str, list[Weight]] = {layer: [] for layer in layers}
     for key in model.state_dict():

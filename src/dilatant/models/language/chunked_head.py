@@ -39,7 +39,7 @@ class _Output:
         return None
 
 
-class _Passed(nn.Module):
+class _HiddenStates(nn.Module):
     """Replaces the module that holds the blocks; returns its input hidden states unchanged."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
@@ -56,7 +56,7 @@ def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:
     *outer, last = container.split(".")
     for part in outer:
         shell._modules[part] = shell = _shallow(cast(nn.Module, shell._modules[part]))
-    shell._modules[last] = _Passed()
+    shell._modules[last] = _HiddenStates()
     return cast(PreTrainedModel, root)
 
 

@@ -20,7 +20,7 @@ from dilatant.models.core.cross_attention import STATES, Crossing
 from dilatant.models.core.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.core.passage import PassingBlock, run_between
 from dilatant.models.core.random_draws import Spread
-from dilatant.models.core.stage import Inputs, Predictions, Stage, StageOutput, StepData
+from dilatant.models.core.stage import Predictions, Stage, StageInputs, StageOutput, StepData
 from dilatant.models.core.weights import Weight
 from dilatant.models.language.chunked_head import (
     LOSS_CHUNK,
@@ -37,7 +37,7 @@ from dilatant.models.language.router_loss import router_loss
 from dilatant.models.language.side_states import Carried, DeepStack, PerLayer
 from dilatant.models.parallel.tensor_parallel import VocabularyShard
 
-BeforeLanguageModel = Callable[[dict[str, Tensor], Inputs], Inputs]
+BeforeLanguageModel = Callable[[dict[str, Tensor], StageInputs], StageInputs]
 
 
 class PlansAttention(Protocol):

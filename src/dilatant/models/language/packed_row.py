@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from dilatant.attention.context_parallel import ContextParallelRow, Ranks
+from dilatant.attention.context_parallel import ContextParallelRow, ContextRanks
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.masks.placement import place_row
 from dilatant.data.sample import EncodedSample
@@ -68,7 +68,7 @@ class PackedRow:
         )
 
     def shared(
-        self, plan: AttentionPlan, ranks: Ranks, placeholders: Sequence[int], placement: str
+        self, plan: AttentionPlan, ranks: ContextRanks, placeholders: Sequence[int], placement: str
     ) -> PackedRow:
         """Return this rank's context-parallel shard. Targets were shifted before, because the next token may be on
         another rank. A rank without tokens runs a dummy token whose id is none of `placeholders`."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.models.core.sequence_parallel import TokenShards
-from dilatant.models.parallel.tensor_regions import Part
+from dilatant.models.parallel.tensor_regions import SplitPart
 
 
 class Carried(Protocol):
@@ -171,13 +171,13 @@ class PerLayer:
 def _own_heads(pair: Tensor, shards: TokenShards) -> Tensor:
     """Slice replicated keys and values of all heads, [..., heads, width], to those of this rank's queries."""
     ranks = shards.ranks
-    first, end = Part(pair.shape[-2]).interval(ranks.size, ranks.index)
+    first, end = SplitPart(pair.shape[-2]).interval(ranks.size, ranks.index)
     return ranks.copy(pair)[..., first:end, :]
 
 
 def _all_heads(pair: Tensor, heads: int, shards: TokenShards) -> Tensor:
     """Invert `_own_heads` by a sum over ranks; if several ranks hold the same head, the first contributes it."""
-    ranks, part = shards.ranks, Part(heads)
+    ranks, part = shards.ranks, SplitPart(heads)
     first, end = part.interval(ranks.size, ranks.index)
     if ranks.index and part.interval(ranks.size, ranks.index - 1) == (first, end):
         pair = pair[..., :0, :]

@@ -18,7 +18,7 @@ from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.parallel.grouped_linear import grouped_linear
 
-Product = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]
+GroupedProduct = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]
 """A product like `grouped_linear`."""
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -52,7 +52,7 @@ class GroupedExperts:
     there is no other rank. holders: the expert-parallel group; None if this rank holds a shard of every expert.
     """
 
-    product: Product = staticmethod(grouped_linear)
+    product: GroupedProduct = staticmethod(grouped_linear)
     ranks: TensorGroup | None = None
     holders: ExpertGroup | None = None
     gate_up_proj: nn.Parameter

@@ -14,7 +14,7 @@ from torch import nn
 
 from dilatant.attention.linear_rows import is_linear_attention
 from dilatant.models.adapters.lora import plain_key, plain_linear
-from dilatant.models.parallel.tensor_regions import Part, Region
+from dilatant.models.parallel.tensor_regions import Region, SplitPart
 
 _OUT = "out_proj"
 _PER_HEAD = ("A_log", "dt_bias")
@@ -29,8 +29,8 @@ def linear_paths(block: nn.Module) -> list[str]:
 def linear_region(block: nn.Module, path: str) -> Region:
     """Return the tensor-parallel region of a linear-attention layer."""
     layer: Any = block.get_submodule(path)
-    parts, row = _columns(layer), Part(layer.num_v_heads, layer.head_v_dim)
-    others = {"conv1d": _mixed(layer), **dict.fromkeys(_PER_HEAD, (Part(layer.num_v_heads),))}
+    parts, row = _columns(layer), SplitPart(layer.num_v_heads, layer.head_v_dim)
+    others = {"conv1d": _mixed(layer), **dict.fromkeys(_PER_HEAD, (SplitPart(layer.num_v_heads),))}
     return Region(
         path,
         {f"{path}.{name}": parts[name] for name in parts if hasattr(layer, name)},
@@ -67,13 +67,13 @@ def count_linear_heads(module: nn.Module, size: int) -> None:
             setattr(holder, name, getattr(holder, name) // size)
 
 
-def _mixed(layer: Any) -> tuple[Part, ...]:
+def _mixed(layer: Any) -> tuple[SplitPart, ...]:
     """Return the parts of fused queries, keys and values."""
-    keys = Part(layer.num_k_heads, layer.head_k_dim)
-    return keys, keys, Part(layer.num_v_heads, layer.head_v_dim)
+    keys = SplitPart(layer.num_k_heads, layer.head_k_dim)
+    return keys, keys, SplitPart(layer.num_v_heads, layer.head_v_dim)
 
 
-def _columns(layer: Any) -> dict[str, tuple[Part, ...]]:
+def _columns(layer: Any) -> dict[str, tuple[SplitPart, ...]]:
     """Return the parts of the input projections under all families' names: separate projections, or fused ones that
     store each key head next to its value heads."""
     keys, values = layer.num_k_heads, layer.num_v_heads
@@ -81,9 +81,9 @@ def _columns(layer: Any) -> dict[str, tuple[Part, ...]]:
     together = 2 * (layer.head_k_dim + of_value * layer.head_v_dim)
     return {
         "in_proj_qkv": _mixed(layer),
-        "in_proj_z": (Part(values, layer.head_v_dim),),
-        "in_proj_b": (Part(values),),
-        "in_proj_a": (Part(values),),
-        "in_proj_qkvz": (Part(keys, together),),
-        "in_proj_ba": (Part(keys, 2 * of_value),),
+        "in_proj_z": (SplitPart(values, layer.head_v_dim),),
+        "in_proj_b": (SplitPart(values),),
+        "in_proj_a": (SplitPart(values),),
+        "in_proj_qkvz": (SplitPart(keys, together),),
+        "in_proj_ba": (SplitPart(keys, 2 * of_value),),
     }

@@ -22,7 +22,7 @@ from dilatant.models.core.cross_attention import STATES
 from dilatant.models.core.loss import IGNORED
 from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.core.recompute import add_contexts
-from dilatant.models.core.sequence_parallel import Ranks, TokenShards
+from dilatant.models.core.sequence_parallel import SequenceRanks, TokenShards
 from dilatant.models.core.slicing import StandIn
 from dilatant.models.parallel.experts import group_experts
 from dilatant.models.parallel.linear_heads import count_linear_heads
@@ -40,7 +40,7 @@ class VocabularyShard:
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute `loss.cross_entropy` of all ranks' logits. logits: [positions, own rows]; targets: [positions]."""
-        return _CrossEntropy.apply(logits, targets, self)
+        return _VocabularyParallelLoss.apply(logits, targets, self)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Return the likeliest row of the whole vocabulary, the first among equals: int64 [positions]."""
@@ -50,7 +50,7 @@ class VocabularyShard:
         return -self.ranks.largest(torch.where(wins, -(rows + self.first), beyond))
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabularyParallelLoss(torch.autograd.Function):
     """Vocabulary-parallel cross entropy; saves one number per logit for backward, as torch's does."""
 
     @staticmethod
@@ -140,7 +140,7 @@ def share_blocks(
 def share_tokens(
     blocks: Sequence[nn.Module],
     regions: Sequence[Sequence[Region]],
-    ranks: Ranks,
+    ranks: SequenceRanks,
     end: nn.Module | None = None,
 ) -> TokenShards:
     """Make blocks with local weights sequence parallel between regions. end: the module before which all tokens are
@@ -254,7 +254,7 @@ def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> No
     _share_magnitudes(block, region, shards.ranks)
 
 
-def _share_magnitudes(block: nn.Module, region: Region, ranks: Ranks) -> None:
+def _share_magnitudes(block: nn.Module, region: Region, ranks: SequenceRanks) -> None:
     for path in region.columns:
         share_magnitudes(block.get_submodule(path))
     for path in region.rows:

@@ -24,7 +24,7 @@ from dilatant.models.core.cross_attention import is_crossing
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.experts import fused_experts
 from dilatant.models.parallel.linear_heads import linear_paths, linear_refusals, linear_region
-from dilatant.models.parallel.tensor_regions import Cut, Experts, Intervals, Part, Region
+from dilatant.models.parallel.tensor_regions import Experts, Region, ShardIntervals, SplitDimension, SplitPart
 from dilatant.models.parallel.tensor_rules import GATED, PARTIAL, rules_of_family
 
 _NORMS_OF_HEADS = ("q_norm", "k_norm")
@@ -58,7 +58,7 @@ class TensorPlan:
     weights every rank computes the full gradient. regions, experts: per block. of_experts: logical names of the weights
     that expert parallelism divides by expert. problems: reasons why the unit cannot be tensor parallel at all."""
 
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, SplitDimension] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     regions: tuple[tuple[Region, ...], ...] = ()
     experts: tuple[tuple[Experts, ...], ...] = ()
@@ -67,11 +67,11 @@ class TensorPlan:
 
     def held(
         self, name: str, shape: tuple[int, ...], tp: int, index: int, ep: int = 1, expert_index: int = 0
-    ) -> tuple[Intervals | None, bool]:
+    ) -> tuple[ShardIntervals | None, bool]:
         """Return the intervals of a weight on rank `index` of `tp` and `expert_index` of `ep` (None for the whole
         weight), and True if the rank's gradient is a summand rather than a copy of the other ranks' gradient."""
         if ep > 1 and name in self.of_experts:
-            return Cut(0, (Part(shape[0]),)).intervals(shape, ep, expert_index), True
+            return SplitDimension(0, (SplitPart(shape[0]),)).intervals(shape, ep, expert_index), True
         cut = self.cuts.get(name)
         if tp == 1 or cut is None:
             return None, name in self.partial
@@ -84,11 +84,14 @@ def tensor_plan(unit: Unit) -> TensorPlan:
         return TensorPlan()
     blocks = list(zip(unit.layers[1:], unit.blocks))
     mixtures = tuple(tuple(_experts(block)) for block in unit.blocks)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, SplitDimension] = {}
     for (layer, _), of_block in zip(blocks, mixtures):
         for experts in of_block:
-            path, inner = f"{layer}.{experts.path}", Part(experts.inner)
-            cuts[f"{path}.gate_up_proj"], cuts[f"{path}.down_proj"] = Cut(1, (inner, inner)), Cut(2, (inner,))
+            path, inner = f"{layer}.{experts.path}", SplitPart(experts.inner)
+            cuts[f"{path}.gate_up_proj"], cuts[f"{path}.down_proj"] = (
+                SplitDimension(1, (inner, inner)),
+                SplitDimension(2, (inner,)),
+            )
     of_experts = frozenset(cuts)
     rules = rules_of_family(unit)
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
@@ -103,17 +106,17 @@ def tensor_plan(unit: Unit) -> TensorPlan:
         found.append(regions)
         for region in regions:
             for path, parts in region.columns.items():
-                cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = Cut(0, parts)
+                cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = SplitDimension(0, parts)
                 if has_adapter(block.get_submodule(path)):
                     of_rows = ("lora_B", "lora_magnitude_vector")
-                    cuts |= {f"{layer}.{path}.{name}.weight": Cut(0, parts) for name in of_rows}
+                    cuts |= {f"{layer}.{path}.{name}.weight": SplitDimension(0, parts) for name in of_rows}
             for path, part in region.rows.items():
-                cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
+                cuts[f"{layer}.{path}.weight"] = SplitDimension(1, (part,))
                 if has_adapter(block.get_submodule(path)):
-                    cuts[f"{layer}.{path}.lora_A.weight"] = Cut(1, (part,))
+                    cuts[f"{layer}.{path}.lora_A.weight"] = SplitDimension(1, (part,))
             for path, parts in region.others.items():
                 cuts |= dict.fromkeys(
-                    (f"{layer}.{path}{end}" for end in ("", ".weight", ".bias")), Cut(0, parts)
+                    (f"{layer}.{path}{end}" for end in ("", ".weight", ".bias")), SplitDimension(0, parts)
                 )
         # Other weights of a block are applied to a slice of the tokens or heads, so their gradients are summands. In
         # mixtures of experts and cross-attention blocks all tokens are replicated.
@@ -343,8 +346,11 @@ def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
             outs = {path: _features(block, path)[0] for path in columns}
             yield Region(
                 entry,
-                {p: (Part(n // 2),) * 2 if _last(p) in _HALVES else (Part(n),) for p, n in outs.items()},
-                {path: Part(_features(block, path)[1]) for path in rows},
+                {
+                    p: (SplitPart(n // 2),) * 2 if _last(p) in _HALVES else (SplitPart(n),)
+                    for p, n in outs.items()
+                },
+                {path: SplitPart(_features(block, path)[1]) for path in rows},
                 whole=whole,
             )
 
@@ -358,21 +364,21 @@ def _attention(block: nn.Module, entry: str, columns: list[str], rows: list[str]
     kv_heads = heads // getattr(
         owner, "num_key_value_groups", 1
     )  # also if it reuses another block's keys and values
-    parts: dict[str, tuple[Part, ...]] = {}
+    parts: dict[str, tuple[SplitPart, ...]] = {}
     for path in columns:
         out = _features(block, path)[0]
         if _last(path) in _QKV:
             kv_heads = (out // head - heads) // 2
-            parts[path] = (Part(heads, head), Part(kv_heads, head), Part(kv_heads, head))
+            parts[path] = (SplitPart(heads, head), SplitPart(kv_heads, head), SplitPart(kv_heads, head))
         elif _last(path) in _KEY_VALUE:
             kv_heads = out // head
-            parts[path] = (Part(kv_heads, head),)
+            parts[path] = (SplitPart(kv_heads, head),)
         else:
-            parts[path] = (Part(heads, out // heads),)
-    return Region(entry, parts, {row: Part(heads, head)}, heads, kv_heads)
+            parts[path] = (SplitPart(heads, out // heads),)
+    return Region(entry, parts, {row: SplitPart(heads, head)}, heads, kv_heads)
 
 
-def _vocabulary(unit: Unit) -> dict[str, Cut]:
+def _vocabulary(unit: Unit) -> dict[str, SplitDimension]:
     """Return the cuts of a language model's embedding and head; a tied weight appears once."""
     model = cast(PreTrainedModel, unit.model)
     head = model.get_output_embeddings()
@@ -381,7 +387,7 @@ def _vocabulary(unit: Unit) -> dict[str, Cut]:
     held = dict(model.named_parameters(remove_duplicate=False))
     divided = [*head.parameters(), *model.get_input_embeddings().parameters()]
     return {
-        weight.canonical: Cut(0, (Part(held[weight.key].shape[0]),))
+        weight.canonical: SplitDimension(0, (SplitPart(held[weight.key].shape[0]),))
         for weight in unit.weights
         if weight.key in held and any(held[weight.key] is one for one in divided)
     }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Intervals = tuple[tuple[tuple[int, int], ...], ...]
+ShardIntervals = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension of a weight, the index intervals that are held."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SplitPart:
     """`count` indivisible pieces of `size` numbers each: heads, or single features."""
 
     count: int
@@ -26,13 +26,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SplitDimension:
     """A sharded dimension `dim` of a weight. parts: consecutive sections, each sharded separately (fused weights)."""
 
     dim: int
-    parts: tuple[Part, ...]
+    parts: tuple[SplitPart, ...]
 
-    def intervals(self, shape: tuple[int, ...], tp: int, index: int) -> Intervals:
+    def intervals(self, shape: tuple[int, ...], tp: int, index: int) -> ShardIntervals:
         """Return the intervals of a weight of `shape` that rank `index` of `tp` holds."""
         spans: list[tuple[int, int]] = []
         start = 0
@@ -59,12 +59,12 @@ class Region:
     """
 
     path: str
-    columns: Mapping[str, tuple[Part, ...]]
-    rows: Mapping[str, Part]
+    columns: Mapping[str, tuple[SplitPart, ...]]
+    rows: Mapping[str, SplitPart]
     heads: int | None = None
     kv_heads: int | None = None
     key_heads: int | None = None
-    others: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    others: Mapping[str, tuple[SplitPart, ...]] = field(default_factory=dict)
     exits: bool = False
     whole: bool = False
 

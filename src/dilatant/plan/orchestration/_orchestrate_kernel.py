@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 ANY_DEPTH = -(1 << 40)
 
 
-class Ways(NamedTuple):
+class ModuleLayouts(NamedTuple):
     """Layouts of a module, by ascending GPUs. seconds: of the whole module for one sample; share: fraction of the
     layers in the largest stage."""
 
@@ -28,7 +28,7 @@ class Ways(NamedTuple):
     share: NDArray[np.float64]
 
 
-class Held(NamedTuple):
+class ModuleBytes(NamedTuple):
     """Bytes of a whole module: its state, the part that replicas shard, and the activations of a sample."""
 
     state: float

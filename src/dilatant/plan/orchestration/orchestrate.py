@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dilatant.cost.memory import bytes_text
-from dilatant.plan.answer import Answer
+from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 
 
@@ -47,7 +47,7 @@ class ModuleAllocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Orchestration(Answer):
+class Orchestration(PlannerAnswer):
     """The allocation of every module, in the order encoders, language model, generators.
 
     A step takes `seconds`: `warm_up_seconds` for the first of `num_microbatches` microbatches (the language model's,
@@ -94,7 +94,7 @@ def orchestrate(
 
     modules = [*encoders, language_model, *generators]
     _check(modules, num_gpus, global_batch, microbatch_size)
-    tables = [_Table.of(module, num_gpus) for module in modules]
+    tables = [_LayoutTable.of(module, num_gpus) for module in modules]
     table = tables[len(encoders)]  # the language model's
     best, found = math.inf, None
     replicated = global_batch // microbatch_size
@@ -135,7 +135,7 @@ Options = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _LayoutTable:
     """All (replicas, tp, pp) of one module on at most the allowed GPUs, by ascending GPUs."""
 
     module: ModuleCost
@@ -147,7 +147,7 @@ class _Table:
     share: np.ndarray
 
     @classmethod
-    def of(cls, module: ModuleCost, num_gpus: int) -> _Table:
+    def of(cls, module: ModuleCost, num_gpus: int) -> _LayoutTable:
         # Among pipeline degrees with equally large stages only the smallest can be best.
         degrees = sorted({-(-module.layers // -(-module.layers // pp)) for pp in range(1, module.layers + 1)})
         tp, pp, replicas = (
@@ -175,12 +175,14 @@ class _Table:
         after: bool = False,
     ) -> Options:
         """Return (row numbers, options) whose number of replicas divides (or, if `exact`, equals) `replicas`."""
-        from dilatant.plan.orchestration._orchestrate_kernel import Held, Ways, frontier
+        from dilatant.plan.orchestration._orchestrate_kernel import ModuleBytes, ModuleLayouts, frontier
 
         rows = np.flatnonzero(self.replicas == replicas if exact else replicas % self.replicas == 0)
         columns = self.gpus, self.replicas, self.tp, self.pp, self.seconds, self.share
-        ways, module = Ways(*(column[rows] for column in columns)), self.module
-        held = Held(float(module.state_bytes), float(module.optimizer_bytes), float(module.activation_bytes))
+        ways, module = ModuleLayouts(*(column[rows] for column in columns)), self.module
+        held = ModuleBytes(
+            float(module.state_bytes), float(module.optimizer_bytes), float(module.activation_bytes)
+        )
         kept, options = frontier(ways, held, float(capacity), replicas, samples, after, count, exact)
         return rows[kept], options
 
@@ -231,7 +233,7 @@ def _nothing_fits(
     """Build the error: the module that is too large even alone on all GPUs and its excess, or all modules together."""
     problems = []
     for module in modules:
-        table = _Table.of(module, num_gpus)
+        table = _LayoutTable.of(module, num_gpus)
         if not any(
             len(table.options(replicas, microbatch_size, capacity, replicated // replicas, exact=True)[0])
             for replicas in range(1, min(num_gpus, replicated) + 1)

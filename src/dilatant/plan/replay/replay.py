@@ -76,7 +76,7 @@ Reaction = Callable[[RunningPipelines | None, frozenset[int]], RunningPipelines]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ReplaySegment:
     """`seconds` from `start` in which `nodes` nodes in `replicas` pipelines trained on `samples` samples."""
 
     start: float
@@ -102,7 +102,7 @@ class Replay:
     changes: int
     rollbacks: int
     exposed_seconds: float
-    segments: tuple[Segment, ...] = field(repr=False)
+    segments: tuple[ReplaySegment, ...] = field(repr=False)
 
     @property
     def samples_per_second(self) -> float:
@@ -159,7 +159,7 @@ class _Run:
         self.samples = 0.0
         self.lost: defaultdict[str, float] = defaultdict(float)
         self.changes = self.rollbacks = 0
-        self.segments: list[Segment] = []
+        self.segments: list[ReplaySegment] = []
         self._now = start  # time up to here is accounted for
         self._nodes = 0
         self._recovery: list[tuple[str, float]] = []  # (cause, seconds) to spend before training
@@ -202,7 +202,7 @@ class _Run:
             self._credit *= salvaged
         if end > begin:
             replicas = len(self.current.pipelines) if self.current else 0
-            self.segments.append(Segment(begin, end - begin, self._nodes, replicas, samples))
+            self.segments.append(ReplaySegment(begin, end - begin, self._nodes, replicas, samples))
             self._now = end
 
     def change(self, after: RunningPipelines, event: NodeEvent, nodes: int) -> None:

@@ -10,7 +10,7 @@ from dilatant.plan.rank_mapping import Chain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class PlanCandidate:
     """Chains of stages with their numbers of replicas; `replicas` is the language model's.
 
     `estimate`: seconds of a step from fill time, slowest stage and exposed gradient sync; `bound`: a lower bound for
@@ -56,7 +56,7 @@ class Candidate:
             for count, option in zip(self.counts, self.options)
         )
 
-    def in_group(self, group: int) -> Candidate:
+    def in_group(self, group: int) -> PlanCandidate:
         """Return this candidate, found for one group alone, as a candidate for the whole cluster."""
         return replace(self, groups=(group,) * len(self.options))
 

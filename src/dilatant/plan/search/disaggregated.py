@@ -12,14 +12,14 @@ from dilatant.plan.layouts.sides import Side
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.orchestration.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.estimate import bound, chain_times, estimate
 
 MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
 """Fractions of device memory that DistTrain's search may use, tried in turn."""
 
 
-def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
+def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[PlanCandidate]:
     """Yield DistTrain's optimum for every microbatch size, with separate replicas for every unit.
     DistTrain's model assumes equal layers, so a result whose totals fit may not fit after cutting or in simulation.
     Optima for less memory follow, and optima with more recomputation where the model leaves recomputation open."""
@@ -44,7 +44,7 @@ def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
                 yield candidate
 
 
-def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate | None:
+def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandidate | None:
     """Cut a DistTrain result along the real layers; return None if memory forbids."""
     table, roles = space.table, space.roles
     allocations = {module.name: module for module in answer.modules}
@@ -68,7 +68,7 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate |
     fill = totals[roles.language] + sum(
         max((totals[name] for name in side), default=0.0) for side in (roles.encoders, roles.generators)
     )
-    return Candidate(
+    return PlanCandidate(
         encoders_at=EncoderPosition.PARALLEL,
         replicas=language.replicas,
         microbatch_size=size,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from dilatant.plan.layouts.microbatch_counts import microbatch_counts
 from dilatant.plan.layouts.space import FEW, Space, are_few
 from dilatant.plan.modes import EncoderPosition, Mode
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.disaggregated import disaggregated
 from dilatant.plan.search.group_bound import least_seconds
 from dilatant.plan.search.mixed_pipelines import mixed_candidates
@@ -33,7 +33,7 @@ def enumerate_candidates(
     all_devices: bool = False,
     most_seconds: float = math.inf,
     far: float = math.inf,
-) -> list[Candidate]:
+) -> list[PlanCandidate]:
     """Return all candidates of a mode, lowest estimate first; with `all_devices` only those on the most devices.
     May omit candidates that surely take more than `most_seconds` or `far` times the best estimate and, with a finite
     `far` or on more than FEW devices, candidates with separate replicas per unit that are not notably faster."""
@@ -52,7 +52,7 @@ def enumerate_candidates(
 
 def _candidates(
     space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None, most_seconds: float, far: float
-) -> Iterator[Candidate]:
+) -> Iterator[PlanCandidate]:
     if mode in (Mode.BEST, Mode.DISTTRAIN):
         for one in disaggregated(space, sizes):
             if microbatches in (None, one.num_microbatches):
@@ -68,7 +68,7 @@ def _candidates(
                 most_seconds = min(most_seconds, far * one.estimate)
 
 
-def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
+def best_of_fewer(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
     """Return, best first, the candidates that are among the FEWEST best of those on at most as many devices.
     A search on fewer devices would simulate them, so with these included more devices never make a plan slower."""
     taken: list[int] = []
@@ -82,13 +82,13 @@ def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
 
 def of_modes(
     space: Space,
-    found: Sequence[Candidate],
+    found: Sequence[PlanCandidate],
     mode: Mode,
     sizes: Sequence[int],
     microbatches: int | None,
     all_devices: bool,
     most_seconds: float,
-) -> Iterator[Sequence[Candidate]]:
+) -> Iterator[Sequence[PlanCandidate]]:
     """For mode BEST, yield the candidates of each published system, so that the result is no slower than theirs.
     Candidates with interleaved chunks form one more list: their estimates ignore the split backward that the others'
     count. most_seconds: as for `enumerate_candidates`."""
@@ -107,12 +107,12 @@ def of_modes(
 
 def across(
     spaces: Sequence[Space],
-    alone: Sequence[Sequence[Candidate]],
+    alone: Sequence[Sequence[PlanCandidate]],
     sizes: Sequence[int],
     microbatches: int | None,
     all_devices: bool,
     most_seconds: float = math.inf,
-) -> list[Candidate]:
+) -> list[PlanCandidate]:
     """Return the candidates that span several device groups, best first; `alone`: those of each group alone.
     most_seconds: placements of units on other groups with larger estimates are omitted."""
     if are_few(spaces):
@@ -131,7 +131,7 @@ def all_candidates(
     sizes: Sequence[int],
     microbatches: int | None = None,
     all_devices: bool = False,
-) -> list[Candidate]:
+) -> list[PlanCandidate]:
     """Return `enumerate_candidates` over groups of different devices, with one space per group."""
     asked = sizes, microbatches, all_devices
     if len(spaces) == 1:

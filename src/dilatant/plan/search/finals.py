@@ -18,7 +18,7 @@ from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import Plan
 from dilatant.plan.rank_mapping import RankOrder, map_ranks
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.recomputation import more_recomputed, recomputing
 from dilatant.plan.search.refusals import rejection
 from dilatant.plan.search.spare_devices import promising, with_leftovers
@@ -29,7 +29,7 @@ from dilatant.plan.templates.copies import copies_on_nodes
 class RankedPlan:
     """A plan with its simulated score. `stage_seconds[unit]`: forward plus backward of the mean microbatch (colocated
     units are listed under the chain's last unit); `estimate`: the closed-form time that selected the plan;
-    `row_tokens`: as in `Candidate`; `zero`: sharding of optimizer state."""
+    `row_tokens`: as in `PlanCandidate`; `zero`: sharding of optimizer state."""
 
     plan: Plan
     encoders_at: EncoderPosition
@@ -82,9 +82,9 @@ class Finals:
             set()
         )  # (option, pipelines, microbatches): not tried again
         self._seen: set[tuple[Plan, int, int | None]] = set()
-        self._found: list[tuple[RankedPlan, Candidate]] = []
+        self._found: list[tuple[RankedPlan, PlanCandidate]] = []
         self.rejected: list[tuple[float, str]] = []
-        self.seconds: dict[Candidate, float] = {}
+        self.seconds: dict[PlanCandidate, float] = {}
         self.skipped = math.inf
 
     @property
@@ -96,7 +96,7 @@ class Finals:
         """Seconds of the fastest known plan."""
         return min([self._ceiling, *(one.score.seconds for one in self.ranked)])
 
-    def simulate(self, candidate: Candidate) -> bool:
+    def simulate(self, candidate: PlanCandidate) -> bool:
         """Simulate the candidate in its most promising rank order, recomputing more if it overflows; True if a plan
         fits."""
         counts = candidate.replicas, candidate.num_microbatches
@@ -124,7 +124,7 @@ class Finals:
                 again = {unit.name: unit.recompute for unit in one.plan.units}
                 self._score(candidate, recomputing(plan, again), one.score.schedule or None)
 
-    def prove(self, found: Sequence[Candidate], most: int) -> float:
+    def prove(self, found: Sequence[PlanCandidate], most: int) -> float:
         """Simulate up to `most` further candidates, lowest bound first, until none could be fastest.
         Returns the least bound of the candidates that were not simulated."""
         unseen = sorted((one for one in found if one not in self.seconds), key=lambda one: one.bound)
@@ -134,7 +134,7 @@ class Finals:
             self.simulate(one)
         return min((one.bound for one in unseen if one not in self.seconds), default=math.inf)
 
-    def fill_idle(self, found: Sequence[Candidate], most: int) -> None:
+    def fill_idle(self, found: Sequence[PlanCandidate], most: int) -> None:
         """Simulate up to `most` plans with one more pipeline on idle devices, most promising candidates first."""
         filled = (
             (candidate, filled)
@@ -145,7 +145,7 @@ class Finals:
         for candidate, plan in itertools.islice(filled, most):
             self._score(candidate, plan)
 
-    def _plans(self, candidate: Candidate) -> list[Plan]:
+    def _plans(self, candidate: PlanCandidate) -> list[Plan]:
         """Return the plans of every rank order with enough copies; none if tensor groups do not pack into nodes."""
         orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
         found: dict[Plan, None] = {}
@@ -169,7 +169,7 @@ class Finals:
         return sync_seconds(plan, self._space.model, cluster, self._rules).longest
 
     def _score(
-        self, candidate: Candidate, plan: Plan, schedule: str | None = None
+        self, candidate: PlanCandidate, plan: Plan, schedule: str | None = None
     ) -> tuple[Option, float, str] | None:
         """Rank the plan and return None (also if seen before); if it overflows return the option, the bytes and the
         reason. schedule: the schedule family to simulate; default: the one that suits the plan best."""
@@ -192,7 +192,7 @@ class Finals:
         return None
 
 
-def _stage_seconds(candidate: Candidate, cluster: Cluster) -> dict[str, tuple[float, ...]]:
+def _stage_seconds(candidate: PlanCandidate, cluster: Cluster) -> dict[str, tuple[float, ...]]:
     """Return each option's stage seconds by its last unit; options on further groups get the group's name."""
     found: dict[str, tuple[float, ...]] = {}
     for option, group in itertools.zip_longest(candidate.options, candidate.groups, fillvalue=0):
@@ -203,7 +203,9 @@ def _stage_seconds(candidate: Candidate, cluster: Cluster) -> dict[str, tuple[fl
     return found
 
 
-def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster, zero: Zero) -> RankedPlan:
+def _ranked(
+    plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Cluster, zero: Zero
+) -> RankedPlan:
     return RankedPlan(
         plan=plan,
         encoders_at=candidate.encoders_at,

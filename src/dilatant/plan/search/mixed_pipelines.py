@@ -12,7 +12,7 @@ import numpy as np
 from dilatant.plan.layouts.option import Option
 from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.modes import EncoderPosition
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.estimate import exposed_seconds
 
 MOST_KINDS = 8
@@ -27,8 +27,11 @@ pipelines. Mean error of estimates: 12 % on 1,296 devices of two kinds, 5 % on 3
 
 
 def mixed_candidates(
-    spaces: Sequence[Space], found: Sequence[Sequence[Candidate]], placed: Sequence[Candidate], bound: float
-) -> Iterator[Candidate]:
+    spaces: Sequence[Space],
+    found: Sequence[Sequence[PlanCandidate]],
+    placed: Sequence[PlanCandidate],
+    bound: float,
+) -> Iterator[PlanCandidate]:
     """Yield combinations of promising pipelines on one group (`found`, by group) or spanning groups (`placed`).
 
     Each combination adds the best pipelines that fit on the remaining devices. All have equally many microbatches; each
@@ -40,7 +43,7 @@ def mixed_candidates(
     both = _kinds(placed, len(spaces), most_kinds)
     counts = {count for by_count in (*kinds, both) for count in by_count}
     for count in sorted(counts):
-        beside: list[list[Candidate | None]] = [[None, *own.get(count, ())] for own in kinds]
+        beside: list[list[PlanCandidate | None]] = [[None, *own.get(count, ())] for own in kinds]
         for members in itertools.product([None, *both.get(count, ())], *beside):
             there = [one for one in members if one is not None]
             fit = all(sum(one.gpus_in(group) for one in there) <= most for group, most in enumerate(devices))
@@ -48,23 +51,23 @@ def mixed_candidates(
                 yield _side_by_side(there, spaces, bound)
 
 
-def _all_have_samples(members: Sequence[Candidate], batch: int) -> bool:
+def _all_have_samples(members: Sequence[PlanCandidate], batch: int) -> bool:
     """Return True if even the slowest kind has a sample for each of its pipelines."""
     together = sum(1.0 / one.estimate for one in members)
     return all(batch / one.estimate / together >= one.replicas for one in members)
 
 
 def _kinds(
-    candidates: Iterable[Candidate], groups: int, most: int | None, home: int | None = None
-) -> dict[int, list[Candidate]]:
+    candidates: Iterable[PlanCandidate], groups: int, most: int | None, home: int | None = None
+) -> dict[int, list[PlanCandidate]]:
     """Return candidates that can be combined, by number of microbatches: the best on at most as many devices per group.
     home: the group whose devices all candidates use."""
-    found: dict[int, list[Candidate]] = defaultdict(list)
+    found: dict[int, list[PlanCandidate]] = defaultdict(list)
     for one in candidates:
         alike = len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options)
         if alike and one.row_tokens is None:
             found[one.num_microbatches].append(one)
-    kept: dict[int, list[Candidate]] = {}
+    kept: dict[int, list[PlanCandidate]] = {}
     for count, own in found.items():
         own.sort(key=lambda one: (one.estimate, one.gpus))
         kept[count] = []
@@ -81,7 +84,7 @@ def _kinds(
     return kept
 
 
-def _side_by_side(members: Sequence[Candidate], spaces: Sequence[Space], bound: float) -> Candidate:
+def _side_by_side(members: Sequence[PlanCandidate], spaces: Sequence[Space], bound: float) -> PlanCandidate:
     batch = spaces[0].global_batch
     speeds = np.array([1.0 / one.estimate for one in members])
     shares = speeds / speeds.sum()
@@ -91,7 +94,7 @@ def _side_by_side(members: Sequence[Candidate], spaces: Sequence[Space], bound: 
     )
     groups = tuple(group for one in members for group in one.groups)
     positions = {one.encoders_at for one in members}
-    return Candidate(
+    return PlanCandidate(
         encoders_at=positions.pop() if len(positions) == 1 else EncoderPosition.MIXED,
         replicas=replicas,
         microbatch_size=max(1, round(batch / (replicas * count))),
@@ -106,7 +109,7 @@ def _side_by_side(members: Sequence[Candidate], spaces: Sequence[Space], bound: 
     )
 
 
-def _delay(one: Candidate, share: float, spaces: Sequence[Space]) -> float:
+def _delay(one: PlanCandidate, share: float, spaces: Sequence[Space]) -> float:
     """Return the extra seconds by which the heaviest samples delay pipelines with a fraction of the samples.
 
     The fewer the samples, the larger the heaviest sample's part of a microbatch.

@@ -14,7 +14,7 @@ from dilatant.plan.layouts.microbatch_counts import microbatch_counts
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import Mode
 from dilatant.plan.roles import Roles
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.shapes import shapes
 from dilatant.plan.search.units_beside import UnitsBeside
 
@@ -24,7 +24,7 @@ def placed_candidates(
     sizes: Sequence[int],
     microbatches: int | None = None,
     most_seconds: float = math.inf,
-) -> Iterator[Candidate]:
+) -> Iterator[PlanCandidate]:
     """Yield candidates with some units on other device groups than the language model; one space for each group.
     Each layout of the language model, and of the units on its group, is joined with the most promising chains of the
     other units, whose numbers of replicas may differ. The bound covers all these chains. Estimates above `most_seconds`
@@ -40,7 +40,7 @@ def placed_candidates(
 
 def own_replicas(
     space: Space, sizes: Sequence[int], microbatches: int | None = None, most_seconds: float = math.inf
-) -> Iterator[Candidate]:
+) -> Iterator[PlanCandidate]:
     """Yield candidates on one group whose encoders or generators have a different number of replicas."""
     others = _others(space)
     for count in range(1, len(others) + 1):
@@ -55,7 +55,7 @@ def _others(space: Space) -> list[str]:
 
 def _candidates(
     beside: UnitsBeside, sizes: Sequence[int], microbatches: int | None, most_seconds: float
-) -> Iterator[Candidate]:
+) -> Iterator[PlanCandidate]:
     space = beside.spaces[beside.home]
     here = Roles(
         tuple(unit for unit in space.roles.encoders if unit not in beside.away),

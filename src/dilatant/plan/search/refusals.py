@@ -18,7 +18,7 @@ from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import Mode
 from dilatant.plan.plan import Plan
 from dilatant.plan.roles import Roles
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 
 
 def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int = 1) -> list[int]:
@@ -124,7 +124,7 @@ def _halving(number: int) -> Iterator[int]:
 
 
 def rejection(
-    plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster, excess: float
+    plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Cluster, excess: float
 ) -> tuple[Option, str]:
     """Return (the option that overflows, text for the user) for a plan that does not fit in simulation."""
     rank = plan.ranks[int(np.argmax(score.peak_bytes - cluster.bytes_of(plan.ranks)))]

@@ -20,7 +20,7 @@ from dilatant.plan.layouts.microbatch_counts import MANY
 from dilatant.plan.layouts.space import FEW, Space, are_few, open_space
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.modes import Mode
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.enumeration import FEWEST, across, best_of_fewer, enumerate_candidates, of_modes
 from dilatant.plan.search.finals import Finals
 from dilatant.plan.search.group_bound import least_seconds
@@ -172,7 +172,7 @@ class _How:
 
 def _search_group(
     space: Space, scorer: PlanScorer, how: _How, ceiling: float = math.inf
-) -> tuple[list[Candidate], SearchResult]:
+) -> tuple[list[PlanCandidate], SearchResult]:
     """Search equal devices: return the candidates, except surely slow ones, and the best plan.
     Only the most promising candidates are simulated if none can be faster than `ceiling` seconds. Raises PlanError;
     NoneFasterError if nothing beats `how.ceiling`."""
@@ -189,7 +189,7 @@ def _search_group(
 
 def _search_within(
     far: float, space: Space, scorer: PlanScorer, how: _How, ceiling: float
-) -> tuple[list[Candidate], SearchResult]:
+) -> tuple[list[PlanCandidate], SearchResult]:
     """Search as `_search_group` does, among candidates within `far` times the best estimate."""
     cluster, mode, copies = space.cluster, how.mode, how.copies
     asked = how.sizes, how.num_microbatches, how.all_devices
@@ -240,7 +240,7 @@ def _search_within(
     return found, answer_of(looked_at, finals, min(finals.skipped, unseen), mode, how.all_devices)
 
 
-def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int, knows: bool = False) -> float:
+def _simulate(finals: Finals, found: Sequence[PlanCandidate], finalists: int, knows: bool = False) -> float:
     """Simulate in this order until `finalists` fit memory or no other can be faster; return the least bound of the
     rest. knows: a plan is already known, so the loop may end without any simulation."""
     remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
@@ -262,7 +262,7 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
         raise PlanError("plans over groups of unlike devices are not made for nodes that may be lost")
     alone: list[SearchResult] = []
     refused: list[PlanError] = []
-    candidates: list[list[Candidate]] = [[] for _ in spaces]
+    candidates: list[list[PlanCandidate]] = [[] for _ in spaces]
     crosses = how.mode is Mode.BEST and not (how.knows and cluster.num_devices > MANY)
     # The fastest group comes first: its result reduces the simulations of slower groups.
     for group in sorted(range(len(spaces)), key=lambda group: least_seconds(spaces[group : group + 1])):
@@ -280,7 +280,7 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
             continue
         candidates[group] = own
         alone.append(on_ranks_from(answer, first, cluster.num_devices))
-    both: list[Candidate] = []
+    both: list[PlanCandidate] = []
     least = math.inf
     best = min([how.ceiling, *(answer.seconds for answer in alone)])
     if how.mode is Mode.BEST:

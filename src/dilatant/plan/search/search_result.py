@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
-from dilatant.plan.answer import Answer
+from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import PlanError
 from dilatant.plan.modes import EncoderPosition, Mode
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.finals import Finals, RankedPlan
 
 
@@ -35,7 +35,7 @@ class SearchedGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SearchResult(Answer):
+class SearchResult(PlannerAnswer):
     """The best plan and the next ones, fastest first.
 
     `seconds` is the winner's simulated step. `lower_bound` holds for all plans of equal pipelines in the search space,
@@ -67,19 +67,19 @@ class NoneFasterError(PlanError):
     found: the candidates; lower_bound: least bound of those not simulated; groups: as in `SearchResult`."""
 
     def __init__(
-        self, found: Sequence[Candidate], lower_bound: float, groups: tuple[SearchedGroup, ...]
+        self, found: Sequence[PlanCandidate], lower_bound: float, groups: tuple[SearchedGroup, ...]
     ) -> None:
         super().__init__("no plan is faster than the one that is known")
         self.found, self.lower_bound, self.groups = found, lower_bound, groups
 
 
-def none_faster(found: Sequence[Candidate], finals: Finals, unseen: float, zero: Zero) -> NoneFasterError:
+def none_faster(found: Sequence[PlanCandidate], finals: Finals, unseen: float, zero: Zero) -> NoneFasterError:
     """Build the error for a search in which no candidate was ranked. unseen: as for `answer_of`."""
     return NoneFasterError(found, unseen, _groups(found, finals, finals.best, zero))
 
 
 def answer_of(
-    found: Sequence[Candidate], finals: Finals, unseen: float, mode: Mode, all_devices: bool
+    found: Sequence[PlanCandidate], finals: Finals, unseen: float, mode: Mode, all_devices: bool
 ) -> SearchResult:
     """Build the result from the simulated ones of `found`. unseen: least bound of the candidates not simulated."""
     ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
@@ -139,8 +139,10 @@ def best_of(
     )
 
 
-def _groups(found: Sequence[Candidate], finals: Finals, best: float, zero: Zero) -> tuple[SearchedGroup, ...]:
-    by_shape: dict[tuple[EncoderPosition, int], list[Candidate]] = defaultdict(list)
+def _groups(
+    found: Sequence[PlanCandidate], finals: Finals, best: float, zero: Zero
+) -> tuple[SearchedGroup, ...]:
+    by_shape: dict[tuple[EncoderPosition, int], list[PlanCandidate]] = defaultdict(list)
     for one in found:
         by_shape[one.encoders_at, one.replicas].append(one)
     groups = []

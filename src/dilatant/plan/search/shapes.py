@@ -15,7 +15,7 @@ from dilatant.plan.layouts.options import OptionTable
 from dilatant.plan.layouts.sides import Side
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import EncoderPosition, Mode
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.estimate import bound, chain_times, estimate
 
 NOTABLE = 0.02
@@ -29,7 +29,7 @@ def shapes(
     microbatches: int,
     row_tokens: int | None = None,
     most_seconds: float = math.inf,
-) -> Iterator[Candidate]:
+) -> Iterator[PlanCandidate]:
     """Yield the candidates of `replicas` equal pipelines with `microbatches` microbatches each.
 
     With `row_tokens`, the maximum tokens of a microbatch, `microbatches` is the minimum number. most_seconds: chains
@@ -68,7 +68,7 @@ class _Shape:
 
     def beside(
         self, budget: int, encoders_at: EncoderPosition, allocation: tuple[int, ...] | None = None
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on separate devices, on all devices or fewer.
         `allocation` fixes the devices of encoders, language model and generators."""
         for after in self._after(budget):
@@ -80,7 +80,7 @@ class _Shape:
                 for before in self._before(encoders_at, budget, behind, left):
                     yield self._candidate(encoders_at, before, language, after)
 
-    def inside(self, budget: int) -> Iterator[Candidate]:
+    def inside(self, budget: int) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on the ranks of the language model's first stage.
         These ranks divide the encoders' layers as they do the language model's, or the encoders' items."""
         roles, units = self.space.roles, self.table.units
@@ -98,7 +98,7 @@ class _Shape:
                         if option is not None:
                             yield self._candidate(EncoderPosition.IN_LANGUAGE, Side(), option, after)
 
-    def megatron(self, budget: int) -> Iterator[Candidate]:
+    def megatron(self, budget: int) -> Iterator[PlanCandidate]:
         """Yield one stage for all encoders, one for all generators, and the language model's degrees everywhere.
 
         Cuts and estimates assume that every layer trains.
@@ -127,7 +127,7 @@ class _Shape:
             candidate = self._candidate(EncoderPosition.COLOCATED, before, language, behind)
             yield replace(candidate, estimate=total + (self.microbatches - 1) * slowest)
 
-    def entrain(self, budget: int) -> Iterator[Candidate]:
+    def entrain(self, budget: int) -> Iterator[PlanCandidate]:
         """Choose the device allocation nearest to the units' mean work; then yield all its degrees."""
         roles = self.space.roles
         encoders_at = EncoderPosition.COLOCATED if len(roles.encoders) > 1 else EncoderPosition.PARALLEL
@@ -240,12 +240,12 @@ class _Shape:
 
     def _candidate(
         self, encoders_at: EncoderPosition, before: Side, language: Option, after: Side
-    ) -> Candidate:
+    ) -> PlanCandidate:
         options = (*before.options, language, *after.options)
         slowest = max(before.slowest, language.slowest, after.slowest)
         fill = before.fill + language.total + after.fill
         times = [chain_times(self.space, self.replicas, self.microbatches, option) for option in options]
-        return Candidate(
+        return PlanCandidate(
             encoders_at=encoders_at,
             replicas=self.replicas,
             microbatch_size=max(1, round(self.samples)),

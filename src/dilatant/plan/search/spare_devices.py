@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.plan import Plan, Replica, Stage
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 
 MOST_BASES = 4
 """Most plans with idle devices that are extended, the most promising first."""
 
 
-def promising(space: Space, found: Sequence[Candidate], best: float) -> list[Candidate]:
+def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list[PlanCandidate]:
     """Return, best first, the candidates that could beat `best` seconds if their idle devices shared the work.
 
     Candidates with unequal numbers of replicas per unit, or with chunks, are excluded.
@@ -31,7 +31,7 @@ def promising(space: Space, found: Sequence[Candidate], best: float) -> list[Can
     return sorted(with_idle, key=lambda one: one.estimate * one.gpus)[:MOST_BASES]
 
 
-def with_leftovers(plan: Plan, candidate: Candidate, space: Space) -> Iterator[Plan]:
+def with_leftovers(plan: Plan, candidate: PlanCandidate, space: Space) -> Iterator[Plan]:
     """Yield the plan with one more pipeline on its idle devices, for all degrees that leave less than one group idle.
 
     The language model has one stage per group of ranks, cut independently, with all encoders in the first. Slower

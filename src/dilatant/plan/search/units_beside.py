@@ -12,7 +12,7 @@ from dilatant.plan.layouts.option import Option
 from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.layouts.ways import Row, Way, Ways, joined, least_by_devices, undominated
 from dilatant.plan.modes import EncoderPosition
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.estimate import chain_times, computed_seconds
 
 MOST_WAYS = 4
@@ -33,7 +33,7 @@ class UnitsBeside:
     _ways: dict[tuple[int, int, int | None, int], Ways | None] = field(default_factory=dict)
     _known_chains: dict[tuple[str, int, int, bool, int], list[Option]] = field(default_factory=dict)
 
-    def joined(self, near: Candidate, most_seconds: float) -> Iterator[Candidate]:
+    def joined(self, near: PlanCandidate, most_seconds: float) -> Iterator[PlanCandidate]:
         """Yield the candidate joined with the most promising chains of the other units."""
         space = self.spaces[self.home]
         roles, language = space.roles, space.roles.language
@@ -77,7 +77,7 @@ class UnitsBeside:
             rooms = [(own, behind), *((option, own.stages + behind) for option in ahead)]
             if any(option.room < stages for option, stages in rooms):
                 continue
-            yield Candidate(
+            yield PlanCandidate(
                 encoders_at=near.encoders_at if before or len(own.cuts) > 1 else EncoderPosition.PARALLEL,
                 replicas=near.replicas,
                 microbatch_size=near.microbatch_size,
@@ -90,12 +90,12 @@ class UnitsBeside:
                 row_tokens=near.row_tokens,
             )
 
-    def _groups(self, near: Candidate) -> tuple[int, ...]:
+    def _groups(self, near: PlanCandidate) -> tuple[int, ...]:
         if len(self.spaces) == 1:
             return ()
         return (*(self.home for _ in near.options), *self.away.values())
 
-    def _known(self, near: Candidate, behind: int) -> Ways | None:
+    def _known(self, near: PlanCandidate, behind: int) -> Ways | None:
         """Return the layouts of the other units next to such pipelines, with `behind` stages after the encoders."""
         ways = None
         for far in (0, behind):

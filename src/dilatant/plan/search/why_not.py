@@ -17,7 +17,7 @@ from dilatant.plan.costs.score import PlanScorer
 from dilatant.plan.layouts.option import Option
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import Mode
-from dilatant.plan.search.candidates import Candidate
+from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.enumeration import all_candidates
 from dilatant.plan.search.finals import Finals, RankedPlan
 from dilatant.plan.search.search_result import SearchResult
@@ -35,7 +35,7 @@ TRIED, TRIED_ALONE = 3, 24
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedLayout:
     """A partial layout; unspecified values may be anything.
     units: name → key of `KEYS` → whole number, or `GROUP` → name; microbatch_tokens: token budget of microbatches;
     zero: sharding of optimizer state, by default that of the chosen plan."""
@@ -62,7 +62,7 @@ class WhyNot:
     bound: float = 0.0
 
 
-def read_asked(text: str, units: Sequence[str]) -> Asked:
+def read_asked(text: str, units: Sequence[str]) -> AskedLayout:
     """Parse a layout such as `vision: {pp: 2}, language: {tp: 4}, microbatch_tokens: 8192`.
     Raises UserError that lists every problem."""
     try:
@@ -99,12 +99,12 @@ def read_asked(text: str, units: Sequence[str]) -> Asked:
         problems.append(f"{ZERO} is {zero!r}; there are {', '.join(ZEROS)}")
     if problems:
         raise list_problems(f"{text!r} is no layout of this model:", problems)
-    return Asked(found, tokens, zero)
+    return AskedLayout(found, tokens, zero)
 
 
 def why_not(
     space: Space,
-    asked: Asked,
+    asked: AskedLayout,
     result: SearchResult | None,
     scorer: PlanScorer,
     sizes: Sequence[int],
@@ -151,12 +151,12 @@ def why_not(
 
 
 def _like(
-    spaces: Sequence[Space], cluster: Cluster, asked: Asked, candidates: Sequence[Candidate]
-) -> list[Candidate]:
+    spaces: Sequence[Space], cluster: Cluster, asked: AskedLayout, candidates: Sequence[PlanCandidate]
+) -> list[PlanCandidate]:
     """Return the candidates in which all chains of each unit match the request."""
     names = [cluster.groups[number].name for number in range(len(spaces))]
 
-    def is_like(candidate: Candidate) -> bool:
+    def is_like(candidate: PlanCandidate) -> bool:
         groups = candidate.groups or (0,) * len(candidate.options)
         return asked.microbatch_tokens in (None, candidate.row_tokens) and all(
             {**_degrees(option, count, unit), GROUP: names[group]}.items() >= wanted.items()
@@ -175,7 +175,7 @@ def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
     return {"replicas": count, "tp": tp, "cp": cp, "pp": stages // chunks, "chunks": chunks}
 
 
-def _chosen(winner: RankedPlan, asked: Asked, cluster: Cluster) -> bool:
+def _chosen(winner: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
     if asked.microbatch_tokens not in (None, winner.row_tokens) or asked.zero not in (None, winner.zero):
         return False
     for unit, wanted in asked.units.items():
@@ -193,7 +193,7 @@ def _chosen(winner: RankedPlan, asked: Asked, cluster: Cluster) -> bool:
     return True
 
 
-def _problems(space: Space, asked: Asked) -> list[str]:
+def _problems(space: Space, asked: AskedLayout) -> list[str]:
     """Return the problems that no search could overcome, whatever its cluster."""
     problems = []
     if asked.microbatch_tokens not in (None, *space.row_tokens):
@@ -234,7 +234,7 @@ def _problems(space: Space, asked: Asked) -> list[str]:
     return problems
 
 
-def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> str:
+def _nowhere(space: Space, asked: AskedLayout, mode: Mode, sizes: Sequence[int]) -> str:
     """Explain why no candidate matches although each unit's layout is possible."""
     replicas = {wanted["replicas"] for wanted in asked.units.values() if "replicas" in wanted}
     for count in replicas:

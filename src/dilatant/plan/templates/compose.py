@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dilatant.plan.answer import Answer
+from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import BatchError, PlanError, TooFewDevicesError
 from dilatant.plan.templates.templates import Template
 
 
 @dataclass(frozen=True, slots=True)
-class Composition(Answer):
+class Composition(PlannerAnswer):
     """Pipelines that train side by side: `pipelines` are (nodes, microbatches), the largest first.
 
     `seconds` is the time of the slowest pipeline.

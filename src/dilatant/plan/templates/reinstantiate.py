@@ -11,12 +11,12 @@ from enum import StrEnum
 
 import numpy as np
 
-from dilatant.plan.answer import Answer
+from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import PlanError
 from dilatant.plan.templates.compose import compose_pipelines, lines, share_microbatches
 from dilatant.plan.templates.templates import Template
 
-Span = tuple[int, int]
+LayerSpan = tuple[int, int]
 
 
 class Origin(StrEnum):
@@ -53,7 +53,7 @@ class LayerCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Reinstantiation(Answer):
+class Reinstantiation(PlannerAnswer):
     """Pipelines after a change of membership, and the copies that must precede training.
 
     `seconds` is the slowest pipeline's time, `lower_bound` that of the fastest composition. `fewest_bytes` is True if
@@ -115,7 +115,7 @@ def reinstantiate(
     if prefix.size != num_layers + 1:
         raise PlanError(f"layer_bytes has {prefix.size - 1} entries for {num_layers} layers")
     spans = {size: node_layers(template, size) for size, template in templates.items()}
-    held: dict[int, Span] = dict.fromkeys(joined, (0, 0))
+    held: dict[int, LayerSpan] = dict.fromkeys(joined, (0, 0))
     home: dict[int, int] = {}
     for number, nodes in enumerate(pipelines):
         for node, span in zip(nodes, spans[len(nodes)]):
@@ -160,10 +160,10 @@ def reinstantiate(
     )
 
 
-def node_layers(template: Template, nodes: int) -> tuple[Span, ...]:
+def node_layers(template: Template, nodes: int) -> tuple[LayerSpan, ...]:
     """Return (first layer, end layer) held by each of the template's `nodes` nodes, in pipeline order."""
     gpus_per_node = sum(gpus for _, _, gpus in template.stages) // nodes
-    spans: list[Span] = []
+    spans: list[LayerSpan] = []
     used = 0
     for first, end, gpus in template.stages:
         if used % gpus_per_node == 0:
@@ -222,14 +222,14 @@ def _place(
     sizes: Counter[int],
     intact: Mapping[int, list[int]],
     pipelines: Sequence[Sequence[int]],
-    held: Mapping[int, Span],
-    spans: Mapping[int, tuple[Span, ...]],
+    held: Mapping[int, LayerSpan],
+    spans: Mapping[int, tuple[LayerSpan, ...]],
     prefix: np.ndarray,
-) -> tuple[int, dict[tuple[Span, Span], int]]:
+) -> tuple[int, dict[tuple[LayerSpan, LayerSpan], int]]:
     """Return (bytes that move, {(layers held, layers wanted): nodes}) for the nodes of pipelines that are not kept."""
     from dilatant.plan.templates._reinstantiate_kernel import transport
 
-    free, wanted = Counter(held.values()), Counter[Span]()
+    free, wanted = Counter(held.values()), Counter[LayerSpan]()
     for size, count in sizes.items():
         kept = min(count, len(intact.get(size, ())))
         for span in spans[size]:
@@ -249,7 +249,7 @@ def _place(
     return int((flow * cost).sum()), moves
 
 
-def _missing(held: Span, wanted: Span, prefix: np.ndarray) -> int:
+def _missing(held: LayerSpan, wanted: LayerSpan, prefix: np.ndarray) -> int:
     """Return the bytes of `wanted` outside `held`."""
     first, end = max(held[0], wanted[0]), min(held[1], wanted[1])
     common = int(prefix[end] - prefix[first]) if first < end else 0
@@ -258,12 +258,12 @@ def _missing(held: Span, wanted: Span, prefix: np.ndarray) -> int:
 
 def _group(
     sizes: Counter[int],
-    flow: Mapping[tuple[Span, Span], int],
+    flow: Mapping[tuple[LayerSpan, LayerSpan], int],
     intact: Mapping[int, list[int]],
     pipelines: Sequence[Sequence[int]],
-    held: Mapping[int, Span],
+    held: Mapping[int, LayerSpan],
     home: Mapping[int, int],
-    spans: Mapping[int, tuple[Span, ...]],
+    spans: Mapping[int, tuple[LayerSpan, ...]],
 ) -> list[tuple[int, ...]]:
     """Return node ids of every pipeline, the largest first; nodes of one old pipeline stay together if possible."""
     placed: list[tuple[int, ...]] = []
@@ -272,11 +272,11 @@ def _group(
         for number in intact.get(size, ())[:count]:
             placed.append(tuple(pipelines[number]))
             taken.update(pipelines[number])
-    by_span: dict[Span, list[int]] = defaultdict(list)
+    by_span: dict[LayerSpan, list[int]] = defaultdict(list)
     for node in sorted(held, key=lambda node: (home.get(node, len(pipelines)), node), reverse=True):
         if node not in taken:
             by_span[held[node]].append(node)
-    ready: dict[Span, list[int]] = defaultdict(list)  # layers → nodes that will hold them
+    ready: dict[LayerSpan, list[int]] = defaultdict(list)  # layers → nodes that will hold them
     for (have, want), count in sorted(flow.items()):
         for _ in range(count):
             ready[want].append(by_span[have].pop())
@@ -312,9 +312,9 @@ def _origin(
 
 def _copies(
     placed: Sequence[tuple[int, ...]],
-    held: Mapping[int, Span],
+    held: Mapping[int, LayerSpan],
     home: Mapping[int, int],
-    spans: Mapping[int, tuple[Span, ...]],
+    spans: Mapping[int, tuple[LayerSpan, ...]],
     prefix: np.ndarray,
 ) -> tuple[LayerCopy, ...]:
     holders: dict[int, list[tuple[int, int]]] = defaultdict(

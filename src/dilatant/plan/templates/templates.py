@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dilatant.plan.answer import Answer
+from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
-class Template(Answer):
+class Template(PlannerAnswer):
     """The best pipeline for some number of nodes.
 
     `stages` are (first layer, end layer, GPUs) in pipeline order; they take the nodes' GPUs in order. `seconds` is the

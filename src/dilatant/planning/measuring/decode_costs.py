@@ -10,7 +10,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.order.blend import Blend
 from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import Request, make
+from dilatant.data.workers.pool import SampleRequest, make
 from dilatant.planning.assemble import Samples
 
 MEASURED = 16
@@ -47,7 +47,7 @@ def decode_cost(samples: Samples, seed: int, batch: int) -> DecodeCost | None:
             break
         before = time.thread_time()
         try:
-            make(Request(draw, index, parts), datasets, encoding)
+            make(SampleRequest(draw, index, parts), datasets, encoding)
         except (UserError, WorkerError):
             continue
         if is_warm or len(indices) == 1:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dilatant.attention.context_parallel import Pending
+from dilatant.attention.context_parallel import PendingRows
 from dilatant.attention.recompute_cache import keep_attention
 from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.profile import LayerProbe
@@ -134,10 +134,10 @@ class _Alone:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def all_gather(self, own: Tensor, what: str) -> tuple[Tensor, Pending]:
+    def all_gather(self, own: Tensor, what: str) -> tuple[Tensor, PendingRows]:
         return own.expand(self.size, *own.shape).contiguous(), _Done()
 
-    def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, Pending]:
+    def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, PendingRows]:
         return parts.sum(0), _Done()
 
     def copy(self, hidden: Tensor) -> Tensor:

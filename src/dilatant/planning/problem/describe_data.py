@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dilatant.config import Config, UserError
 from dilatant.data.index.show_examples import show_examples
 from dilatant.data.index.sizes import SizesIndex
-from dilatant.data.index.stats import Source, describe
+from dilatant.data.index.stats import BlendSource, describe
 from dilatant.data.order.blend import Blend
 from dilatant.planning.assemble import Samples
 from dilatant.report.stats_report import StatsReport
@@ -31,7 +31,7 @@ def describe_data(
     if not isinstance(blend, Blend):
         raise UserError("a streamed data set has no index; do not stream it to describe it")
     sources = tuple(
-        Source(name, length, weight)
+        BlendSource(name, length, weight)
         for name, length, weight in zip(
             _short([reader.name for reader in blend.readers]), blend.lengths, blend.weights, strict=True
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from dilatant.config import Config, PlanConfig, UserError
 from dilatant.cost.model import Degree
-from dilatant.plan.search.why_not import Asked
+from dilatant.plan.search.why_not import AskedLayout
 from dilatant.planning.problem.describe_model import ModelDescription
 from dilatant.planning.problem.layer_shards import degrees_by_kind
 from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
@@ -25,7 +25,7 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
     return [(tp, cp) for tp in tensor for cp in context if asked or tp * cp <= node or cp == 1 or tp == 1]
 
 
-def offering(config: Config, model: ModelDescription, target: Target, asked: Asked) -> Config:
+def offering(config: Config, model: ModelDescription, target: Target, asked: AskedLayout) -> Config:
     """Return a config whose plans may also have the degrees that a layout asks for; a cost file may still lack them."""
     offered = planned_degrees(config.plan, model, target)
     wanted = {(own.get("tp", 1), own.get("cp", 1)) for own in asked.units.values()}

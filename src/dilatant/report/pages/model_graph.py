@@ -56,7 +56,7 @@ class UnitCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrow:
+class PictureArrow:
     """Rows that travel from one unit to the next; `gradients` is True if gradients return."""
 
     path: str
@@ -65,14 +65,14 @@ class Arrow:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelGraph:
+class PlanPicture:
     width: float
     height: float
     cards: tuple[UnitCard, ...]
-    arrows: tuple[Arrow, ...]
+    arrows: tuple[PictureArrow, ...]
 
 
-def model_graph(report: PlanReport) -> ModelGraph:
+def model_graph(report: PlanReport) -> PlanPicture:
     """Lay the plan out from left to right; units of equal depth are stacked."""
     plan = report.plan
     facts = {unit.name: unit for unit in report.units}
@@ -90,7 +90,7 @@ def model_graph(report: PlanReport) -> ModelGraph:
     height = max(taken) - 18.0
     for name, card in cards.items():
         cards[name] = _moved(card, (height - (taken[depth[name]] - 18.0)) / 2.0)
-    return ModelGraph(_WIDTH, height, tuple(cards.values()), _arrows(plan, facts, cards))
+    return PlanPicture(_WIDTH, height, tuple(cards.values()), _arrows(plan, facts, cards))
 
 
 def _depths(plan: Plan) -> dict[str, int]:
@@ -204,7 +204,7 @@ def _moved(card: UnitCard, down: float) -> UnitCard:
     )
 
 
-def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, UnitCard]) -> tuple[Arrow, ...]:
+def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, UnitCard]) -> tuple[PictureArrow, ...]:
     arrows = []
     learns = _trainable_upstream(plan, facts)
     for unit in plan.units:
@@ -218,7 +218,7 @@ def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, UnitCard])
             gradients = learns[unit.name]
             back = "gradients return" if gradients else "nothing to train there, so no gradients return"
             arrows.append(
-                Arrow(
+                PictureArrow(
                     f"M{x1 + 7:.1f},{y1:.1f} C{middle:.1f},{y1:.1f} {middle:.1f},{y2:.1f} {x2 - 7:.1f},{y2:.1f}",
                     gradients,
                     f"{unit.name} → {consumer}: rows of samples travel here; {back}",

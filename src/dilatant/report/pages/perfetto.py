@@ -15,7 +15,7 @@ from dilatant.schedule.measured import DataWait, MeasuredAction
 from dilatant.schedule.schedule import Action
 from dilatant.schedule.timeline import WAITING_FOR_DATA
 
-Arrow = tuple[Action, Action]
+FlowArrow = tuple[Action, Action]
 """(action that produces rows, action that consumes them)."""
 
 
@@ -23,7 +23,7 @@ def write_timeline(
     path: Path,
     actions: Sequence[MeasuredAction],
     plan: Plan,
-    arrows: Iterable[Arrow] = (),
+    arrows: Iterable[FlowArrow] = (),
     waits: Sequence[DataWait] = (),
 ) -> None:
     """Write `timeline.json` in the trace event format, which ui.perfetto.dev and chrome://tracing open.
@@ -37,7 +37,7 @@ def write_timeline(
 def trace_events(
     actions: Sequence[MeasuredAction],
     plan: Plan,
-    arrows: Iterable[Arrow] = (),
+    arrows: Iterable[FlowArrow] = (),
     waits: Sequence[DataWait] = (),
 ) -> dict[str, Any]:
     """Return the document that `write_timeline` writes; times are microseconds since the first action or wait."""

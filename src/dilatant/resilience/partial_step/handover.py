@@ -27,7 +27,7 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HandedOver:
+class PartialGradients:
     """A departed rank's export. gradients: its own sums by logical name, see `Runtime.local_gradients`."""
 
     finished: Finished
@@ -56,7 +56,7 @@ def hand_over(folder: Path, generation: int, runtime: Runtime) -> None:
         raise
 
 
-def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) -> list[HandedOver]:
+def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) -> list[PartialGradients]:
     """Read the gradients that ranks of `generation` exported for a step and that `rank` of now `size` ranks must read
     (exporting rank modulo `size`); unreadable or corrupted files are ignored."""
     found = []
@@ -69,7 +69,7 @@ def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) 
                 told = file.metadata() or {}
                 gradients = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if told["hash"] == _hash(gradients):
-                found.append(HandedOver(Finished.from_json(told["finished"]), gradients))
+                found.append(PartialGradients(Finished.from_json(told["finished"]), gradients))
     return found
 
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.plan.boxes import Box
-from dilatant.resilience.partial_step.handover import HandedOver
+from dilatant.resilience.partial_step.handover import PartialGradients
 from dilatant.resilience.state_transfer import transfer
 from dilatant.runtime.partial_step.salvage import Finished, Salvage, decide
 from dilatant.runtime.runtime import Runtime
-from dilatant.training.checkpoints.boxes import Piece
+from dilatant.training.checkpoints.boxes import BoxPiece
 
 
 def salvage_step(
-    comm: Comm, step: int, old: Runtime | None, new: Runtime, left: Sequence[HandedOver] = ()
+    comm: Comm, step: int, old: Runtime | None, new: Runtime, left: Sequence[PartialGradients] = ()
 ) -> Salvage | None:
     """Let `new` adopt the gradients of step `step` that ranks have; called by all ranks of `comm`. Returns the reused
     part, or None.
@@ -61,12 +61,12 @@ def _moved(
         name = f"{move.name}|{move.source}"
         if reader == comm.rank:
             gradient = local[move.source][move.name]
-            held.append(Piece(Box.of(name, gradient.shape), gradient))
+            held.append(BoxPiece(Box.of(name, gradient.shape), gradient))
         elif move.target == comm.rank:
             weight = new.parameters[move.name]
             arriving = torch.empty_like(weight, dtype=new.dtype_of_sums or weight.grad_dtype or weight.dtype)
             parts.setdefault(move.name, []).append(arriving)
-            wanted.append(Piece(Box.of(name, arriving.shape), arriving))
+            wanted.append(BoxPiece(Box.of(name, arriving.shape), arriving))
     if any(reader_of[move.source] != move.target for move in salvage.moves):
         transfer(comm, held, wanted)
     return {name: torch.stack(each).sum(0) if len(each) > 1 else each[0] for name, each in parts.items()}

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from dilatant.config.files.durable import write_durably
 from dilatant.resilience.processes.coordinator_process import read_record
-from dilatant.resilience.processes.job import Ask, Job
-from dilatant.resilience.processes.process import Start, end_with_parent, read_start, say
+from dilatant.resilience.processes.job import Job, JobRequest
+from dilatant.resilience.processes.process import ProcessStart, end_with_parent, read_start, say
 from dilatant.resilience.processes.wire import (
     Connections,
     Hello,
-    Link,
     LinkClosed,
     Received,
     StoreAt,
     Warm,
+    WireLink,
     connect,
     listen,
 )
@@ -41,14 +41,14 @@ SILENT_LEASES = 2
 """Leases without a heartbeat after which a worker is lost; normal work may block its interpreter for a while."""
 
 
-class Service:
+class AgentService:
     """Serves one node until the run is over or continues without the node.
 
     ended_worker: returns the index of a worker whose process has exited, even before it connected. ended: the reason
     why service ended; is_out: the run continues. leaves: the node has been requested to leave.
     """
 
-    def __init__(self, start: Start, ended_worker: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(self, start: ProcessStart, ended_worker: Callable[[], int | None] = lambda: None) -> None:
         self._start = start
         self._ended_worker = ended_worker
         self._token = bytes.fromhex(start.token)
@@ -58,11 +58,11 @@ class Service:
         self._connections = Connections(self._listener, self._token)
         self._is_alone = threading.Event()
         self._is_alone.set()
-        self._workers: dict[int, Link] = {}
+        self._workers: dict[int, WireLink] = {}
         self._pids: dict[int, int] = {}
         self._warm: set[int] = set()
         self._last_heard: dict[int, float] = {}
-        self._coordinator: Link | None = None
+        self._coordinator: WireLink | None = None
         self._leaders = [(start.host, start.port)]
         job = start.job
         if job is not None and job.next_address is not None and job.next_address not in self._leaders:
@@ -233,7 +233,7 @@ class Service:
             try:
                 link = connect(host, port, self._token, DIAL_SECONDS)
                 if len(self._leaders) > 1:
-                    link.send(Ask())  # the answer says where its store is
+                    link.send(JobRequest())  # the answer says where its store is
             except (OSError, ValueError):
                 place = (place + 1) % len(self._leaders)
                 time.sleep(0.05)
@@ -257,7 +257,7 @@ def main() -> None:
     """Run the agent as configured on standard input, which closes when the parent process ends."""
     start = read_start()
     end_with_parent()
-    service = Service(start)
+    service = AgentService(start)
     signal.signal(signal.SIGTERM, lambda *_: service.leave())
     say(port=service.port, pid=os.getpid())
     service.serve()

@@ -23,12 +23,12 @@ from pathlib import Path
 from dilatant.comm.store.protocol import Refused
 from dilatant.comm.store.token import REMEDY, shared_token
 from dilatant.config.config import Config
-from dilatant.config.environment import Place
+from dilatant.config.environment import LaunchPlace
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
-from dilatant.resilience.processes.agent_process import NO_COORDINATOR, Service
-from dilatant.resilience.processes.job import Ask, Job, WorkerStart
-from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, Start
+from dilatant.resilience.processes.agent_process import NO_COORDINATOR, AgentService
+from dilatant.resilience.processes.job import Job, JobRequest, WorkerStart
+from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, ProcessStart
 from dilatant.resilience.processes.standby import Standby
 from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.agent import End
@@ -57,7 +57,7 @@ class AgentOptions:
     stands_by: bool = False
 
 
-def coordinator_port(place: Place) -> int:
+def coordinator_port(place: LaunchPlace) -> int:
     """Return the leader's port under a launcher: the launcher's port, plus one if torchrun's own store uses that port.
     Raises UserError if the launcher started several processes on a machine."""
     if place.local_size > 1:
@@ -68,7 +68,7 @@ def coordinator_port(place: Place) -> int:
     return place.port if place.hosts_store else place.port + 1
 
 
-def launched_agent(config: Config, place: Place) -> AgentOptions:
+def launched_agent(config: Config, place: LaunchPlace) -> AgentOptions:
     """Return the options of a launched machine other than the first, the leader. Raises like `coordinator_port`."""
     stands_by = place.rank == 1 and config.resilience.standby is not None
     return AgentOptions(place.host, coordinator_port(place), stands_by=stands_by)
@@ -141,7 +141,7 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
         try:
             link = connect(options.host, options.port, token)
             try:
-                link.send(Ask())
+                link.send(JobRequest())
                 job = link.receive()
             finally:
                 link.close()
@@ -162,14 +162,14 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
             time.sleep(0.2)
 
 
-def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Service:
+def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> AgentService:
     """Serve as a node until service ends; the workers have then exited."""
     workers: list[subprocess.Popen[bytes]] = []
 
     def ended_worker() -> int | None:
         return next((index for index, each in enumerate(workers) if each.poll() is not None), None)
 
-    start = Start(
+    start = ProcessStart(
         options.host,
         options.port,
         token.hex(),
@@ -183,7 +183,7 @@ def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Serv
         ),
         job,
     )
-    service = Service(start, ended_worker)
+    service = AgentService(start, ended_worker)
     closed = threading.Event()
     with _leaving(service):
         threading.Thread(target=_watch_notice, args=(options, service, closed), daemon=True).start()
@@ -218,7 +218,7 @@ def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def _leaving(service: Service) -> Iterator[None]:
+def _leaving(service: AgentService) -> Iterator[None]:
     """Let the node leave at the end of the step on SIGTERM or Ctrl-C; a second signal acts as usual."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -238,7 +238,7 @@ def _leaving(service: Service) -> Iterator[None]:
         restore()
 
 
-def _watch_notice(options: AgentOptions, service: Service, closed: threading.Event) -> None:
+def _watch_notice(options: AgentOptions, service: AgentService, closed: threading.Event) -> None:
     """Leave when the cloud announces, by a file or an address, that it will reclaim the machine."""
     while not closed.wait(LOOK_SECONDS):
         if (options.notice_file is not None and options.notice_file.exists()) or (

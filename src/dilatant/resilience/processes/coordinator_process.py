@@ -14,18 +14,18 @@ import msgspec
 
 from dilatant.config.files.durable import write_durably
 from dilatant.config.files.own_files import open_in_place, read_text
-from dilatant.resilience.processes.job import Ask
+from dilatant.resilience.processes.job import JobRequest
 from dilatant.resilience.processes.process import (
     NO_MAJORITY_EXIT_CODE,
     SUPERSEDED_EXIT_CODE,
-    Start,
+    ProcessStart,
     end_with_parent,
     read_start,
     say,
 )
-from dilatant.resilience.processes.wire import Connections, Link, LinkClosed, Received, close_all, listen
+from dilatant.resilience.processes.wire import Connections, LinkClosed, Received, WireLink, close_all, listen
 from dilatant.resilience.protocol.agent import End
-from dilatant.resilience.protocol.candidate import Candidate
+from dilatant.resilience.protocol.candidate import LeaderCandidate
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import ASKED, Effect, Order, Persist, Record, Status, Task
 
@@ -49,10 +49,10 @@ def read_record(folder: Path) -> Record | None:
         raise ValueError(f"{folder / STATE}: {error}") from None
 
 
-class Service:
+class CoordinatorService:
     """Serves one coordinator until the run has stopped, or another coordinator has taken over."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: ProcessStart) -> None:
         self._folder = Path(start.folder)
         self._token = bytes.fromhex(start.token)
         self._listener = listen(start.host, start.port)
@@ -60,7 +60,7 @@ class Service:
         self._connections = Connections(self._listener, self._token)
         self._job = start.job
         self._is_asked_to_end = threading.Event()
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, WireLink] = {}
         self._settings = start.settings
         self._majority_seconds = start.majority_seconds
         self._coordinator = Coordinator(start.settings, read_record(self._folder), time.monotonic())
@@ -94,19 +94,19 @@ class Service:
     def _await_majority(self) -> list[Received]:
         """Wait until most members have connected; returns their messages. Raises SystemExit if they do not."""
         deadline = time.monotonic() + self._majority_seconds
-        candidate, early = Candidate(Record()), list[Received]()
-        node_of: dict[Link, str] = {}
+        candidate, early = LeaderCandidate(Record()), list[Received]()
+        node_of: dict[WireLink, str] = {}
         while time.monotonic() < deadline:
             record = read_record(self._folder) or Record()
             if record.generation != candidate.record.generation or record.term != candidate.record.term:
-                candidate = Candidate(record)
+                candidate = LeaderCandidate(record)
                 for heard in early:
                     if isinstance(heard.message, Status) and heard.link in node_of:
                         candidate.hear(heard.message)
             if candidate.is_elected:
                 return early
             for heard in self._connections.wait(TICK_SECONDS):
-                if isinstance(heard.message, Ask):
+                if isinstance(heard.message, JobRequest):
                     self._hear(heard)
                     continue
                 early.append(heard)
@@ -124,7 +124,7 @@ class Service:
 
     def _hear(self, heard: Received) -> None:
         now = time.monotonic()
-        if isinstance(heard.message, Ask):
+        if isinstance(heard.message, JobRequest):
             refusal = End(self._coordinator.stopped or "it is on one machine, and starts its own agents")
             with suppress(LinkClosed):
                 heard.link.send(refusal if self._coordinator.stopped else self._job or refusal)
@@ -188,7 +188,7 @@ def main() -> None:
     """Run the coordinator as configured on standard input, which closes when the parent process ends."""
     start = read_start()
     try:
-        service = Service(start)
+        service = CoordinatorService(start)
         end_with_parent()
         signal.signal(signal.SIGTERM, lambda *_: service.end())
         write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")

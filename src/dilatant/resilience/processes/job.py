@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dilatant.resilience.protocol.values import Message, Settings
+from dilatant.resilience.protocol.values import ProtocolMessage, Settings
 
 
-class Ask(Message, frozen=True):
+class JobRequest(ProtocolMessage, frozen=True):
     """The first message of an agent, which knows only the coordinator's address; the answer is a `Job`."""
 
 

@@ -25,10 +25,10 @@ from dilatant.resilience.launch import (
     warn_of_few_copies,
 )
 from dilatant.resilience.processes.job import Job, is_loopback
-from dilatant.resilience.processes.process import SUPERSEDED_EXIT_CODE, Child, Start
+from dilatant.resilience.processes.process import SUPERSEDED_EXIT_CODE, Child, ProcessStart
 from dilatant.resilience.protocol.values import TOO_FEW, Record
 from dilatant.resilience.run_result import read_result
-from dilatant.training.checkpoints.starting_point import Start as StartingPoint
+from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.rank import RunResult, Show, console_for
 
 WATCH_SECONDS = 0.1
@@ -84,7 +84,7 @@ def lead(
             settings,
             config.resilience.standby or "",
         )
-        begin = Start(leading.host, leading.port, token.hex(), settings, str(folder), job=job)
+        begin = ProcessStart(leading.host, leading.port, token.hex(), settings, str(folder), job=job)
         led = _Led(_coordinator(begin), begin)
         stack.callback(led.close)
         agent = _own_agent(leading, stack) if leading.trains_here else None
@@ -100,7 +100,7 @@ def lead(
     return result
 
 
-def _coordinator(start: Start) -> Child:
+def _coordinator(start: ProcessStart) -> Child:
     """Start the coordinator. Raises UserError where it cannot listen."""
     child = Child(COORDINATOR, start)
     try:
@@ -135,7 +135,7 @@ def _own_agent(leading: Leading, stack: contextlib.ExitStack) -> subprocess.Pope
 class _Led:
     """The coordinator process, restarted when it dies or hangs."""
 
-    def __init__(self, child: Child, start: Start) -> None:
+    def __init__(self, child: Child, start: ProcessStart) -> None:
         self._child = child
         self._start = start
         self._folder = Path(start.folder)

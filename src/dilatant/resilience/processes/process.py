@@ -29,7 +29,7 @@ SUPERSEDED_EXIT_CODE, NO_MAJORITY_EXIT_CODE = 3, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ProcessStart:
     """Configuration of a coordinator or agent, read from standard input, since command lines are visible to every user.
 
     folder: of the coordinator's record and of the agents' descriptions. port: to listen on (0: any); for an agent, that
@@ -54,7 +54,7 @@ class Start:
 class Child:
     """A child process running `module`, as its parent sees it."""
 
-    def __init__(self, module: str, start: Start) -> None:
+    def __init__(self, module: str, start: ProcessStart) -> None:
         self._module = module
         self._pair, theirs = socket.socketpair()
         with theirs:
@@ -118,10 +118,10 @@ class Child:
             self.process.stdout.close()
 
 
-def read_start() -> Start:
+def read_start() -> ProcessStart:
     """Read the configuration from standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    return msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessStart)
 
 
 def end_with_parent() -> None:

@@ -13,7 +13,12 @@ from pathlib import Path
 from dilatant.comm.store.server import StoreServer
 from dilatant.resilience.processes.coordinator_process import read_record
 from dilatant.resilience.processes.job import Job, is_loopback
-from dilatant.resilience.processes.process import NO_MAJORITY_EXIT_CODE, SUPERSEDED_EXIT_CODE, Child, Start
+from dilatant.resilience.processes.process import (
+    NO_MAJORITY_EXIT_CODE,
+    SUPERSEDED_EXIT_CODE,
+    Child,
+    ProcessStart,
+)
 from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import FINISHED, Record
 
@@ -59,7 +64,7 @@ class Standby:
         host = host if is_loopback(host) else ""
         store = StoreServer(host, 0, self._token)
         job = replace(self._job, store_port=store.port, standby="")
-        start = Start(
+        start = ProcessStart(
             host,
             port,
             self._token.hex(),

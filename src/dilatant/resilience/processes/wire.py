@@ -26,9 +26,9 @@ import msgspec
 from dilatant.comm.store import protocol as store
 from dilatant.comm.store.newcomers import BACKLOG, Newcomers
 from dilatant.comm.store.server import keep_alive
-from dilatant.resilience.processes.job import Ask, Job
+from dilatant.resilience.processes.job import Job, JobRequest
 from dilatant.resilience.protocol import agent, values
-from dilatant.resilience.protocol.values import Message
+from dilatant.resilience.protocol.values import ProtocolMessage
 
 VERSION = 2
 MAX_FRAME_BYTES = 1 << 24
@@ -47,36 +47,45 @@ class LinkClosed(ConnectionError):
     """The other side is gone, or sent something that violates the protocol."""
 
 
-class Hello(Message, frozen=True):
+class Hello(ProtocolMessage, frozen=True):
     """The first message of a worker. index: among those of its node. pid: of its process."""
 
     index: int
     pid: int
 
 
-class StoreAt(Message, frozen=True):
+class StoreAt(ProtocolMessage, frozen=True):
     """The store's new address, after a change of leader."""
 
     host: str
     port: int
 
 
-class Warm(Message, frozen=True):
+class Warm(ProtocolMessage, frozen=True):
     """The worker can join a generation; it lacks only the state of the run."""
 
 
-class Beat(Message, frozen=True):
+class Beat(ProtocolMessage, frozen=True):
     """Heartbeat: the worker is alive."""
 
 
 _Anything = (
-    values.Status | values.Order | agent.Command | agent.Event | Ask | Job | Hello | StoreAt | Beat | Warm
+    values.Status
+    | values.Order
+    | agent.Command
+    | agent.Event
+    | JobRequest
+    | Job
+    | Hello
+    | StoreAt
+    | Beat
+    | Warm
 )
 _DECODER = msgspec.msgpack.Decoder(_Anything)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Link:
+class WireLink:
     """One authenticated connection. Send from any thread, receive from one. Use `connect` or `accept` to open it."""
 
     def __init__(self, connection: socket.socket, key: bytes, is_client: bool) -> None:
@@ -90,7 +99,7 @@ class Link:
 
     def send(self, message: Any) -> None:
         """Send a message. Raises LinkClosed."""
-        if not isinstance(message, Message | Job):
+        if not isinstance(message, ProtocolMessage | Job):
             raise TypeError(f"{type(message).__name__} is no message")
         body = _ENCODER.encode(message)
         with self._lock:
@@ -170,12 +179,12 @@ class Link:
         ).digest()
 
 
-def connect(host: str, port: int, token: bytes, timeout_seconds: float = 10.0) -> Link:
+def connect(host: str, port: int, token: bytes, timeout_seconds: float = 10.0) -> WireLink:
     """Connect to a server. Raises OSError, or ValueError for a server of another kind."""
     return _ready(*store.dial(host, port, token, timeout_seconds), token, is_client=True)
 
 
-def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.0) -> Link:
+def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.0) -> WireLink:
     """Authenticate one incoming connection. Raises OSError; the connection is closed then."""
     with selectors.DefaultSelector() as selector:
         newcomers = Newcomers(token, selector, timeout_seconds)
@@ -204,7 +213,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 class Received:
     """A message from one of several connections. message: None, as the last message, if the connection is closed."""
 
-    link: Link
+    link: WireLink
     message: Any
 
 
@@ -220,15 +229,15 @@ class Connections:
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._newcomers: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        self._newcomers: queue.SimpleQueue[WireLink] = queue.SimpleQueue()
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
-    def add(self, link: Link) -> None:
+    def add(self, link: WireLink) -> None:
         """Add a link; may be called from any thread."""
         self._newcomers.put(link)
         self._wake.send(b"x")
 
-    def drop(self, link: Link) -> None:
+    def drop(self, link: WireLink) -> None:
         """Close a connection without further messages from it; called by the waiting thread."""
         with contextlib.suppress(KeyError, ValueError):  # dropped twice
             self._selector.unregister(link.socket)
@@ -238,7 +247,7 @@ class Connections:
         """Return messages as soon as there are any; an empty list after `seconds`."""
         received: list[Received] = []
         for key, _ in self._selector.select(seconds):
-            link: Link | None = key.data
+            link: WireLink | None = key.data
             if link is None:
                 self._register(len(self._woken.recv(1 << 12)))
                 continue
@@ -270,15 +279,15 @@ class Connections:
                 time.sleep(ROUND_SECONDS)
 
 
-def close_all(links: Iterable[Link]) -> None:
+def close_all(links: Iterable[WireLink]) -> None:
     for link in links:
         link.close()
 
 
-def _ready(connection: socket.socket, first: bytes, second: bytes, token: bytes, is_client: bool) -> Link:
+def _ready(connection: socket.socket, first: bytes, second: bytes, token: bytes, is_client: bool) -> WireLink:
     connection.settimeout(None)
     keep_alive(connection)
     if not is_client:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
     key = hmac.new(token, b"dilatant-link" + first + second, hashlib.sha256).digest()
-    return Link(connection, key, is_client)
+    return WireLink(connection, key, is_client)

@@ -11,22 +11,22 @@ from msgspec.structs import replace
 from dilatant.resilience.protocol.values import (
     DRAIN_SHARE,
     NO_STATE,
-    Message,
     Order,
     Phase,
+    ProtocolMessage,
     Settings,
     Status,
     Task,
 )
 
 
-class Fence(Message, frozen=True):
+class Fence(ProtocolMessage, frozen=True):
     """Stop computing, and answer with `Stopped`."""
 
     generation: int
 
 
-class Rebuild(Message, frozen=True):
+class Rebuild(ProtocolMessage, frozen=True):
     """Join this generation, and answer with `Made`. See `Order`; first_rank: rank of this node's first worker."""
 
     generation: int
@@ -39,33 +39,33 @@ class Rebuild(Message, frozen=True):
     doubted: bool = False
 
 
-class Activate(Message, frozen=True):
+class Activate(ProtocolMessage, frozen=True):
     """All nodes are ready: train."""
 
     generation: int
 
 
-class Apply(Message, frozen=True):
+class Apply(ProtocolMessage, frozen=True):
     """The step is committed: apply its update."""
 
     generation: int
     step: int
 
 
-class End(Message, frozen=True):
+class End(ProtocolMessage, frozen=True):
     """The run is over, or (is_out) continues without this node."""
 
     reason: str
     is_out: bool = False
 
 
-class SaveAndEnd(Message, frozen=True):
+class SaveAndEnd(ProtocolMessage, frozen=True):
     """Save after the current step, and end with `Done`."""
 
     reason: str
 
 
-class HandOver(Message, frozen=True):
+class HandOver(ProtocolMessage, frozen=True):
     """Stop computing, export the step's gradients for the other nodes, which continue as `generation` without this
     node, and answer with `HandedOver`."""
 
@@ -75,7 +75,7 @@ class HandOver(Message, frozen=True):
 Command = Fence | Rebuild | Activate | Apply | SaveAndEnd | HandOver | End
 
 
-class Stopped(Message, frozen=True):
+class Stopped(ProtocolMessage, frozen=True):
     """A worker has stopped; it holds generation `base`'s state after `applied` steps. prepared: a step that it could
     still apply."""
 
@@ -85,14 +85,14 @@ class Stopped(Message, frozen=True):
     prepared: int | None = None
 
 
-class Made(Message, frozen=True):
+class Made(ProtocolMessage, frozen=True):
     """A worker has built its part of a generation and holds its state after `applied` steps."""
 
     generation: int
     applied: int
 
 
-class Computing(Message, frozen=True):
+class Computing(ProtocolMessage, frozen=True):
     """A worker has its inputs and begins to compute a step, which should not take longer than `limit_seconds`."""
 
     generation: int
@@ -100,7 +100,7 @@ class Computing(Message, frozen=True):
     limit_seconds: float
 
 
-class Prepared(Message, frozen=True):
+class Prepared(ProtocolMessage, frozen=True):
     """A worker has all gradients of a step. hashes: layer → hash of its gradients."""
 
     generation: int
@@ -108,7 +108,7 @@ class Prepared(Message, frozen=True):
     hashes: Mapping[str, int] = {}
 
 
-class Broken(Message, frozen=True):
+class Broken(ProtocolMessage, frozen=True):
     """A worker cannot continue in this generation. accuses: the unresponsive node. fatal: no worker could continue."""
 
     generation: int
@@ -117,26 +117,26 @@ class Broken(Message, frozen=True):
     fatal: bool = False
 
 
-class Done(Message, frozen=True):
+class Done(ProtocolMessage, frozen=True):
     """A worker has finished."""
 
     generation: int
 
 
-class Died(Message, frozen=True):
+class Died(ProtocolMessage, frozen=True):
     """A worker is gone."""
 
     reason: str
 
 
-class Slow(Message, frozen=True):
+class Slow(ProtocolMessage, frozen=True):
     """A worker is `times` slower than others, which exceeds the limit; 0: it no longer does."""
 
     generation: int
     times: float
 
 
-class HandedOver(Message, frozen=True):
+class HandedOver(ProtocolMessage, frozen=True):
     """A worker has exported its gradients for this generation, of which it is not a member."""
 
     generation: int

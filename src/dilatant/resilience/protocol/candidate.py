@@ -5,7 +5,7 @@ from __future__ import annotations
 from dilatant.resilience.protocol.values import Record, Status
 
 
-class Candidate:
+class LeaderCandidate:
     """Counts the members in `record` (the last coordinator's) that connect here, since no other coordinator answers.
 
     A member belongs to one coordinator at a time, so at most one coordinator can have a majority.

@@ -22,7 +22,7 @@ DRAIN_SHARE = 0.75
 """Fraction of a leaving node's time for which it waits for the end of the step; the rest is for exporting gradients."""
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ProtocolMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of messages: on the wire a message is its type name and its fields in order, each checked when it is read.
 
     Structs, not dataclasses: creating and changing them takes a tenth of the time, and steps wait for some messages.
@@ -57,7 +57,7 @@ class Task(StrEnum):
     STOP = "stop"
 
 
-class Status(Message, frozen=True):
+class Status(ProtocolMessage, frozen=True):
     """A node's report, the coordinator's only information about the node.
 
     node: a unique name, changed at every restart. serial: increases with every change. generation: the latest whose
@@ -90,7 +90,7 @@ class Status(Message, frozen=True):
     slow: float = 0.0
 
 
-class Order(Message, frozen=True):
+class Order(ProtocolMessage, frozen=True):
     """The coordinator's instructions to a node. term, serial: a later order has a greater pair.
 
     members: of a generation to be rebuilt, in rank order, previous members first; workers: number of workers of each

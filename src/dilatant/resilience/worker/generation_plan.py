@@ -17,7 +17,7 @@ from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.worker.layer_seconds import layer_seconds
 from dilatant.resilience.worker.replan import replan
 from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
-from dilatant.training.prepare import Prepared, with_costs
+from dilatant.training.prepare import PreparedRun, with_costs
 
 LOOK = timedelta(seconds=0.2)
 """Interval at which a rank that waits for the plan checks if its generation has ended."""
@@ -26,7 +26,7 @@ LOOK = timedelta(seconds=0.2)
 class GenerationPlans:
     """Plans the generations of a run. initial: the run's first plan, which later plans keep to if possible."""
 
-    def __init__(self, config: Config, prepared: Prepared, initial: TrainingPlan) -> None:
+    def __init__(self, config: Config, prepared: PreparedRun, initial: TrainingPlan) -> None:
         self._config = config
         self._prepared = prepared
         self._initial = initial

@@ -7,11 +7,11 @@ import numpy as np
 from dilatant.config import Config
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
-from dilatant.training.prepare import Prepared
+from dilatant.training.prepare import PreparedRun
 from dilatant.training.run_costs import costs_of_run
 
 
-def layer_seconds(config: Config, prepared: Prepared, plan: Plan) -> dict[str, tuple[float, ...]]:
+def layer_seconds(config: Config, prepared: PreparedRun, plan: Plan) -> dict[str, tuple[float, ...]]:
     """Return unit → seconds of each layer, forward plus backward, for a typical microbatch of `plan` on one rank."""
     layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
     feeds = {unit.name: unit.feeds for unit in plan.units}
@@ -25,7 +25,7 @@ def layer_seconds(config: Config, prepared: Prepared, plan: Plan) -> dict[str, t
     return {name: tuple(seconds) for name, seconds in found.items()}
 
 
-def _tokens(config: Config, prepared: Prepared, unit: str, replicas: int) -> float:
+def _tokens(config: Config, prepared: PreparedRun, unit: str, replicas: int) -> float:
     """Return the mean tokens of one replica's microbatch; the token budget of a row where sizes are unknown."""
     sizes = prepared.samples.train_sizes
     if sizes is None or unit not in sizes.units or not len(sizes.of(unit)):

@@ -33,10 +33,10 @@ from dilatant.resilience.status import REBUILDS
 from dilatant.resilience.worker.generation_plan import GenerationPlans, tell_plan
 from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoints.checkpoint import newest_valid
-from dilatant.training.checkpoints.starting_point import Start, agreed_checkpoint
-from dilatant.training.commit import Membership
+from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
+from dilatant.training.commit import RunMembership
 from dilatant.training.feeding.decoding import KeptPool, decoding_of, stand_by
-from dilatant.training.prepare import Prepared, prepare
+from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
@@ -64,7 +64,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldState:
     """The state of one generation: a trainer that no longer communicates, its plan, members and workers."""
 
     generation: int
@@ -75,20 +75,20 @@ class Held:
 
 
 def train_rank_resiliently(
-    worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seats: Sequence[Seat]
+    worker: Worker, config: Config, plan_json: str, start: StartingPoint, show: Show, seats: Sequence[Seat]
 ) -> RunResult | None:
     """Run `train_seat` in the seat of this rank."""
     return train_seat(worker, config, plan_json, start, show, seats[worker.rank])
 
 
 def train_seat(
-    worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
+    worker: Worker, config: Config, plan_json: str, start: StartingPoint, show: Show, seat: Seat
 ) -> RunResult | None:
     """Run one worker, whose rank may change between generations; returns None if the run continues without it.
 
     Raises errors that stop the run for all workers, and RunEnded when there are too few nodes.
     """
-    return _Rank(worker, config, plan_json, start, show, seat).run()
+    return _ResilientRank(worker, config, plan_json, start, show, seat).run()
 
 
 class Stopwatch:
@@ -104,9 +104,9 @@ class Stopwatch:
         self._since = now
 
 
-class _Rank:
+class _ResilientRank:
     def __init__(
-        self, worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
+        self, worker: Worker, config: Config, plan_json: str, start: StartingPoint, show: Show, seat: Seat
     ) -> None:
         self._worker = worker
         self._config = config
@@ -127,15 +127,15 @@ class _Rank:
         )
         initial = TrainingPlan.from_json(plan_json)
         try:
-            self._prepared: Prepared = prepare(config, initial)
+            self._prepared: PreparedRun = prepare(config, initial)
         except UserError as error:
             self._link.lost(str(error))
             raise
         self._folder = RunFolder(config.output_dir)
         self._pool = KeptPool()
         self._shown_plan: TrainingPlan | None = None
-        self._held: Held | None = None
-        self._pending: Held | None = None
+        self._held: HeldState | None = None
+        self._pending: HeldState | None = None
         self._trainers: list[Trainer] = []
         self._opened: list[Comm] = []
         self._is_joining = False
@@ -187,7 +187,7 @@ class _Rank:
             self._show_plan()
         return result
 
-    def _activate(self, made: Held) -> None:
+    def _activate(self, made: HeldState) -> None:
         if self._held is not None:
             before, step = self._held.trainer.done.recent, made.trainer.step
             made.trainer.done.recent = tuple(metrics for metrics in before if metrics.step <= step)
@@ -231,7 +231,7 @@ class _Rank:
         assert self._worker.store is not None
         return self._worker.store
 
-    def _follow_store(self, held: Held | None) -> None:
+    def _follow_store(self, held: HeldState | None) -> None:
         """Connect to the current leader's store, and publish the plan there for planning the next generation. Raises
         RunEnded where the store cannot be reached: that ends this node only."""
         at = self._link.store_at or self._seat.store_at
@@ -248,7 +248,7 @@ class _Rank:
             tell_plan(self._store, held.generation, held.planned, held.members, held.workers)
             self._store.set(_BEGUN, b"")
 
-    def _made(self, order: Rebuild) -> Held:
+    def _made(self, order: Rebuild) -> HeldState:
         """Build this rank's trainer for the generation, and fill it with the state that other ranks hold."""
         self._rank = order.first_rank + self._seat.index
         self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
@@ -305,7 +305,7 @@ class _Rank:
             }
             with open_in_place(self._folder.path / FOLDER / REBUILDS) as file:
                 file.write(json.dumps(record).encode() + b"\n")
-        return Held(order.generation, trainer, planned, order.members, order.workers)
+        return HeldState(order.generation, trainer, planned, order.members, order.workers)
 
     def _trainer(
         self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
@@ -317,7 +317,7 @@ class _Rank:
         if self._link.is_fenced:
             raise Fenced
         places = tuple(node for node, count in enumerate(order.workers) for _ in range(count))
-        membership = Membership(
+        membership = RunMembership(
             order.generation,
             places,
             weights_follow,

@@ -12,7 +12,7 @@ from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
 from dilatant.plan.templates.reinstantiate import reinstantiate
 from dilatant.plan.templates.templates import Template, plan_templates
 
-Group = tuple[int, ...]
+RankGroup = tuple[int, ...]
 """The ranks of a stage."""
 
 
@@ -106,7 +106,7 @@ def _hosts(plan: Plan, anchor: str) -> dict[str, str | None]:
     return {unit.name: hosts[unit.name] for unit in plan.units}
 
 
-def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[Group]]:
+def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[RankGroup]]:
     """Return, for every replica, the groups without lost ranks, as new ranks, in pipeline order."""
     return [
         [
@@ -118,7 +118,7 @@ def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[Group]]:
     ]
 
 
-def _lacks_copies(unit: UnitPlan, alive: list[list[Group]], joined: int, fault_tolerance: int) -> bool:
+def _lacks_copies(unit: UnitPlan, alive: list[list[RankGroup]], joined: int, fault_tolerance: int) -> bool:
     """Return True if the unit's own ranks, with one group per replica, form fewer replicas than before and than
     required: the next failure might hit the last one. On another unit's ranks it has as many replicas as that unit."""
     left = sum(map(len, alive))
@@ -126,16 +126,20 @@ def _lacks_copies(unit: UnitPlan, alive: list[list[Group]], joined: int, fault_t
     return not left or left + joined // (stage.tp * stage.cp) < min(len(unit.replicas), fault_tolerance + 1)
 
 
-def _groups(replica: Replica) -> list[Group]:
+def _groups(replica: Replica) -> list[RankGroup]:
     return list(dict.fromkeys(stage.ranks for stage in replica.stages))
 
 
 def _share_out(
-    plan: Plan, owners: Sequence[str], alive: Mapping[str, list[list[Group]]], free: list[int], anchor: str
-) -> dict[str, list[Group]]:
+    plan: Plan,
+    owners: Sequence[str],
+    alive: Mapping[str, list[list[RankGroup]]],
+    free: list[int],
+    anchor: str,
+) -> dict[str, list[RankGroup]]:
     """Assign free ranks in groups, first to units that lost ranks, then to the unit that hosts others. Raises PlanError
     if the ranks do not fill whole groups."""
-    given: dict[str, list[Group]] = {name: [] for name in owners}
+    given: dict[str, list[RankGroup]] = {name: [] for name in owners}
     wants = []
     for name in owners:
         unit = plan.unit(name)
@@ -154,8 +158,8 @@ def _share_out(
 
 def _unit(
     unit: UnitPlan,
-    alive: list[list[Group]],
-    given: list[Group],
+    alive: list[list[RankGroup]],
+    given: list[RankGroup],
     survivors: Mapping[int, int],
     fault_tolerance: int,
     num_microbatches: int,

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from dilatant.resilience.processes.wire import Beat, Hello, Link, LinkClosed, StoreAt, Warm, connect
+from dilatant.resilience.processes.wire import Beat, Hello, LinkClosed, StoreAt, Warm, WireLink, connect
 from dilatant.resilience.protocol.agent import (
     Activate,
     Apply,
@@ -60,7 +60,7 @@ class WorkerLink:
         on_ending: Callable[[], None] = lambda: None,
         on_hand_over: Callable[[], None] = lambda: None,
     ) -> None:
-        self._link: Link = connect("127.0.0.1", port, token)
+        self._link: WireLink = connect("127.0.0.1", port, token)
         self._on_fence = on_fence
         self._on_ending = on_ending
         self._on_hand_over = on_hand_over

@@ -57,13 +57,13 @@ def train(start: WorkerStart) -> None:
     from dilatant.resilience.run_result import write_result
     from dilatant.resilience.worker.rank import Seat, train_seat
     from dilatant.resilience.worker.worker_link import RunEnded
-    from dilatant.training.checkpoints.starting_point import Start
+    from dilatant.training.checkpoints.starting_point import StartingPoint
 
     token = bytes.fromhex(start.token)
     worker = worker_here(start.index, job.workers, start.index, job.workers, None)
     at = StoreAt(start.host, job.store_port)
     seat = Seat(start.node, start.index, start.agent_port, token, at, job.on_one_machine)
-    begin = Start(Path(job.checkpoint) if job.checkpoint else None, job.discards)
+    begin = StartingPoint(Path(job.checkpoint) if job.checkpoint else None, job.discards)
     try:
         result = train_seat(worker, config, job.plan, begin, cast("Show", job.show), seat)
     except RunEnded:

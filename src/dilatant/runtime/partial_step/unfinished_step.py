@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dilatant.models.core.unit import Unit
 from dilatant.plan.plan import PlacedStage
-from dilatant.runtime.forward_outcome import Outcome
+from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.partial_step.salvage import (
     Finished,
     Layer,
@@ -32,7 +32,7 @@ class Ledger:
     it was interrupted."""
 
     added: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    forwards: list[tuple[int, tuple[int, ...], Sequence[Outcome]]] = field(default_factory=list)
+    forwards: list[tuple[int, tuple[int, ...], Sequence[ForwardOutcome]]] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
 
     @contextmanager

@@ -27,7 +27,7 @@ from dilatant.runtime.state.shared_groups import group_of
 
 
 @dataclass(slots=True)
-class _Sum:
+class _BucketSum:
     """A bucket in flight. numbers: the buffer that `pending` fills, for this rank's shard or the whole bucket. across:
     the sum over the nodes' equal shards has not started."""
 
@@ -69,7 +69,7 @@ class GradientSync:
         self._unfinished: dict[str, set[int]] = {}
         self._missing: list[int] = []
         self._unpacked: dict[str, int] = {}
-        self._started: list[_Sum] = []
+        self._started: list[_BucketSum] = []
         self._crossed = 0  # number of first entries that need no sum across nodes or have started it
         self._beside = torch.cuda.Stream() if comm.world.is_on_device else None
         self._current: int | None = None
@@ -156,7 +156,7 @@ class GradientSync:
         arrived: list[tuple[BucketShare, Tensor, Tensor]] = []
         self._start_ready(wait=True)
         self._cross(wait=True)
-        waiting: list[_Sum | None] = list(self._started)
+        waiting: list[_BucketSum | None] = list(self._started)
         self._started, self._crossed = [], 0
         for number, under_way in enumerate(waiting):
             assert under_way is not None
@@ -245,7 +245,7 @@ class GradientSync:
             self._crossed += 1
 
     @torch.no_grad()
-    def _start(self, share: BucketShare) -> _Sum:
+    def _start(self, share: BucketShare) -> _BucketSum:
         numbers = self._pack(share)
         for name in share.bucket.names:
             self._unpacked[name] -= 1
@@ -259,9 +259,9 @@ class GradientSync:
             flat, group = numbers, group_of(self._comm, share.sharing)
             numbers = flat.view(len(share.sharing), -1)[share.sharing.index(self._comm.rank)]
             pending = group.reduce_scatter(numbers, flat, what)
-            return _Sum(share, numbers, pending, across=len(share.alike) > 1)
+            return _BucketSum(share, numbers, pending, across=len(share.alike) > 1)
         group = group_of(self._comm, _ranks_of(share))
-        return _Sum(share, numbers, group.sum_(numbers, what))
+        return _BucketSum(share, numbers, group.sum_(numbers, what))
 
     def _pack(self, share: BucketShare) -> Tensor:
         """Concatenate the gradients of a bucket's cells and, for each cell, a count of the holders that used it: AdamW
@@ -308,7 +308,7 @@ def _ranks_of(share: BucketShare) -> tuple[int, ...]:
     return share.alike if share.even else share.bucket.ranks
 
 
-def _own_part(under_way: _Sum) -> Tensor:
+def _own_part(under_way: _BucketSum) -> Tensor:
     """Return this rank's shard, perhaps padded, and all cells' use counts, as a copy that lets the bucket be freed."""
     share, numbers = under_way.share, under_way.numbers
     if not share.is_divided:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.tensor_plan import TensorPlan, tensor_plan
-from dilatant.plan.boxes import Box, Intervals, atoms
+from dilatant.plan.boxes import Box, BoxIntervals, atoms
 from dilatant.plan.holdings import HeldWeight, Holdings, holdings
 from dilatant.plan.plan import Plan, Stage
 
@@ -31,7 +31,7 @@ def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
         ]
     plans = tensor_plans(plan, units)
 
-    def split(weight: HeldWeight, stage: Stage, place: int) -> tuple[Intervals | None, bool]:
+    def split(weight: HeldWeight, stage: Stage, place: int) -> tuple[BoxIntervals | None, bool]:
         own = plans.get(weight.name.partition(".")[0])
         if own is None:
             return None, False

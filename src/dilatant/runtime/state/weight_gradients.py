@@ -103,7 +103,7 @@ class DeferredLinear(ParallelLinear):
         bias_trains = bias is not None and bias.requires_grad
         trains = torch.is_grad_enabled() and (self.weight.requires_grad or bias_trains)
         if trains and (self.gradients.splits or not self.defers or _adds_itself(self.weight)):
-            return _Linear.apply(input, self.weight, bias, self.gradients, self.defers)
+            return _DeferredProduct.apply(input, self.weight, bias, self.gradients, self.defers)
         return functional.linear(input, self.weight, bias)
 
 
@@ -165,7 +165,7 @@ def restore_linears(replaced: Replaced) -> None:
         ungroup_experts(module)
 
 
-class _Linear(torch.autograd.Function):
+class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -220,7 +220,11 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: nn.Parameter, counts: tuple[int, ...], gradients: WeightGradients
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.weight, ctx.counts, ctx.gradients = weight, counts, gradients  # the Parameter: see `_Linear`
+        ctx.weight, ctx.counts, ctx.gradients = (
+            weight,
+            counts,
+            gradients,
+        )  # the Parameter: see `_DeferredProduct`
         return grouped_linear(rows, weight, counts)
 
     @staticmethod

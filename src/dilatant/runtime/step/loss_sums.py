@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dilatant.models.core.stage import StepData
-from dilatant.runtime.forward_outcome import Outcome
+from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.partial_step.salvage import LossShare
 from dilatant.runtime.state.exact_sums import rounded_loss
 
 
 def sum_losses(
-    outcomes: Sequence[Outcome], data: StepData, salvaged: Sequence[LossShare], exact: bool
+    outcomes: Sequence[ForwardOutcome], data: StepData, salvaged: Sequence[LossShare], exact: bool
 ) -> tuple[dict[str, float], list[str]]:
     """Return loss name → sum of this rank's new and recovered losses, and the ids of samples with a non-finite loss.
     exact: round each loss, so that the sum does not depend on the order."""
@@ -37,7 +37,11 @@ def sum_losses(
 
 
 def sum_sources(
-    outcomes: Sequence[Outcome], data: StepData, salvaged: Sequence[LossShare], name: str, num_sources: int
+    outcomes: Sequence[ForwardOutcome],
+    data: StepData,
+    salvaged: Sequence[LossShare],
+    name: str,
+    num_sources: int,
 ) -> list[float]:
     """Return this rank's unnormalized sum of the loss `name` by data set; empty for a single data set."""
     if num_sources < 2:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dilatant.models.core.stage import Boundary, StepData
 from dilatant.models.core.unit import Unit
 from dilatant.plan.plan import PlacedStage
-from dilatant.runtime.routes import Link, Routes, boundary_of, divide_rows, places_met, ranks_in
+from dilatant.runtime.routes import RouteLink, Routes, boundary_of, divide_rows, places_met, ranks_in
 from dilatant.schedule.dependencies import Message
 
 Rows = NDArray[np.int64]
@@ -52,7 +52,7 @@ class RowOwners:
         self._routes = routes
         self._data = data
         self._of_elements: dict[tuple[str, int, tuple[int, ...]], list[NDArray[np.integer]]] = {}
-        self._parcels: dict[tuple[Message, Link], Parcel] = {}
+        self._parcels: dict[tuple[Message, RouteLink], Parcel] = {}
         self._crossings: dict[tuple[Message, int], dict[tuple[int, int], Rows]] = {}
 
     def counts(
@@ -68,7 +68,7 @@ class RowOwners:
             int((owners == place).sum()) for owners in self._owners(stage, samples, samples, other, boundary)
         ]
 
-    def parcel(self, message: Message, link: Link) -> Parcel:
+    def parcel(self, message: Message, link: RouteLink) -> Parcel:
         """Return the part of a message that is sent along a link."""
         if (message, link) not in self._parcels:
             self._parcels[message, link] = self._parcel(message, link)
@@ -87,7 +87,7 @@ class RowOwners:
             return None
         return tuple(np.searchsorted(target, rows) for rows in sent)
 
-    def _parcel(self, message: Message, link: Link) -> Parcel:
+    def _parcel(self, message: Message, link: RouteLink) -> Parcel:
         boundary = self.boundary(message)
         made, taken = (self._placed[stage].stage for stage in link[:2])
         if len(made.ranks) == len(taken.ranks) == 1:

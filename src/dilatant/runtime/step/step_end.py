@@ -14,7 +14,7 @@ from dilatant.models.core.graph import ModelGraph
 from dilatant.models.core.stage import StepData
 from dilatant.plan.costs.step_costs import TOKENS
 from dilatant.plan.plan import Plan
-from dilatant.runtime.forward_outcome import Outcome
+from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.state.exact_sums import square_sums, squares_of
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.owned_weights import OwnedWeights
@@ -57,7 +57,7 @@ class StepEnd:
         number: int,
         step: PreparedStep,
         data: StepData,
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[ForwardOutcome],
         should_stop: Callable[[], bool],
         found: Callable[[], Sequence[Any]],
     ) -> StepResult:

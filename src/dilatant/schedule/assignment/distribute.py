@@ -22,7 +22,7 @@ from dilatant.plan.costs.bin_packing import pack_rows
 from dilatant.plan.plan import Plan
 from dilatant.schedule.assignment.assign import Microbatches, Policy, assign_microbatches
 from dilatant.schedule.assignment.disttrain import intra_reorder
-from dilatant.schedule.assignment.pipeline_shape import Family, PipelineShape
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape, ScheduleFamily
 from dilatant.schedule.schedule import Assignment, Microbatch
 
 
@@ -64,7 +64,7 @@ def assign(
     speed: Sequence[float] | None = None,
     backward: Mapping[str, float] | None = None,
     fixed: Mapping[str, float] | None = None,
-    family: Family | None = None,
+    family: ScheduleFamily | None = None,
     evaluations: int | None = None,
     weight: ArrayLike | None = None,
     capacity: float | None = None,
@@ -147,7 +147,7 @@ def _pipeline(
     center: int | None,
     backward: Mapping[str, float],
     fixed: Mapping[str, float],
-    family: Family | None,
+    family: ScheduleFamily | None,
     pace: Mapping[str, Sequence[float]],
 ) -> tuple[PipelineShape, NDArray[np.float64]]:
     """Return the pipeline of one anchor replica (its stages and those of the replicas that serve it) and, by unit, the

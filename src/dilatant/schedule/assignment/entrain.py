@@ -40,7 +40,7 @@ def entrain_microbatches(
     half = num_microbatches // 2
     heavy, light = by_load[:half], by_load[num_microbatches - half :]
     alone = by_load[half : num_microbatches - half]
-    tables = [_Table.of(members[i], language, (load[i] - load[light]) / 2) for i in heavy]
+    tables = [_SubsetSums.of(members[i], language, (load[i] - load[light]) / 2) for i in heavy]
     partner = _match(load, heavy, light, alone, tables)
 
     encoder_batches: list[Microbatch] = []
@@ -79,7 +79,7 @@ def _stratified(encoder: NDArray[np.float64], language: NDArray[np.float64], cou
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Table:
+class _SubsetSums:
     """All subset sums of one overloaded microbatch's samples, and the sum nearest to each partner's target.
 
     The table depends on the microbatch alone and serves all partners. Sums are rounded to `RESOLUTION` parts;
@@ -93,7 +93,7 @@ class _Table:
     moved: NDArray[np.float64]
 
     @classmethod
-    def of(cls, batch: list[int], language: NDArray[np.float64], targets: NDArray[np.float64]) -> _Table:
+    def of(cls, batch: list[int], language: NDArray[np.float64], targets: NDArray[np.float64]) -> _SubsetSums:
         from dilatant.schedule.assignment import entrain_kernels as kernels
 
         seconds = language[batch]
@@ -119,7 +119,7 @@ def _match(
     heavy: list[int],
     light: list[int],
     alone: list[int],
-    tables: list[_Table],
+    tables: list[_SubsetSums],
 ) -> list[tuple[int, bool]]:
     """Return, for every heavy microbatch, its light partner and whether samples are deferred to it (line 13).
 

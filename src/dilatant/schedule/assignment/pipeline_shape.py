@@ -17,7 +17,7 @@ from dilatant.schedule.simulator.graph import ScheduleGraph, build
 from dilatant.schedule.trainability import Trainability
 
 ByUnit = tuple[tuple[Microbatch, ...], ...]
-Family = Callable[[Plan, Assignment, Trainability], Schedule]
+ScheduleFamily = Callable[[Plan, Assignment, Trainability], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PipelineShape:
     backward: tuple[float, ...]
     fixed_seconds: tuple[float, ...]
     depths: tuple[int, ...] | None = None
-    family: Family | None = None
+    family: ScheduleFamily | None = None
     ranks: tuple[int, ...] | None = None
 
     @property

@@ -14,7 +14,7 @@ from dilatant.plan.costs.workload import Workload
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.schedule.assignment.assign import Policy
 from dilatant.schedule.assignment.distribute import assign, served_by
-from dilatant.schedule.assignment.pipeline_shape import Family
+from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.split_batches import split_by_pattern
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment
@@ -30,7 +30,7 @@ class Microbatching:
     """
 
     num_microbatches: int = 1
-    family: Family = one_f_one_b
+    family: ScheduleFamily = one_f_one_b
     policy: Policy = "balanced"
     seed: int = 0
     row_tokens: int | None = None

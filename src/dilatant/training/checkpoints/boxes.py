@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilatant.plan.boxes import Box, Intervals, parse_key
+from dilatant.plan.boxes import Box, BoxIntervals, parse_key
 
 Tensors = dict[str, Any]
 """Tensors under nested names: {"model": {key: tensor}, "optimizer": {key: {"exp_avg": tensor}}}, keyed by `Box.key`."""
@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class BoxPiece:
     """Tensor to store or to fill; its box has the full name."""
 
     box: Box
@@ -41,7 +41,7 @@ class StoredPiece:
     dtype: torch.dtype | str
 
 
-def pieces_of(tensors: Tensors, shapes: Shapes, prefix: str = "") -> Iterator[Piece]:
+def pieces_of(tensors: Tensors, shapes: Shapes, prefix: str = "") -> Iterator[BoxPiece]:
     """Yield every tensor with its box. A scalar beside a weight's boxes (its step count) is of the whole weight."""
     for key, value in tensors.items():
         if isinstance(value, Tensor):
@@ -53,7 +53,7 @@ def pieces_of(tensors: Tensors, shapes: Shapes, prefix: str = "") -> Iterator[Pi
                 continue
             for kind, tensor in value.items():
                 box = _box(f"{prefix}{name}.{kind}", tensor, shapes[name], intervals)
-                yield Piece(box, tensor)
+                yield BoxPiece(box, tensor)
 
 
 def stored_box(name: str, shape: Sequence[int], shapes: Shapes) -> Box:
@@ -93,14 +93,14 @@ def sources(wanted: Box, stored: Sequence[StoredPiece]) -> list[tuple[StoredPiec
     return found
 
 
-def _piece(key: str, tensor: Tensor, shapes: Shapes, prefix: str) -> Piece:
+def _piece(key: str, tensor: Tensor, shapes: Shapes, prefix: str) -> BoxPiece:
     name, intervals = parse_key(key)
     if intervals is None or name not in shapes:
-        return Piece(Box.of(prefix + key, tensor.shape), tensor)
-    return Piece(_box(prefix + name, tensor, shapes[name], intervals), tensor)
+        return BoxPiece(Box.of(prefix + key, tensor.shape), tensor)
+    return BoxPiece(_box(prefix + name, tensor, shapes[name], intervals), tensor)
 
 
-def _box(name: str, tensor: Tensor, shape: tuple[int, ...], intervals: Intervals) -> Box:
+def _box(name: str, tensor: Tensor, shape: tuple[int, ...], intervals: BoxIntervals) -> Box:
     if tensor.ndim == 0 and shape:
         return Box.of(name, ())
     return Box(name, shape, intervals)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from dilatant.config import UserError
 from dilatant.plan.boxes import Box
 from dilatant.training.checkpoints.boxes import (
-    Piece,
+    BoxPiece,
     Shapes,
     StoredPiece,
     Tensors,
@@ -160,7 +160,7 @@ def load(
     names = {*(piece.box.name for piece in wanted), *(f"model.{name}" for name in known or ())}
     stored = _stored(checkpoint)
     problems: dict[str, None] = {}  # each once: a weight may be wanted in several boxes
-    reads: dict[Path, list[tuple[Piece, StoredPiece, Box]]] = {}
+    reads: dict[Path, list[tuple[BoxPiece, StoredPiece, Box]]] = {}
     for piece in wanted:
         name, whole = piece.box.name, piece.box.whole
         held = stored.get(name)

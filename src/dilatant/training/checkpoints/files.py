@@ -56,7 +56,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """Files written by one rank. frozen: names of files in `frozen/` beside the checkpoint. shapes: full name → full
     shape of every tensor that is stored as boxes."""
 
@@ -99,7 +99,7 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def write_part(part: Part) -> str:
+def write_part(part: RankPart) -> str:
     """Return the text of part.json."""
     return _text({"format": FORMAT, **_plain(part)})
 
@@ -129,7 +129,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_parts(checkpoint: Path, manifest: Manifest) -> dict[Path, Part]:
+def read_parts(checkpoint: Path, manifest: Manifest) -> dict[Path, RankPart]:
     """Map the folder of each part that `manifest` names to its content. Raises DamagedError."""
     parts = {}
     for name, stamp in manifest.parts.items():
@@ -143,10 +143,10 @@ def read_parts(checkpoint: Path, manifest: Manifest) -> dict[Path, Part]:
     return parts
 
 
-def read_part(path: Path, place: str) -> Part:
+def read_part(path: Path, place: str) -> RankPart:
     """Read a part.json. place: its name in errors. Raises DamagedError."""
     content = _read_json(path, place)
-    return Part(
+    return RankPart(
         *_step_and_session(content, place),
         _stamps(content.get("files"), _FILE, place, "files"),
         _stamps(content.get("frozen"), _FROZEN_FILE, place, "frozen"),
@@ -239,7 +239,7 @@ def _expect(fits: bool, place: str, otherwise: str) -> None:
         raise DamagedError(f"{place} {otherwise}")
 
 
-def _plain(value: Part | Manifest) -> dict[str, Any]:
+def _plain(value: RankPart | Manifest) -> dict[str, Any]:
     def plain(item: Any) -> Any:
         if isinstance(item, Stamp):
             return {"bytes": item.bytes, "checksum": item.checksum}

@@ -20,14 +20,14 @@ from dilatant.training.checkpoints.files import DamagedError, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartingPoint:
     """Starting point of a run. checkpoint: None to start anew. discards: delete the checkpoints of an existing run."""
 
     checkpoint: Path | None
     discards: bool = False
 
 
-def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> Start:
+def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> StartingPoint:
     """Choose the starting point of a run. Raises UserError rather than lose an existing run."""
     resume = config.train.resume
     if resume == "auto":
@@ -38,13 +38,13 @@ def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Cons
             raise UserError(
                 f"no checkpoint in {str(folder.checkpoints)!r} is undamaged; start anew with --overwrite"
             )
-        return Start(checkpoint.path if checkpoint else None)
+        return StartingPoint(checkpoint.path if checkpoint else None)
     if resume != "never":
         require_plain(Path(resume))
         problem = damage(Path(resume))
         if problem is not None:
             raise UserError(f"train.resume: {resume!r} is not a usable checkpoint: {problem}")
-        return Start(Path(resume))
+        return StartingPoint(Path(resume))
     if list_checkpoints(folder.checkpoints):
         if not overwrite:
             command = f"dilatant resume {shlex.quote(str(folder.path))}"
@@ -52,8 +52,8 @@ def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Cons
                 f"{str(folder.path)!r} holds a run already; go on with `{command}`, "
                 "choose another output_dir, or start anew with --overwrite"
             )
-        return Start(None, discards=True)
-    return Start(None)
+        return StartingPoint(None, discards=True)
+    return StartingPoint(None)
 
 
 def with_template_date(config: Config) -> Config:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from dilatant.config import UserError
 from dilatant.config.files.durable import sync_file, sync_folder, write_durably
-from dilatant.training.checkpoints.boxes import Piece, Shapes, Tensors, pieces_of
+from dilatant.training.checkpoints.boxes import BoxPiece, Shapes, Tensors, pieces_of
 from dilatant.training.checkpoints.checkpoint import CONTINUED, Checkpoint, damage, list_checkpoints
 from dilatant.training.checkpoints.files import (
     FROZEN,
@@ -32,7 +32,7 @@ from dilatant.training.checkpoints.files import (
     Branch,
     DamagedError,
     Manifest,
-    Part,
+    RankPart,
     Stamp,
     part_name,
     read_manifest,
@@ -195,7 +195,9 @@ class CheckpointWriter:
                     sync_file(file)
                     files[file.name] = stamp_of(file)
             stored = self._frozen.store(frozen)
-            write_durably(part / PART_MANIFEST, write_part(Part(step, self._session, files, stored, shapes)))
+            write_durably(
+                part / PART_MANIFEST, write_part(RankPart(step, self._session, files, stored, shapes))
+            )
             for folder in (writing, self._folder, self._folder.parent):
                 sync_folder(folder)
         except BaseException:
@@ -315,7 +317,7 @@ def _writes(tensor: torch.Tensor) -> Any:
     return object() if tensor.is_inference() else tensor._version
 
 
-def _to_host(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
+def _to_host(pieces: Iterable[BoxPiece]) -> dict[str, torch.Tensor]:
     return {piece.box.key: piece.tensor.detach().to("cpu", copy=True).contiguous() for piece in pieces}
 
 

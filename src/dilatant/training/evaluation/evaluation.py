@@ -19,7 +19,7 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.evaluation.answer_metrics import measure
 from dilatant.training.evaluation.generation import decode_answer
-from dilatant.training.evaluation.greedy_answers import Answer, judge_answers, write_answers
+from dilatant.training.evaluation.greedy_answers import GreedyAnswer, judge_answers, write_answers
 from dilatant.training.feeding.feed import StepInput
 
 
@@ -139,7 +139,7 @@ def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: Judging) ->
         yield Verdict(sample.id, expected, written, answer.loss, len(answer.expected), sample.source)
 
 
-def _as_far_as_known(answer: Answer, proven: Sequence[int], how: Judging) -> str:
+def _as_far_as_known(answer: GreedyAnswer, proven: Sequence[int], how: Judging) -> str:
     """Return all of a right answer, or a wrong one up to its first wrong token ("..." if it goes on there)."""
     longest = how.max_new_tokens
     if list(proven) == answer.expected and len(proven) <= longest:

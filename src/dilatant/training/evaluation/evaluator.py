@@ -11,7 +11,7 @@ from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.evaluation.best_checkpoint import Best
 from dilatant.training.evaluation.evaluation import Evaluation, Judging, evaluate
-from dilatant.training.feeding.inputs import Inputs
+from dilatant.training.feeding.inputs import RankInputs
 from dilatant.training.optimizers.averages import Averages
 from dilatant.training.optimizers.master_weights import WithMasters
 
@@ -25,7 +25,7 @@ class Evaluator:
         how: EvaluationConfig,
         samples: Samples,
         runtime: Runtime,
-        inputs: Inputs,
+        inputs: RankInputs,
         optimizer: WithMasters,
         averages: Averages | None,
     ) -> None:

@@ -25,7 +25,7 @@ from dilatant.runtime.step.step_planner import PreparedStep
 
 
 @dataclass(slots=True)
-class Answer:
+class GreedyAnswer:
     """Answer of a sample, as verified so far. expected: its tokens. loss: their cross entropy, summed. prompt: number
     of tokens before it. written: tokens that are accepted; draft: what may follow them."""
 
@@ -52,7 +52,7 @@ class Answer:
 
 def judge_answers(
     runtime: Runtime, samples: Sequence[EncodedSample], step: PreparedStep
-) -> dict[int, Answer]:
+) -> dict[int, GreedyAnswer]:
     """Return sample number → its answer, as far as one pass verifies it, on all ranks. step: of these samples, with
     `forwards`."""
     own = {}
@@ -62,7 +62,7 @@ def judge_answers(
         own[number] = [labels[at].tolist(), int(at[0]), predicted.tokens, sum(predicted.losses)]
     answers = {}
     for number, (expected, prompt, said, loss) in _everywhere(runtime, own).items():
-        answer = Answer(expected, loss, prompt)
+        answer = GreedyAnswer(expected, loss, prompt)
         answer.prove(expected, said, len(said), ())
         answers[number] = answer
     return answers
@@ -72,7 +72,7 @@ def write_answers(
     runtime: Runtime,
     samples: Sequence[EncodedSample],
     step: PreparedStep,
-    answers: Mapping[int, Answer],
+    answers: Mapping[int, GreedyAnswer],
     longest: int,
     ends: Collection[int],
 ) -> None:

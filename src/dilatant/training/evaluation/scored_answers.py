@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from dilatant.training.evaluation.image_answers import Drawn
 
-Answer = list["str | Drawn"]
-Judge = Callable[[str, Answer, Answer], float]
+ScoredAnswer = list["str | Drawn"]
+Judge = Callable[[str, ScoredAnswer, ScoredAnswer], float]
 """judge(question, expected, answered) → a number; texts and pictures in their order."""
 
 
@@ -98,7 +98,7 @@ def _answer(
     max_new_tokens: int,
     how: Drawing,
     seed: int,
-) -> Answer:
+) -> ScoredAnswer:
     model, tokenizer, targets = exported.model, exported.tokenizer, exported.encoding.targets
     if not targets:
         return [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens)]
@@ -111,7 +111,7 @@ def _question(sample: Sample) -> str:
     return "".join(part for part in asked if isinstance(part, str))
 
 
-def _expected(sample: Sample, channels: int) -> Answer:
+def _expected(sample: Sample, channels: int) -> ScoredAnswer:
     return [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
 
 

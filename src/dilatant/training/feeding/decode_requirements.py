@@ -10,7 +10,7 @@ from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.schedule.schedule import ActionKind
 
-Chain = tuple[str, int]
+StageChain = tuple[str, int]
 """Unit and number of its replica."""
 
 
@@ -19,9 +19,9 @@ class Needs:
     the tokens of rows whose owners it must know."""
 
     def __init__(self, model: MultimodalModel, plan: Plan, rank: int) -> None:
-        parts: dict[Chain, frozenset[str]] = {}
-        rows: set[Chain] = set()
-        self._divided: dict[Chain, tuple[PlacedStage, int]] = {}
+        parts: dict[StageChain, frozenset[str]] = {}
+        rows: set[StageChain] = set()
+        self._divided: dict[StageChain, tuple[PlacedStage, int]] = {}
         """Replica → the stage that reads its items, and this rank's index, if context-parallel ranks divide items."""
         self._units = model.units
         for placed in plan.stages():
@@ -66,7 +66,7 @@ class Needs:
                 needed[sample] = needed.get(sample, frozenset()) | read
         return needed
 
-    def _read(self, chain: Chain, step: PreparedStep) -> list[tuple[int, Sequence[int]]]:
+    def _read(self, chain: StageChain, step: PreparedStep) -> list[tuple[int, Sequence[int]]]:
         """Return the position and samples of each microbatch that this rank reads: all, or those with items of this
         rank if context-parallel ranks divide items. A schedule may run a microbatch in parts, each of which is divided
         by itself."""
@@ -88,7 +88,7 @@ class Needs:
         return found
 
 
-def _exchanged_with(model: MultimodalModel, plan: Plan, own: PlacedStage) -> set[Chain]:
+def _exchanged_with(model: MultimodalModel, plan: Plan, own: PlacedStage) -> set[StageChain]:
     """Return the replicas of the language model with divided tokens that another unit's stage exchanges rows with."""
     gives = own.is_last and model.graph.anchor in model.graph.feeds[own.unit]
     takes = own.is_first and own.unit in model.graph.feeds[model.graph.anchor]

@@ -13,7 +13,7 @@ from dilatant.config import DataConfig, UserError
 from dilatant.data.order.blend import Blend
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import warm_up, workers_of_machine
-from dilatant.data.workers.pool import InlineSource, Source, Waiting
+from dilatant.data.workers.pool import InlineSource, SampleSource, Waiting
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import join
 from dilatant.data.workers.ray_cluster import Connection, cluster_address
@@ -39,7 +39,7 @@ def decoding_of(config: DataConfig) -> Decoding:
 
 
 class ClusterSource:
-    """`Source` of producers on a Ray cluster, made by all ranks together; rank 0 starts a local cluster."""
+    """`SampleSource` of producers on a Ray cluster, made by all ranks together; rank 0 starts a local cluster."""
 
     def __init__(
         self, comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
@@ -98,7 +98,7 @@ def open_source(
     encoding: Encoding,
     how: Decoding,
     pool: KeptPool | None = None,
-) -> Source:
+) -> SampleSource:
     """Open the source of this rank's samples; called by all ranks together. comm: None in a process alone. pool:
     outlives the source. Raises UserError for a cluster that cannot be used."""
     if how.cluster is not None and datasets:
@@ -107,7 +107,8 @@ def open_source(
 
 
 class MachineSource:
-    """`Source` from the worker pool of this rank's machine, owned by the lowest rank there; made by all ranks together.
+    """`SampleSource` from the worker pool of this rank's machine, which the lowest rank there owns; all ranks make it
+    together.
 
     comm: None in a process alone. pool: None to end the pool with this source.
     """
@@ -130,7 +131,7 @@ class MachineSource:
             address = keeper.owner(datasets, encoding, workers, how).address
         if comm is not None and how.workers != 0:  # ranks may count free cores differently
             address = comm.tell_machine(address)
-        self._source: Source = (
+        self._source: SampleSource = (
             InlineSource(datasets, encoding)
             if not address
             else join(address, how.memory, on_wait=partial(_report, rank))

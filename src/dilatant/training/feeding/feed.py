@@ -30,7 +30,7 @@ from dilatant.data.order.sampler import Sampler, SamplerState
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import QUESTION, TOKENS
 from dilatant.data.workers.loader import GlobalBatch
-from dilatant.data.workers.pool import Request, Source
+from dilatant.data.workers.pool import SampleRequest, SampleSource
 from dilatant.data.workers.prefetch import Ahead
 
 LOOK_AHEAD = 8
@@ -140,7 +140,7 @@ class Feed(Generic[Step]):
         self,
         data: IndexedData,
         draws: Iterable[Draw],
-        source: Source,
+        source: SampleSource,
         plan: Callable[[Sequence[EncodedSample], int], Step],
         needs: Callable[[Step], Parts],
         *,
@@ -263,7 +263,7 @@ class Feed(Generic[Step]):
     def _ask(self, draft: _Draft[Step], parts: Parts) -> None:
         self._source.ask(
             [
-                Request(
+                SampleRequest(
                     draft.heads[number].draw,
                     draft.indices[number],
                     wanted,

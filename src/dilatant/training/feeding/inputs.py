@@ -16,7 +16,7 @@ from dilatant.data.order.sampler import Sampler, SamplerState
 from dilatant.data.order.stream_sampler import StreamSampler
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import QUESTION, TOKENS
-from dilatant.data.workers.loader import GlobalBatch, Loader, Order
+from dilatant.data.workers.loader import GlobalBatch, Loader, SampleOrder
 from dilatant.data.workers.ordered_map import workers_of_machine
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
@@ -44,7 +44,7 @@ class Steps(Protocol):
     def leave_out(self, found: Iterable[tuple[int, str]]) -> None: ...
 
 
-class Inputs:
+class RankInputs:
     """Batches of one rank; made by all ranks together. What it starts runs until `close()`, except a given `pool`."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Inputs:
             for number, parts in self._needed(step).items()
         }
 
-    def _open_loader(self, sampler: Order, position: SamplerState, steps: int) -> Loader:
+    def _open_loader(self, sampler: SampleOrder, position: SamplerState, steps: int) -> Loader:
         data = self._config.data
         # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
         return Loader(

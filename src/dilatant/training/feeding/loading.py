@@ -41,7 +41,7 @@ def make_loader(
     on_error: Literal["error", "skip"] = "error",
     cache_dir: str | Path | None = None,
     parallel: Runtime | None = None,
-) -> Batches | Loader:
+) -> LoadedBatches | Loader:
     """Return global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without
     `steps`.
 
@@ -77,14 +77,14 @@ def make_loader(
     if isinstance(blend, Blend):
         sampler = blend.sampler(seed, global_batch_size)
         how = Decoding(workers)
-        return Batches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)
+        return LoadedBatches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)
     stream = blend.sampler(seed, global_batch_size)
     return Loader(
         blend, encoding, stream, steps=steps, workers=workers_of_machine(workers), on_error=on_error
     )
 
 
-class Batches:
+class LoadedBatches:
     """Iterator over global batches of indexed data, as `make_loader` returns it; close it."""
 
     def __init__(
