@@ -27,10 +27,10 @@ train: install
 	$(BIN)/python examples/digits.py data/digits
 	$(BIN)/dilatant train examples/quickstart.yaml --overwrite
 
-# Three processes take files in turn, those of the command line (long ones) early: one more than two cores, for tests wait
-# for processes and time limits half of their time.
+# Two processes take files in turn, those of the command line (long ones) early: more processes would crowd the tests that
+# start ranks of their own.
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 slow: install
 	$(BIN)/python -m pytest -m slow
