@@ -21,9 +21,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import numpy as np
 from numpy.typing import NDArray
 
-from model_cases import cost_model
+from cases.model_cases import cost_model
+from cases.search_cases import find, random_vlm
 from oracles.search import best_step, layer_seconds
-from search_cases import find, random_vlm
 
 DEGREES = (1, 2)
 

@@ -27,8 +27,8 @@ STEPS, KILLED_AFTER = 7, 3
 
 def one_kill(salvage: bool, moment: float) -> dict[str, float]:
     """moment: of the step, 0 to 1. Seconds of the repeated step and of a whole one, and the share that was kept."""
-    sys.path.insert(0, str(ROOT / "tests" / "cli"))
-    from tiny_project import tiny_config, write_images
+    sys.path.insert(0, str(ROOT / "tests"))
+    from cases.tiny_project import tiny_config, write_images
 
     with tempfile.TemporaryDirectory() as name:
         project = Path(name)

@@ -12,7 +12,7 @@ from hypothesis import settings
 # Tiny models on a few cores: more threads wait for each other than work. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from worker_pool import WorkerPool  # torch reads the variable above when it is imported
+from harness.worker_pool import WorkerPool  # torch reads the variable above when it is imported
 
 # What tests measure is not kept among the user's files.
 _CACHE = tempfile.TemporaryDirectory(prefix="dilatant-cache-")

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from patience import HANG_SECONDS
-from worker_pool import Worker, WorkerPool, WorkersFailed
+from harness.patience import HANG_SECONDS
+from harness.worker_pool import Worker, WorkerPool, WorkersFailed
 
 
 def _sum_over_ranks(worker: Worker, offset: int) -> int:

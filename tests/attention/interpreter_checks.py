@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import Case, assert_close_to_dense, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_strategies import MODALITIES, masks, ragged_masks
-from rank_pool import Among
 
+from cases.attention_cases import Case, assert_close_to_dense, make_case
+from cases.mask_strategies import MODALITIES, masks, ragged_masks
 from dilatant.attention import attention
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.kernels.attention_plan import AttentionPlan
@@ -26,6 +25,7 @@ from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout
 from dilatant.attention.masks.placement import Placement
+from harness.rank_pool import Among
 
 torch.set_num_threads(1)
 

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from attention_cases import make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.attention_cases import make_case
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
 from dilatant.attention.kernels.attention_plan import AttentionPlan

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mask_strategies import masks
 
+from cases.mask_strategies import masks
 from dilatant.attention.masks import lpt, packing
 from dilatant.attention.masks.blocks import block_samples, block_table, block_workloads
 from dilatant.attention.masks.packing import RowLayout

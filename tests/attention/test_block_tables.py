@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mask_strategies import masks, ragged_masks, rows
 
+from cases.mask_strategies import masks, ragged_masks, rows
 from dilatant.attention.masks import packing, summary
 from dilatant.attention.masks.blocks import BlockCost, BlockKind, BlockTable, block_table, block_workloads
 from dilatant.attention.masks.mask import AttentionMask, MaskError, pack_fields
@@ -216,7 +216,7 @@ import json, sys, tracemalloc
 from numba.core.runtime import _nrt_python
 _nrt_python.memsys_use_cpython_allocator()  # else what compiled code allocates goes unseen
 sys.path[:0] = sys.argv[1:]
-from mask_strategies import BUILDERS
+from cases.mask_strategies import BUILDERS
 from dilatant.attention.masks.blocks import block_table
 from dilatant.attention.masks.packing import RowLayout
 
@@ -240,9 +240,9 @@ print(json.dumps({kind: [peak(kind, samples) for samples in (1, 4, 8)] for kind 
 def test_tables_take_memory_in_proportion_to_tokens():
     # At 64k tokens a dense mask takes 4 GiB. Everything alive at once, both tables included, stays under 16 bytes a
     # token, and grows from 32k to 64k tokens by no more than the tokens do; a tenth is left for array growth.
-    here = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     out = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(here), str(here.parents[1] / "src")],
+        [sys.executable, "-c", MEASURE, str(tests), str(tests.parent / "src")],
         check=True,
         capture_output=True,
         text=True,

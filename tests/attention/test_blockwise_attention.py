@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from attention_cases import Case, assert_close_to_dense, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_strategies import masks, ragged_masks
 
+from cases.attention_cases import Case, assert_close_to_dense, make_case
+from cases.mask_strategies import masks, ragged_masks
 from dilatant.attention import attention
 from dilatant.attention.kernels import blockwise
 from dilatant.attention.kernels.attention_plan import AttentionPlan

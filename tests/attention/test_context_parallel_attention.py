@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_strategies import masks
-from rank_pool import Among, RankPool
 
+from cases.mask_strategies import masks
 from dilatant.attention import AttentionMask, RowLayout, attention, block_workloads, place_blocks
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.masks.blocks import block_table
 from dilatant.attention.masks.packing import MASK_KINDS, build_mask
 from dilatant.attention.masks.placement import POLICIES, Placement
+from harness.rank_pool import Among, RankPool
 
 BLOCK = 16
 ROW = RowLayout.of_samples(
@@ -208,8 +208,7 @@ def test_key_blocks_of_a_share_stay_as_exact_as_those_of_the_row() -> None:
 
 
 def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    from tiny_families import language_model
-
+    from cases.tiny_families import language_model
     from dilatant.attention.hook import use_dilatant_attention
 
     model = use_dilatant_attention(language_model("gemma2"))
@@ -224,7 +223,7 @@ def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.
 
 def test_a_model_with_a_share_computes_its_tokens_of_the_row(pool: RankPool) -> None:
     """Windows, soft caps and grouped heads come from the model; every layer talks to the other ranks."""
-    from tiny_families import language_model
+    from cases.tiny_families import language_model
 
     lengths = (37, 20, 41)
     inputs = torch.randint(3, 48, (sum(lengths),), generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
 
+from cases.mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import (
     MAX_INSTANCES,

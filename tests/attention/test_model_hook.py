@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import ENCODERS, LANGUAGE, VOCABULARY, encoder, language_model
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from cases.tiny_families import ENCODERS, LANGUAGE, VOCABULARY, encoder, language_model
 from dilatant.attention.hook import NAME, register, use_dilatant_attention
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import AttentionError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_strategies import masks, ragged_masks
 
+from cases.mask_strategies import masks, ragged_masks
 from dilatant.attention.masks.blocks import BlockTable, block_table
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, causal, embedded

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import yaml
-from tiny_project import Dilatant, tiny_config, write_images
 
+from cases.tiny_project import Dilatant, tiny_config, write_images
 from dilatant.cli.app import run
 
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from rich.console import Console
 from test_user_errors import refused
-from tiny_project import Dilatant
 
+from cases.tiny_project import Dilatant
 from dilatant.comm.fork_server import warm_up
 from dilatant.config import Config, UserError, load_config
 from dilatant.cost.model import load_costs

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny_project import Dilatant, tiny_config
 
+from cases.tiny_project import Dilatant, tiny_config
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import load_exported

@@ -9,10 +9,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from tiny_project import Dilatant
 
+from cases.tiny_project import Dilatant
 from dilatant.comm.launch import launch
-from shared_data import need
+from harness.shared_data import need
 
 ROOT = Path(__file__).resolve().parents[2]
 

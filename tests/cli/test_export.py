@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_project import Dilatant
 
+from cases.tiny_project import Dilatant
 from dilatant.data.sample import Sample
 from dilatant.data.text.encode import EncodedPrompt, encode_prompt
 from dilatant.data.text.encoding import Encoding

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_project import Dilatant, tiny_config, write_images
 
+from cases.tiny_project import Dilatant, tiny_config, write_images
 from dilatant.config import load_config
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import load_exported

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_project import Dilatant
 
+from cases.tiny_project import Dilatant
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 

@@ -16,14 +16,14 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load, load_file
-from tiny_project import Dilatant, tiny_config, write_images
 from transformers import CLIPVisionModel
 
+from cases.tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3, SIZES
+from cases.tiny_project import Dilatant, tiny_config, write_images
+from cases.tiny_wholes import save_as_the_hub_does
 from dilatant.hf.export import load_exported
 from dilatant.models.generators.sampling import Drawing
 from dilatant.training.evaluation.image_answers import draw_items
-from tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3, SIZES
-from tiny_wholes import save_as_the_hub_does
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 

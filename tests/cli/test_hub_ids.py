@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForImageTextToText
 
-from tiny_wholes import save_as_the_hub_does
+from cases.tiny_wholes import save_as_the_hub_does
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_project import Dilatant, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from cases.tiny_project import Dilatant, tiny_config
+from cases.tiny_wholes import save_as_the_hub_does
+from cases.whole_samples import transformers_inputs
 from dilatant.config import load_config
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import load_exported
 from dilatant.planning.assemble import assemble_samples
 from dilatant.training.evaluation.generation import generate_answers
-from shared_data import need
-from tiny_wholes import save_as_the_hub_does
-from whole_samples import transformers_inputs
+from harness.shared_data import need
 
 NF4 = (
     *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),

@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_project import Dilatant, tiny_config, write_images
 
-from tiny_wholes import save_as_the_hub_does
+from cases.tiny_project import Dilatant, tiny_config, write_images
+from cases.tiny_wholes import save_as_the_hub_does
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_project import Dilatant
 
-from tiny_wholes import save_as_the_hub_does
+from cases.tiny_project import Dilatant
+from cases.tiny_wholes import save_as_the_hub_does
 
 
 @pytest.fixture

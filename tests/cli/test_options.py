@@ -14,8 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tiny_project import Dilatant
 
+from cases.tiny_project import Dilatant
 from dilatant.__main__ import main
 from dilatant.cli.options import is_plan, output_file, read_config
 from dilatant.config.errors import UserError

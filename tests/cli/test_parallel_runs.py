@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_project import Dilatant, tiny_config
 
+from cases.tiny_project import Dilatant, tiny_config
 from dilatant.comm.launch import Worker
 from dilatant.config import Config
 from dilatant.report.gantt import GanttChart
 from dilatant.report.plan_report import PlanReport
 from dilatant.training import run as training_run
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 PHI = {

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from test_user_errors import refused
-from tiny_project import Dilatant, tiny_config, write_images
 
+from cases.tiny_project import Dilatant, tiny_config, write_images
 from dilatant.config import load_config
 from dilatant.cost.model import load_costs
 from dilatant.plan import Plan

@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_project import Dilatant, tiny_config, write_images
+
+from cases.tiny_project import Dilatant, tiny_config, write_images
 
 SETTINGS = (
     "--set", "train.schedule.kind=constant",

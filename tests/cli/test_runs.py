@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny_project import SIDES, Dilatant, tiny_config, write_images
 
+from cases.tiny_project import SIDES, Dilatant, tiny_config, write_images
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media_units import image_unit
-from patience import HANG_SECONDS, wait_until
+from harness.patience import HANG_SECONDS, wait_until
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 NO_DROPOUT = (

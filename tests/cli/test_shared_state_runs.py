@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from tiny_project import Dilatant, tiny_config
 
+from cases.tiny_project import Dilatant, tiny_config
 from dilatant.report.plan_report import PlanReport
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file
-from tiny_project import Dilatant, tiny_config
+
+from cases.tiny_project import Dilatant, tiny_config
 
 SHARED = {
     "units": {"vision": {"tp": 2}, "language": {"tp": 2, "pp": 2}},

@@ -11,8 +11,8 @@ from statistics import fmean
 
 import pytest
 from test_user_errors import refused
-from tiny_project import Dilatant
 
+from cases.tiny_project import Dilatant
 from dilatant.plan import Plan
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.plan_report import PlanReport

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_project import Dilatant, write_images
 
+from cases.tiny_project import Dilatant, write_images
 from dilatant.data.workers import ray_cluster
 from dilatant.runtime.step.cost_correction import CostCorrection
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 
 def refused(result: tuple[int, str, str], *says: str) -> None:

@@ -14,17 +14,17 @@ import soundfile
 import torch
 import yaml
 from PIL import Image
-from tiny_project import Dilatant
 from transformers import AutoModelForImageTextToText
 
+from cases.tiny_project import Dilatant
+from cases.tiny_wholes import IMAGE, WHOLES, save_as_the_hub_does, whole_config
+from cases.whole_samples import transformers_loss
 from dilatant.config import load_config
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encode import encode_sample
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.families.pretrained import Whole
 from dilatant.planning.assemble import assemble_samples
-from tiny_wholes import IMAGE, WHOLES, save_as_the_hub_does, whole_config
-from whole_samples import transformers_loss
 
 STAGES = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
 families = pytest.mark.parametrize(

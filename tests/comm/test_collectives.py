@@ -7,7 +7,7 @@ import torch
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.tensor_group import TensorGroup
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 GROUPS = [(0, 1, 2), (2, 0), (1,)]

@@ -15,7 +15,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.rendezvous import announce_failure
-from worker_pool import Worker, WorkerPool, WorkersFailed, meet
+from harness.worker_pool import Worker, WorkerPool, WorkersFailed, meet
 
 
 def _groups_of_members(worker: Worker) -> list[float]:

@@ -12,7 +12,7 @@ from dilatant.comm import backends
 from dilatant.comm.comm import Comm
 from dilatant.comm.deadlines import ProgressDeadline
 from dilatant.comm.errors import CommAborted, CommTimeout
-from worker_pool import Worker, WorkerPool, meet
+from harness.worker_pool import Worker, WorkerPool, meet
 
 
 class _Work:

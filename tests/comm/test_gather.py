@@ -6,7 +6,7 @@ import torch
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 
 def _gather(worker: Worker) -> tuple[list[list], list]:

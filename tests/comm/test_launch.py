@@ -17,7 +17,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, WorkerFailed, launch_local
 from dilatant.config.environment import LaunchPlace, first_host, place_from
 from dilatant.config.errors import UserError
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 
 def _sum_of_ranks(worker: Worker, offset: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from dilatant.comm import rendezvous
 from dilatant.comm.comm import Comm
 from dilatant.comm.nodes import nodes_of
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 
 def _nodes(worker: Worker, hosts: list[str], boots: list[str], folder: Path) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from test_listening import listening
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, launch
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 SECRET = "a secret of sixteen characters or more"
 

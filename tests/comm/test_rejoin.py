@@ -14,7 +14,7 @@ from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.launch import Worker as LaunchedWorker
 from dilatant.comm.launch import launch_local, local_worker
 from dilatant.comm.rendezvous import announce_failure
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 
 def _sums(comm: Comm, worker: Worker) -> list[float]:

@@ -18,7 +18,7 @@ from dilatant.comm.store import server as store_server
 from dilatant.comm.store.server import StoreServer
 from dilatant.comm.store.store import Store, StoreGone, connect
 from dilatant.config.errors import UserError
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 TOKEN = b"correct horse battery staple"
 

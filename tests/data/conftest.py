@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pool_cases import ENCODING, PLENTY
 
+from cases.pool_cases import ENCODING, PLENTY
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import join
 

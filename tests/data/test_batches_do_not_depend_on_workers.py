@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_builders import image_bytes, small_encoding, wav_bytes, write_lines
-from pool_cases import is_alive
 
+from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines
+from cases.pool_cases import is_alive
 from dilatant.config import DataSource, UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.media.pixels import as_array
@@ -28,7 +28,7 @@ from dilatant.data.order.stream_sampler import StreamSampler
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.workers.loader import Loader
 from dilatant.data.workers.ordered_map import WorkerError, WorkerPool, unpickled
-from patience import HANG_SECONDS, wait_until
+from harness.patience import HANG_SECONDS, wait_until
 
 ENCODING = replace(small_encoding(), max_length=100)
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from data_builders import small_encoding, write_lines
 
+from cases.data_builders import small_encoding, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data.index.data_identity import DataIdentity
 from dilatant.data.index.sizes import blend_sizes

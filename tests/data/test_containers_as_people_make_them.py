@@ -11,8 +11,8 @@ import tarfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_builders import image_bytes, wav_bytes, write_lines
 
+from cases.data_builders import image_bytes, wav_bytes, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.readers import arrow_values, json_records, tar_records

@@ -8,8 +8,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from data_builders import shared, small_encoding
 
+from cases.data_builders import shared, small_encoding
 from dilatant.config import DataSource
 from dilatant.data.media.pixels import as_array
 from dilatant.data.order.blend import open_blend

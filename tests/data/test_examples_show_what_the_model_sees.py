@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from data_builders import image_bytes, small_encoding, wav_bytes, write_lines
 from PIL import Image
 
+from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines
 from dilatant.config import DataSource
 from dilatant.data.index.show_examples import PIXELS, show_examples, spans
 from dilatant.data.index.sizes import blend_sizes

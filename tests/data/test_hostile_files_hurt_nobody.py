@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import soundfile
-from data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 from PIL import Image
 
+from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 from dilatant.config import DataSource, UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.index.lint import lint

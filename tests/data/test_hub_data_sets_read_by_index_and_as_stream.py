@@ -8,9 +8,9 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_builders import image_bytes, shared, wav_bytes
 from pydantic import ValidationError
 
+from cases.data_builders import image_bytes, shared, wav_bytes
 from dilatant.config import DataSource, UserError
 from dilatant.data.order.blend import Blend, StreamBlend, open_blend
 from dilatant.data.readers.reader import open_source

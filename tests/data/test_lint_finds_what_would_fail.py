@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from data_builders import image_bytes, small_encoding, wav_bytes, write_lines
 
+from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines
 from dilatant.config import DataSource
 from dilatant.data.errors import SampleError
 from dilatant.data.index.lint import lint

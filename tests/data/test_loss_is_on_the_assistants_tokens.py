@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_builders import shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.data_builders import shared
 from dilatant.config import UserError
 from dilatant.data.text.chat import MEDIA, chat_tokenizer
 from dilatant.data.text.chat_template import PLAIN_TEMPLATE, TemplateMessage

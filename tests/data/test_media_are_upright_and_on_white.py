@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_builders import small_encoding
 from PIL import Image, ImageSequence, features
 
+from cases.data_builders import small_encoding
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.image_file import check_pixels, decode_image

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from data_builders import image_bytes, wav_bytes
 from PIL import Image
 
+from cases.data_builders import image_bytes, wav_bytes
 from dilatant.config import UserError
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.media_header import media_size

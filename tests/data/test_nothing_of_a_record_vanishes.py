@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_builders import image_bytes, small_encoding, write_lines
 
+from cases.data_builders import image_bytes, small_encoding, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.media.clip import clip_size, decode_clip

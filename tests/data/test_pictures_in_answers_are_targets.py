@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_builders import IMAGE_ID, image_bytes, small_encoding, write_lines
 
+from cases.data_builders import IMAGE_ID, image_bytes, small_encoding, write_lines
 from dilatant.config.data import DataSource
 from dilatant.data.errors import SampleError
 from dilatant.data.index.lint import lint

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pool_cases import ALL, ENCODING, PLENTY, Numbered, contents, is_alive, requests
 
+from cases.pool_cases import ALL, ENCODING, PLENTY, Numbered, contents, is_alive, requests
 from dilatant.config import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import Sample, Turn
@@ -24,7 +24,7 @@ from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest, Waiting
 from dilatant.data.workers.pool_source import join
-from patience import wait_until
+from harness.patience import wait_until
 
 
 def test_a_pool_gives_what_the_caller_would_make_itself(pool) -> None:

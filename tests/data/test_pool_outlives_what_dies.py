@@ -18,8 +18,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from pool_cases import ALL, ENCODING, IMAGE, PLENTY, Numbered, is_alive, requests
 
+from cases.pool_cases import ALL, ENCODING, IMAGE, PLENTY, Numbered, is_alive, requests
 from dilatant.data.errors import SampleError
 from dilatant.data.media import open_media
 from dilatant.data.sample import Media, Sample, Turn
@@ -30,7 +30,7 @@ from dilatant.data.workers.pool import InlineSource, SampleRequest
 from dilatant.data.workers.pool_source import join
 from dilatant.data.workers.pool_wire import PoolAsk, PoolHello, framed
 from dilatant.data.workers.request_queue import Awake
-from patience import HANG_SECONDS, wait_until
+from harness.patience import HANG_SECONDS, wait_until
 
 
 def test_every_rank_gets_ordered_samples_while_workers_die(pool) -> None:
@@ -272,7 +272,7 @@ OWNER = """
 import os, sys, time
 from multiprocessing import util
 sys.path[:0] = sys.argv[1:]
-from pool_cases import ENCODING, Numbered
+from cases.pool_cases import ENCODING, Numbered
 from dilatant.data.workers.pool_owner import PoolOwner
 
 def main():
@@ -288,9 +288,9 @@ if __name__ == "__main__":
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """While idle, while one hangs in C code that holds the interpreter (its deadline ends it); so do their folders."""
     (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 3.0)"))
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    tests = str(Path(__file__).parents[1])
     command = subprocess.Popen(
-        [sys.executable, tmp_path / "owner.py", *folders], stdout=subprocess.PIPE, text=True
+        [sys.executable, tmp_path / "owner.py", tests], stdout=subprocess.PIPE, text=True
     )
     address, shared, *pids = command.stdout.readline().split()
     source = join(address, PLENTY)
@@ -319,7 +319,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 RANK = """
 import sys, time
 sys.path[:0] = sys.argv[2:]
-from pool_cases import requests
+from cases.pool_cases import requests
 from dilatant.data.workers.pool_source import join
 
 source = join(sys.argv[1], 1 << 20)
@@ -333,9 +333,9 @@ time.sleep(1000)
 def test_ranks_may_die_without_harm_to_others(pool, tmp_path: Path) -> None:
     owner, join_pool = pool(Numbered())
     (tmp_path / "rank.py").write_text(RANK)
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    tests = str(Path(__file__).parents[1])
     other = subprocess.Popen(
-        [sys.executable, tmp_path / "rank.py", owner.address, *folders], stdout=subprocess.PIPE, text=True
+        [sys.executable, tmp_path / "rank.py", owner.address, tests], stdout=subprocess.PIPE, text=True
     )
     source, pids = join_pool(), owner.pids
     source.ask(requests(range(300)))

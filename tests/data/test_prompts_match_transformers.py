@@ -19,6 +19,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 
+from cases.tiny_wholes import WHOLES
 from dilatant.config import UserError
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.chat import chat_tokenizer
@@ -28,7 +29,6 @@ from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
 from dilatant.models.families.media_units import units_of_whole
 from dilatant.models.families.pretrained import Whole
-from tiny_wholes import WHOLES
 
 TEMPLATE = (
     "{%% for message in messages %%}<{{ message['role'] }}>{%% if message['content'] is string %%}"

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from data_builders import small_encoding
-from pool_cases import ALL, Numbered, contents, requests
 
+from cases.data_builders import small_encoding
+from cases.pool_cases import ALL, Numbered, contents, requests
 from dilatant.config import UserError
 from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers import ray_cluster, ray_source

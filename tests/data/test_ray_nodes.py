@@ -14,9 +14,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from data_builders import small_encoding
-from pool_cases import Numbered, contents, requests
 
+from cases.data_builders import small_encoding
+from cases.pool_cases import Numbered, contents, requests
 from dilatant.config.environment import show_ray_token
 from dilatant.data.workers.pool import InlineSource
 from dilatant.data.workers.ray_cluster import Connection

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_builders import image_bytes, wav_bytes, write_lines, write_tar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.data_builders import image_bytes, wav_bytes, write_lines, write_tar
 from dilatant.config import DataSource, UserError
 from dilatant.data.order.blend import open_blend
 from dilatant.data.readers.reader import open_source

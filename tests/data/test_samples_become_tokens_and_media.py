@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from data_builders import AUDIO_ID, IMAGE_ID, image_bytes, small_encoding, wav_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.data_builders import AUDIO_ID, IMAGE_ID, image_bytes, small_encoding, wav_bytes
 from dilatant.config import UserError
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.chat import MEDIA, chat_tokenizer

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 
+from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 from dilatant.config import DataSource, UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.index.sizes import blend_sizes, known_sizes, reader_sizes

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_builders import small_encoding, write_lines, write_tar
 
+from cases.data_builders import small_encoding, write_lines, write_tar
 from dilatant.config import DataSource, UserError
 from dilatant.data import array_file
 from dilatant.data.array_file import HEAD, MAGIC, Arrays, read_arrays, write_arrays
@@ -25,7 +25,7 @@ from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.order.blend import open_blend
 from dilatant.data.readers import json_records
 from dilatant.data.readers.reader import open_source
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 ENCODING = small_encoding()
 
@@ -148,7 +148,7 @@ def test_opening_again_costs_the_same_for_any_number_of_samples(tmp_path, monkey
 
 CHILD = """
 import os, sys, time
-from data_builders import small_encoding
+from cases.data_builders import small_encoding
 from dilatant.config import DataSource
 from dilatant.data.readers import json_records
 from dilatant.data.order.blend import open_blend

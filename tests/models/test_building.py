@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PhiConfig
 
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
 from dilatant.models.core.materialize import materialize

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from torch.nn import functional
 
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from dilatant.config.errors import UserError
 from dilatant.models.multimodal import Encoder, MultimodalModel
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import LANGUAGE_MODELS, language_only, positions, tokens
 
+from cases.tiny_models import LANGUAGE_MODELS, language_only, positions, tokens
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
 from oracles.live_storages import LiveStorages

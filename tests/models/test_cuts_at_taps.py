@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cut_wholes import opened
+from cases.cut_wholes import opened
+from cases.whole_samples import sample_of
 from dilatant.models.core.stage import StepData
-from whole_samples import sample_of
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
+from cases.tiny_wholes import save_as_the_hub_does, whole_config
 from dilatant.config import UserError
 from dilatant.config.model import LoraConfig
 from dilatant.data.media_units.image_unit import PixelProcessor
@@ -23,7 +24,6 @@ from dilatant.models.families.pretrained import Whole
 from dilatant.models.families.pretrained_weights import load_whole
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
-from tiny_wholes import save_as_the_hub_does, whole_config
 
 TINY = {
     "vocab_size": 16,

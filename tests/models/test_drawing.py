@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import LANGUAGE_MODELS
 
+from cases.tiny_models import LANGUAGE_MODELS
+from cases.tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 from dilatant.config.errors import UserError
 from dilatant.models import Generator, MultimodalModel
 from dilatant.models.core.dtype import hold_in
@@ -19,7 +20,6 @@ from dilatant.models.generators.denoiser_source import read_source, scheduler_se
 from dilatant.models.generators.denoisers import build_diffusion, look_at
 from dilatant.models.generators.diffusion import Diffusion, alphas, draw_noise, mix
 from dilatant.models.generators.sampling import Drawing, draw
-from tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import ENCODERS, LANGUAGE_MODELS, language_only, vision_language
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from cut_and_packed import find_problems
+from cases.cut_and_packed import find_problems
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, language_only, vision_language
 from dilatant.config.errors import UserError
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, opened
+from cases.cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, opened
+from cases.tiny_wholes import WHOLES, whole_config
 from dilatant.config.model import LoraConfig
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
-from tiny_wholes import WHOLES, whole_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 COLUMNS = ("packed", "packed, a stage for every layer", "the same with LoRA in all units", "tp")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ENCODERS, LANGUAGE_MODELS, images, language_only, tokens, vision_language
 
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, images, language_only, tokens, vision_language
 from dilatant.config import UserError
 from dilatant.models.core.freeze import PartAudit, audit, check, freeze, select
 from dilatant.models.multimodal import Encoder, MultimodalModel

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import LANGUAGE_MODELS, images, tokens, vision_language
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cases.tiny_models import LANGUAGE_MODELS, images, tokens, vision_language
 from dilatant.models.multimodal import MultimodalModel
 
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from tiny_models import ENCODERS, vision_language
 from transformers import AutoConfig
 
+from cases.tiny_models import ENCODERS, vision_language
 from dilatant.config import UserError
 from dilatant.models.core.geometry import encoder_geometry
 

@@ -8,7 +8,10 @@ from peft import LoraConfig as LoraConfigOfPeft
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
+from cases.cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
+from cases.model_cases import cost_model
+from cases.tiny_wholes import reference, whole_config
+from cases.whole_samples import samples_of
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig, ModelConfig
 from dilatant.cost.memory import ParameterBytes
@@ -23,9 +26,6 @@ from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.planning.problem.describe_model import describe_model
-from model_cases import cost_model
-from tiny_wholes import reference, whole_config
-from whole_samples import samples_of
 
 EVERYWHERE = {"units": ("vision", "language"), "r": 4, "lora_alpha": 6.0}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import LANGUAGE_MODELS, gradients, language_only, positions, tokens, vision_language
 
+from cases.tiny_models import LANGUAGE_MODELS, gradients, language_only, positions, tokens, vision_language
 from dilatant.models.core.loss import shift_labels
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ENCODERS, LANGUAGE_MODELS, images, positions, tokens, vision_language
 
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, images, positions, tokens, vision_language
 from dilatant.config import UserError
 from dilatant.models.language.merge import find_places, merge_rows
 from dilatant.models.multimodal import Encoder, MultimodalModel

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LANGUAGE_MODELS
 from torch import Tensor
 
+from cases.tiny_models import LANGUAGE_MODELS
+from cases.tiny_wholes import WHOLES
 from dilatant.config.errors import UserError
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
-from tiny_wholes import WHOLES
 
 IMAGES = {"qwen2_vl": "vision_config", "qwen2_5_vl": "vision_config", "qwen3_5": "vision_config"}
 TOWERS = {family: WHOLES[family][key] for family, key in IMAGES.items()} | {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cut_wholes import opened
+from cases.cut_wholes import opened
+from cases.whole_samples import sample_of
 from dilatant.models.core.stage import StepData
 from dilatant.models.encoders.native_encoder import NativeStage, _groups
-from whole_samples import sample_of
 
 LAYOUT = [("image", 3, 4), ("clip", 3, 2, 2), ("image", 1, 1), ("image", 2, 2), ("text", 2)]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LANGUAGE_MODELS, images, tokens, vision_language
 from torch import Tensor, nn
 
+from cases.tiny_models import LANGUAGE_MODELS, images, tokens, vision_language
 from dilatant.config import UserError
 from dilatant.models import Encoder, Generator, MultimodalModel
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LANGUAGE_MODELS, images, language_only, positions, tokens, vision_language
 
+from cases.tiny_models import LANGUAGE_MODELS, images, language_only, positions, tokens, vision_language
 from dilatant.models.language.packed_row import PackedRow
 
 # fp32 sums over other padding of the same keys: a few roundings of logits of order 0.1.

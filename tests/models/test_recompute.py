@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ENCODERS, LANGUAGE_MODELS, images, language_only, tokens, vision_language
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, images, language_only, tokens, vision_language
 from dilatant.attention.kernels import blockwise
 from dilatant.models.multimodal import Encoder, MultimodalModel
 from dilatant.models.row_attention import use_row_attention

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from cases.engine_case import CASE, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
 from dilatant.config.recompute import Recompute
@@ -16,7 +17,6 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.assignment.step_assignment import Microbatching
-from engine_case import CASE, build_model, build_samples
 from oracles.engine_step import expected
 
 

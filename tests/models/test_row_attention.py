@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
 from transformers import masking_utils
 
+from cases.packed_row import packed_inputs
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from dilatant.attention.masks.mask import pack_fields
 from dilatant.attention.masks.packing import RowLayout, document_causal
 from dilatant.config import UserError
@@ -23,7 +24,6 @@ from dilatant.models.row_attention import RowAttention, attend_as_configured, pl
 from dilatant.models.sources import parse_config
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
 from oracles.one_process import losses_of_batch
-from packed_row import packed_inputs
 
 AUDIO = "whisper"
 

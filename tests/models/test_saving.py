@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, SiglipImageProcessor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from dilatant.config import UserError
 from dilatant.models.multimodal import Encoder, MultimodalModel
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import (
+
+from cases.tiny_models import (
     ENCODERS,
     LANGUAGE_MODELS,
     gradients,
@@ -16,7 +17,6 @@ from tiny_models import (
     tokens,
     vision_language,
 )
-
 from dilatant.models.core.geometry import encoder_geometry
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_adapters import Adapter

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tiny_models import images, tokens, vision_language
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
+
+from cases.tiny_models import images, tokens, vision_language
 
 
 def sample(number: int) -> dict[str, torch.Tensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cut_wholes import losses_of, opened
+from cases.cut_wholes import losses_of, opened
+from cases.tiny_wholes import SOUND, WHOLES, reference
+from cases.whole_samples import samples_of, transformers_inputs
 from dilatant.data.media.pixels import as_array
 from dilatant.models.families.pretrained_inputs import composite_inputs
-from tiny_wholes import SOUND, WHOLES, reference
-from whole_samples import samples_of, transformers_inputs
 
 CHEAP = ("qwen2_5_vl",)
 

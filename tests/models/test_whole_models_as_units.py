@@ -11,14 +11,14 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
+from cases.cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
+from cases.tiny_wholes import WHOLES, whole_config
+from cases.whole_samples import sample_of, samples_of
 from dilatant.config.errors import UserError
 from dilatant.models.core.cross_attention import tiles_seen
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.families.pretrained import Whole
 from dilatant.runtime.layouts import context_problems
-from tiny_wholes import WHOLES, whole_config
-from whole_samples import sample_of, samples_of
 
 DEFAULT = ("gemma3", "gemma4", "mllama", "qwen2_5_vl", "qwen2_5_omni_thinker")
 families = pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dilatant.data.sample import EncodedSample
-from engine_case import (
+from cases.engine_case import (
     LANGUAGE,
     MORE_LANGUAGES,
     PLACES,
@@ -24,6 +23,7 @@ from engine_case import (
     merged_tokens,
     token_id,
 )
+from dilatant.data.sample import EncodedSample
 from oracles.dense_mask import Token, bidirectional_instances, document_causal, embedded, matrix
 from oracles.keyed_dropout import OneSampleDropout
 from oracles.one_process import losses_of_batch

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases.made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from dilatant.plan.boxes import Box, BoxIntervals, atoms, parse_key
 from dilatant.plan.buckets import Bucket, Format, make_buckets, share_of, shares
 from dilatant.plan.holdings import HeldWeight, Holding, holdings
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 
 FP32 = Format("float32", 4)
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.model_cases import cost_model
+from cases.search_cases import RULES, random_vlm
 from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.layouts.space import open_space
@@ -18,8 +20,6 @@ from dilatant.plan.layouts.ways import Row, Way, joined
 from dilatant.plan.modes import Mode
 from dilatant.plan.search.enumeration import WORTH, enumerate_candidates
 from dilatant.plan.search.search import SLOW, search
-from model_cases import cost_model
-from search_cases import RULES, random_vlm
 
 ROUNDING = 1 + 1e-9
 

@@ -6,6 +6,8 @@ import random
 
 import numpy as np
 
+from cases.model_cases import cluster, cost_model, model, unit
+from cases.search_cases import RULES
 from dilatant.plan import Mode, Workload
 from dilatant.plan.search.search import search
 from dilatant.plan.validate import plan_problems
@@ -13,8 +15,6 @@ from dilatant.schedule import FAMILIES, trainability_of
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.plan_scorer import plan_scorer, step_costs
 from dilatant.schedule.validate import schedule_problems
-from model_cases import cluster, cost_model, model, unit
-from search_cases import RULES
 
 BATCH = 16
 

@@ -10,6 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.model_cases import cluster, cost_model, model, unit
+from cases.search_cases import RULES
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import Mode, Workload
@@ -19,8 +21,6 @@ from dilatant.plan.search.finals import Finals
 from dilatant.plan.search.search import search
 from dilatant.plan.search.why_not import read_asked, why_not
 from dilatant.schedule.plan_scorer import plan_scorer
-from model_cases import cluster, cost_model, model, unit
-from search_cases import RULES
 
 ROUNDING = 1 + 1e-9
 

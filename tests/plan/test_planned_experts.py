@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cases.model_cases import cluster, cost_model
+from cases.search_cases import find
 from dilatant.cost.layer import LayerCost, with_experts_on_ranks
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.quadratic import Quadratic
@@ -23,8 +25,6 @@ from dilatant.plan.modes import Mode
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.roles import roles_of
 from dilatant.plan.search.shapes import shapes
-from model_cases import cluster, cost_model
-from search_cases import find
 
 MIXTURE = LayerSpec("language.0", "language", 10_000, experts=4, expert_parameters=8_000)
 MODEL = ModelSpec((UnitSpec("language", (MIXTURE,)),))

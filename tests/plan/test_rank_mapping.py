@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.model_cases import cluster
 from dilatant.plan import PlanError
 from dilatant.plan.rank_mapping import Chain, RankOrder, map_ranks
-from model_cases import cluster
 
 LAYERS = {"vision": 4, "language": 6}
 FEEDS = {"vision": ("language",)}

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.model_cases import cluster, cost_model, model, unit, vlm_of
+from cases.search_cases import RULES, closed_form, find, random_vlm
 from dilatant.config.errors import UserError
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import (
@@ -29,9 +31,7 @@ from dilatant.plan.search.search import search
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.validate import validate
 from dilatant.schedule.plan_scorer import plan_scorer
-from model_cases import cluster, cost_model, model, unit, vlm_of
 from oracles.search import best_step, best_with_own_replicas, layer_seconds
-from search_cases import RULES, closed_form, find, random_vlm
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.model_cases import cluster, cost_model
+from cases.search_cases import RULES, find, random_vlm
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic
@@ -21,8 +23,6 @@ from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.search.search import search
 from dilatant.schedule import FAMILIES
 from dilatant.schedule.plan_scorer import TRIED, plan_scorer
-from model_cases import cluster, cost_model
-from search_cases import RULES, find, random_vlm
 
 ROUNDING = 1 + 1e-9
 

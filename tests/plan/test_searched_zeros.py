@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search_monotony import ROUNDING, check, drawn, often
 
+from cases.model_cases import cluster, cost_model, model, unit, vlm_of
+from cases.search_cases import RULES, find
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import DoesNotFitError, Mode, Workload
 from dilatant.plan.search.search import search
 from dilatant.schedule.plan_scorer import plan_scorer
-from model_cases import cluster, cost_model, model, unit, vlm_of
 from oracles.search import best_step, layer_seconds
-from search_cases import RULES, find
 
 EVERY = ("node", "none", "all")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cases.model_cases import cost_model, model, unit
 from dilatant.plan import (
     PlanError,
     TooFewDevicesError,
@@ -13,7 +14,6 @@ from dilatant.plan import (
     minimum_stable_batch,
     sample_work,
 )
-from model_cases import cost_model, model, unit
 
 
 def lognormal_work(count=20_000, seed=0, language=1.0):

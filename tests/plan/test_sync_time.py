@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.model_cases import model, unit
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Cluster, Link
 from dilatant.plan.cluster import cluster_of_groups
 from dilatant.plan.costs.sync_time import sync_seconds
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from model_cases import model, unit
 from oracles.ring import all_reduce
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.model_cases import cost_model, model, unit
+from cases.search_cases import RULES, dearer, random_vlm
 from dilatant.cost.dense import DenseRows
 from dilatant.plan import DoesNotFitError, Link, Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.cluster import Cluster, cluster_of_groups
@@ -23,8 +25,6 @@ from dilatant.plan.search.search_result import NoneFasterError
 from dilatant.plan.search.zero_search import search_zeros
 from dilatant.plan.validate import plan_problems
 from dilatant.schedule.plan_scorer import plan_scorer
-from model_cases import cost_model, model, unit
-from search_cases import RULES, dearer, random_vlm
 
 ROUNDING = 1 + 1e-9
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cases.model_cases import cluster, cost_model, model, unit
+from cases.search_cases import RULES
 from dilatant.config.errors import UserError
 from dilatant.plan import Mode, Workload
 from dilatant.plan.layouts.space import open_space
@@ -12,8 +14,6 @@ from dilatant.plan.search.search import search
 from dilatant.plan.search.why_not import read_asked, why_not
 from dilatant.report.text.why_not_text import why_not_text
 from dilatant.schedule.plan_scorer import plan_scorer
-from model_cases import cluster, cost_model, model, unit
-from search_cases import RULES
 
 BATCH = 8
 SIZES = (1, 2)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cases.engine_case import CASE, build_model
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Cluster, Workload
@@ -16,7 +17,6 @@ from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.runtime.layouts import layout_problems
 from dilatant.schedule.plan_scorer import plan_scorer
-from engine_case import CASE, build_model
 
 
 @pytest.mark.parametrize(("capacity", "ep"), [(1.3e6, 2), (1e9, 1)])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.tiny_wholes import WHOLES, whole_config
 from dilatant.config import UserError, parse_config
 from dilatant.cost.model import CostModel
 from dilatant.models.families.families import FAMILIES
@@ -18,7 +19,6 @@ from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.planning.problem.layer_shards import degrees_by_kind, tensor_shard
 from dilatant.planning.problem.planned_hardware import plan_target
-from tiny_wholes import WHOLES, whole_config
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 LLAMA = {"model_type": "llama", **WIDTH, "num_key_value_heads": 2, "vocab_size": 65}

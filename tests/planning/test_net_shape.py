@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from cases.tiny_nets import NETS
 from dilatant.cost.analytic import analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.models.generators.denoiser_source import read_source
 from dilatant.models.generators.denoisers import build_diffusion, look_at
 from dilatant.models.generators.generator import Generator, GeneratorUnit
 from dilatant.planning.measuring.denoiser_shape import connector_shape, net_shape
-from tiny_nets import NETS
 
 pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 
 import pytest
-from browser import Browser, find_chromium
-from example_reports import large_report, small_report
 
+from cases.example_reports import large_report, small_report
 from dilatant.report.pages.plan_page import write_plan_page
 from dilatant.report.text.wording import percent_text, seconds_text
+from harness.browser import Browser, find_chromium
 
 PROGRAMS = find_chromium()
 pytestmark = pytest.mark.skipif(

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_reports import large_report, small_report
 from rich.console import Console
 
+from cases.example_reports import large_report, small_report
 from dilatant.plan import Plan
 from dilatant.report.pages import page
 from dilatant.report.pages.plan_page import render_plan_page

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from browser import Browser, find_chromium
 from rich.console import Console
 
 from dilatant.data.index.sizes import SizesIndex
@@ -19,6 +18,7 @@ from dilatant.report.pages.stats_page import render_stats_page, write_stats_page
 from dilatant.report.stats_report import StatsReport
 from dilatant.report.text.stats_table import print_stats, summarize_stats
 from dilatant.schedule.assignment.batch_balance import BatchBalance
+from harness.browser import Browser, find_chromium
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&"
 PIXEL = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00\xff\xd9"  # enough to be a JPEG by name

@@ -6,7 +6,6 @@ import json
 import re
 
 import pytest
-from browser import Browser, find_chromium
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.gantt import GanttChart, GanttRow, Lane
@@ -15,6 +14,7 @@ from dilatant.report.pages.step_page import render_step_page, write_step_page
 from dilatant.report.step_comparison import Prediction, compare_steps
 from dilatant.schedule import Action, ActionKind, Assignment, one_f_one_b, simulate
 from dilatant.schedule.measured import MeasuredAction
+from harness.browser import Browser, find_chromium
 
 PLAN = Plan(
     (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.light.checker import check
-from faults.light.cluster import FAULTS, Cluster, inject
+from harness.faults.light.checker import check
+from harness.faults.light.cluster import FAULTS, Cluster, inject
 
 
 def run_chaos(folder: Path, seed: int, faults: list[str], size: int = 4) -> Counter[str]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from faults.light.arithmetic import LAYERS, digest, gradient, initial, samples_of, undisturbed, update
-from faults.light.checker import check
+from harness.faults.light.arithmetic import LAYERS, digest, gradient, initial, samples_of, undisturbed, update
+from harness.faults.light.checker import check
 
 Histories = dict[str, list[dict[str, Any]]]
 

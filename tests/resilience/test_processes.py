@@ -39,7 +39,7 @@ from dilatant.resilience.processes.wire import (
 from dilatant.resilience.protocol.agent import Done, Prepared
 from dilatant.resilience.protocol.values import Record, Settings, Status
 from dilatant.resilience.worker.worker_link import WorkerLink
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 TOKEN = b"t" * 32
 AGENT, COORDINATOR = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from faults.simulator import simulate
+from harness.faults.simulator import simulate
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cli.tiny_project import tiny_config, write_images
+from cases.tiny_project import tiny_config, write_images
 from dilatant.config import Config
 from dilatant.config.config import parse_config
 from dilatant.resilience.status import read_rebuilds
 from dilatant.training.run import train
-from faults.chaos import losses
-from faults.ranks import DYING_STEP, Held, Leaves, Ranks
+from harness.faults.chaos import losses
+from harness.faults.ranks import DYING_STEP, Held, Leaves, Ranks
 
 STAGES: tuple[tuple[Leaves, ...], ...] = (
     ("fenced",),

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.tiny_project import tiny_config, write_images
+from cases.tiny_project import tiny_config, write_images
 from dilatant.resilience.status import read_status
 from dilatant.schedule.measured import MeasuredStep
-from faults.chaos import Ended, Fault, losses, run_with_faults, slowed
+from harness.faults.chaos import Ended, Fault, losses, run_with_faults, slowed
 
 STEPS = 24
 TOLERANCE = 1e-5

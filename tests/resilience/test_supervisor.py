@@ -17,7 +17,7 @@ from dilatant.resilience.processes import process
 from dilatant.resilience.processes.process import Child, ProcessStart
 from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import Settings
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
 from dilatant.resilience.state_transfer import Corrupted, Lost, plan_copies, transfer
 from dilatant.training.checkpoints.boxes import BoxPiece
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 SHAPE = (6, 5)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.chaos import losses
-from faults.machines import Machines, undisturbed
-from patience import HANG_SECONDS
+from harness.faults.chaos import losses
+from harness.faults.machines import Machines, undisturbed
+from harness.patience import HANG_SECONDS
 
 TOLERANCE = 1e-5
 """Relative, in fp32: other ranks add the same numbers in another order."""

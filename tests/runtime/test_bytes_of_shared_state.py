@@ -17,8 +17,8 @@ from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding
 from dilatant.runtime.state.shared_weights import share_weights
 from dilatant.training.optimizers.optimizer import build_optimizer
+from harness.worker_pool import Worker, WorkerPool
 from oracles.live_storages import LiveStorages
-from worker_pool import Worker, WorkerPool
 
 LAYERS, WIDTH = 48, 96
 BUCKET_BYTES = 8 * WIDTH * WIDTH * 4 // 6

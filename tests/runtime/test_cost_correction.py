@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.engine_case import CASE, PLAN, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.models.core.graph import ModelGraph
 from dilatant.plan.cluster import Cluster, Link, cluster_of_groups
@@ -24,8 +25,7 @@ from dilatant.runtime.step.cost_correction import INTERVAL, CostCorrection, OwnW
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.trainability import Trainability, trainability_of
-from engine_case import CASE, PLAN, build_model, build_samples
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 TWO = Plan(
     (

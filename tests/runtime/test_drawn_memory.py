@@ -34,8 +34,8 @@ from dilatant.schedule.assignment.distribute import assign
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.predict import predict
 from dilatant.training.optimizers.optimizer import build_optimizer
+from harness.worker_pool import Worker, WorkerPool
 from oracles.live_storages import LiveStorages
-from worker_pool import Worker, WorkerPool
 
 RULES = {torch.float32: FP32, torch.bfloat16: BF16}
 IMAGE_TOKENS = 64

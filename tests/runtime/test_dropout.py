@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases.engine_case import CASE, TEXT, build_model, build_samples
 from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
@@ -20,7 +21,6 @@ from dilatant.models.core.structure import Structure
 from dilatant.models.dropout.keyed_dropout import KeyedDropout
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
-from engine_case import CASE, TEXT, build_model, build_samples
 
 PHI = replace(CASE, language="phi", dropout=0.3, frozen=())
 

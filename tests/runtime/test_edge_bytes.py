@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from cases.engine_case import CASE, HIDDEN, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
-from engine_case import CASE, HIDDEN, build_model, build_samples
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 CASE_OF_EDGES = replace(
     CASE,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.engine_case import BATCHES, CASE, PLAN, build_model, build_samples
 from dilatant import ParallelSpec, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
@@ -29,9 +30,8 @@ from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.simulator.graph import ScheduleError
 from dilatant.schedule.trainability import trainability_of
-from engine_case import BATCHES, CASE, PLAN, build_model, build_samples
+from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import expected as oracle
-from worker_pool import Worker, WorkerPool
 
 
 # vision: embedding, 2 blocks, norm, projector on ranks 0 and 1; language: embedding, 2 blocks, head on rank 2.

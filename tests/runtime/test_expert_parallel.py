@@ -13,6 +13,7 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from cases.engine_case import CASE, Case, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.tensor_group import TensorGroup
@@ -24,8 +25,7 @@ from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
-from engine_case import CASE, Case, build_model, build_samples
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 VISION = (Stage(0, 5, (0,)),)
 SHAPES = [(2, 2, 2), (1, 2, 2)]

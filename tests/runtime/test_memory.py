@@ -32,8 +32,8 @@ from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.predict import predict
 from dilatant.training.optimizers.optimizer import build_optimizer
+from harness.worker_pool import Worker, WorkerPool
 from oracles.live_storages import LiveStorages
-from worker_pool import Worker, WorkerPool
 
 RULES = {torch.float32: FP32, torch.bfloat16: BF16}
 LAYERS = 6

@@ -13,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from cases.drawn_steps import cases
+from cases.engine_case import Case, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
@@ -20,10 +22,8 @@ from dilatant.models.core.unit import Unit
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.feeding.decode_requirements import Needs
 from dilatant.training.optimizers.master_weights import make_masters
-from drawn_steps import cases
-from engine_case import Case, build_model, build_samples
+from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import build_optimizer, expected
-from worker_pool import Worker, WorkerPool
 
 RELATIVE = 1e-5
 """The rule's own bound for fp32."""

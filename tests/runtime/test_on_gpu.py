@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.engine_case import Case, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.launch import Worker, launch_local
@@ -18,7 +19,6 @@ from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
-from engine_case import Case, build_model, build_samples
 from oracles.engine_step import expected as oracle
 
 pytestmark = pytest.mark.gpu

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases.engine_case import CASE, TEXT, VOCABULARY, build_model, build_samples
 from dilatant import Auto, ParallelSpec, UserError, parallelize
 from dilatant.comm import launch
 from dilatant.comm.errors import CommAborted
@@ -27,10 +28,9 @@ from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.runtime.runtime import Runtime
-from engine_case import CASE, TEXT, VOCABULARY, build_model, build_samples
+from harness.worker_pool import Worker, WorkerPool
 from oracles.dense_mask import Token, embedded, matrix
 from oracles.one_process import losses_of_batch
-from worker_pool import Worker, WorkerPool
 
 APART = {"vision": ParallelSpec(), "language": ParallelSpec(pp=2)}
 

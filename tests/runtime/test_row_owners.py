@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_numerics import COMMON
 
+from cases.drawn_steps import cases
+from cases.engine_case import Case, build_model, build_samples
 from dilatant.models.core.random_draws import draws_of
 from dilatant.models.core.stage import StepData
 from dilatant.runtime.build import derive_boundaries
@@ -18,8 +20,6 @@ from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.trainability import trainability_of
-from drawn_steps import cases
-from engine_case import Case, build_model, build_samples
 
 
 @settings(max_examples=25, **COMMON)

@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.drawn_steps import cases
+from cases.engine_case import Case, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -30,11 +32,9 @@ from dilatant.runtime.partial_step.salvage import (
 )
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.assignment.step_assignment import Microbatching
-from drawn_steps import cases
-from engine_case import Case, build_model, build_samples
+from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import expected
 from runtime.test_numerics import COMMON, Allowed, _assert_close, _part
-from worker_pool import Worker, WorkerPool
 
 Lost = tuple[int, int]
 """A rank, and how many actions it begins before it is lost; beyond its last one it is lost before the step counts."""

@@ -26,7 +26,7 @@ from dilatant.runtime.transport import Transport
 from dilatant.schedule.families.families import eager
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.simulator.graph import build
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 ROWS = {"a": 3, "b": 2, "c": 1}
 WIDTH = 4

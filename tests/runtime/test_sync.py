@@ -12,8 +12,8 @@ from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding, Holdings
 from dilatant.runtime.state.shared_weights import SharedWeights, share_weights
-from patience import wait_until
-from worker_pool import Worker, WorkerPool
+from harness.patience import wait_until
+from harness.worker_pool import Worker, WorkerPool
 
 
 def share(

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from cases.made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import HeldWeight, Holdings, holdings
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.state.shared_weights import share_weights
-from made_up_holdings import SHAPES, WEIGHTS, plan_of, split
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 STEPS = 3
 NAMES = [f"u.0.{name}" for name in SHAPES]

@@ -10,18 +10,7 @@ import pytest
 import torch
 from test_numerics import check_case
 
-from dilatant.comm.comm import Comm
-from dilatant.comm.errors import CommAborted
-from dilatant.config.errors import UserError
-from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.executor import ActionFailed
-from dilatant.runtime.layouts import require_trainable
-from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.state.holders import trainable_layers
-from dilatant.schedule.families.families import one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1
-from dilatant.schedule.trainability import trainability_of
-from engine_case import (
+from cases.engine_case import (
     CASE,
     ENCODERS,
     HYBRIDS,
@@ -33,7 +22,18 @@ from engine_case import (
     build_model,
     build_samples,
 )
-from worker_pool import Worker, WorkerPool
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted
+from dilatant.config.errors import UserError
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.executor import ActionFailed
+from dilatant.runtime.layouts import require_trainable
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.trainability import trainability_of
+from harness.worker_pool import Worker, WorkerPool
 
 BATCHES = ((0, 1), (2, 3), (4, 5))
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from cut_wholes import LOSS_TOLERANCE, TOLERANCE, losses_of, opened
+from cases.cut_wholes import LOSS_TOLERANCE, TOLERANCE, losses_of, opened
+from cases.tiny_wholes import WHOLES, reference
+from cases.whole_samples import samples_of
 from dilatant.comm.comm import Comm
 from dilatant.config.model import LoraConfig
 from dilatant.models.adapters.lora import MAGNITUDE, is_adapter
@@ -16,9 +18,7 @@ from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import part
-from tiny_wholes import WHOLES, reference
-from whole_samples import samples_of
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 CANCELS = 1e-6
 """Of the largest gradient of all: what cancels exactly (a key's bias under softmax) leaves rounding of that size."""

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_cases import random_step
 
+from cases.step_cases import random_step
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule import Assignment, build, eager, messages, zero_bubble_h1
 from dilatant.schedule.simulator.predict import message_sums

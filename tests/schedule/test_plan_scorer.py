@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.model_cases import cluster, cost_model, model, unit
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.costs.stage_costs import stage_costs
@@ -15,7 +16,6 @@ from dilatant.plan.search.search import search
 from dilatant.schedule.assignment.step_assignment import Microbatching, sample_seconds
 from dilatant.schedule.plan_scorer import TRIED, best_steps, plan_scorer, step_costs
 from dilatant.schedule.validate import validate
-from model_cases import cluster, cost_model, model, unit
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
 VLM = model(unit("vision", 3, ("language",)), unit("language", 6))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_cases import random_step
 
+from cases.step_cases import random_step
 from dilatant.cost import CostModel, LayerCost, Link, Quadratic, frozen_work, trainable_before
 from dilatant.cost.dense import DenseRows
 from dilatant.plan import (

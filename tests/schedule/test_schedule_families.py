@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_cases import random_step
 
+from cases.step_cases import random_step
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule import (
     FAMILIES,

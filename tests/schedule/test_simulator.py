@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_cases import random_order, random_step
 
+from cases.step_cases import random_order, random_step
 from dilatant.plan import Cluster, Link, Plan, Replica, Stage, UnitPlan
 from dilatant.plan.cluster import cluster_of_groups
 from dilatant.schedule import (

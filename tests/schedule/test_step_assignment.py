@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cases.model_cases import cluster, cost_model, model, unit
 from dilatant.cost.dense import DenseRows
 from dilatant.plan import Plan, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.buckets import BUCKET_BYTES
@@ -20,7 +21,6 @@ from dilatant.schedule.assignment.pipeline_shape import PipelineShape, shape_sec
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.plan_scorer import step_costs
 from dilatant.schedule.simulator.step_time import time_step
-from model_cases import cluster, cost_model, model, unit
 
 FROZEN = model(unit("vision", 4, ("language",), trainable=False), unit("language", 4))
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from step_cases import random_step
 
+from cases.step_cases import random_step
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.costs.step_costs import token_costs
 from dilatant.plan.costs.sync_time import SyncSeconds

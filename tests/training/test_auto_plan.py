@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.engine_case import PLAN
 from dilatant.comm.store.server import StoreServer
 from dilatant.comm.store.store import connect
 from dilatant.comm.store.token import fresh_token
@@ -19,8 +20,7 @@ from dilatant.config.environment import LaunchPlace
 from dilatant.planning import auto_plan
 from dilatant.planning.auto_plan import Devices, devices_at_hand, is_planned_here, share_plan
 from dilatant.planning.layout import TrainingPlan
-from engine_case import PLAN
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 LAID_OUT = {"units": {"vision": {}, "language": {}}}
 PLANNED = TrainingPlan(PLAN, 3, "1f1b", "balanced", 0.5)

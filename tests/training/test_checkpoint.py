@@ -31,7 +31,7 @@ from dilatant.training.checkpoints.checkpoint import (
 )
 from dilatant.training.checkpoints.files import stamp_of
 from dilatant.training.checkpoints.writer import CheckpointWriter
-from patience import wait_until
+from harness.patience import wait_until
 
 
 def tensors(fill: float) -> dict:

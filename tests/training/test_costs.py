@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from cases.drawn_steps import cases
+from cases.engine_case import CASE, PLAN, Case, build_model
 from dilatant.config import Config, parse_config
 from dilatant.config.environment import cache_folder
 from dilatant.cost.analytic import analytic_costs
@@ -21,8 +23,6 @@ from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.trainability import trainability_of
 from dilatant.training.run_costs import costs_of_run
-from drawn_steps import cases
-from engine_case import CASE, PLAN, Case, build_model
 
 
 @pytest.fixture(autouse=True)

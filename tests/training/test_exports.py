@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cut_wholes import opened
+from cases.cut_wholes import opened
+from cases.engine_case import CASE
+from cases.engine_case import build_model as build_case
+from cases.tiny_wholes import save_as_the_hub_does
 from dilatant.config import UserError
 from dilatant.config.config import parse_config
 from dilatant.config.model import LoraConfig
@@ -31,9 +34,6 @@ from dilatant.plan.boxes import Box
 from dilatant.planning.assemble import load_model_tokenizer, media_units
 from dilatant.training.checkpoints.writer import CheckpointWriter
 from dilatant.training.export_checkpoint import export_checkpoint
-from engine_case import CASE
-from engine_case import build_model as build_case
-from tiny_wholes import save_as_the_hub_does
 
 Weights = dict[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ from dilatant.data.workers.loader import GlobalBatch
 from dilatant.data.workers.pool import SampleRequest
 from dilatant.training.feeding.feed import Draw, Feed, IndexedData, draws
 from dilatant.training.feeding.inputs import HELD_OUT, RankInputs, _Streamed
-from patience import HANG_SECONDS, wait_until
+from harness.patience import HANG_SECONDS, wait_until
 
 LENGTHS = np.random.default_rng(0).integers(3, 9, 23)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.tiny_project import tiny_config, write_images
+from cases.tiny_project import tiny_config, write_images
 from dilatant.comm.launch import local_worker
 from dilatant.config.config import parse_config
 from dilatant.training.commit import ALONE, RunMembership

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cases.engine_case import CASE, PLAN, build_model, build_samples
 from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
 from dilatant.plan.costs.step_costs import token_costs
@@ -16,7 +17,6 @@ from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
-from engine_case import CASE, PLAN, build_model, build_samples
 
 STEP = {"num_microbatches": 3, "schedule": "zb-h1", "assignment": "searched", "predicted_seconds": 0.5}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from cases.tiny_project import tiny_config, write_images
 from dilatant import ParallelSpec, UserError, load_config, make_loader, parallelize
 from dilatant.data.media.pixels import as_array
 from dilatant.data.workers.loader import Loader
@@ -16,10 +17,7 @@ from dilatant.planning.assemble import assemble_model, assemble_samples
 
 
 @pytest.fixture
-def config_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "cli")
-    from tiny_project import tiny_config, write_images
-
+def config_path(tmp_path: Path) -> Path:
     write_images(tmp_path, 12)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_config()), encoding="utf-8")
     return tmp_path / "config.yaml"

@@ -12,6 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from cases.tiny_project import tiny_config, write_images
 from dilatant.config import UserError, load_config
 from dilatant.models.core.stage import StageOutput
 from dilatant.models.language.language_stage import LanguageStage
@@ -20,10 +21,7 @@ from dilatant.training.run import train
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "cli")
-    from tiny_project import tiny_config, write_images
-
+def project(tmp_path: Path) -> Path:
     write_images(tmp_path, 12)
     tree = tiny_config(save_steps=2, steps=6, row_tokens=512)  # a step is one microbatch
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")

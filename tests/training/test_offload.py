@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases.engine_case import CASE, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig, UserError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -13,8 +14,7 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.training.optimizers.master_weights import MasterAdamW, make_masters
 from dilatant.training.optimizers.offload import OffloadedAdamW
 from dilatant.training.optimizers.optimizer import build_optimizer, check_optimizer
-from engine_case import CASE, build_model, build_samples
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 CPU = torch.device("cpu")
 

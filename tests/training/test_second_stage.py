@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cases.engine_case import CASE
+from cases.engine_case import build_model as build_case
 from dilatant.config import UserError
 from dilatant.config.config import parse_config
 from dilatant.config.model import ModelConfig
@@ -19,8 +21,6 @@ from dilatant.hf.stored_weights import read_pretrained
 from dilatant.models.build import build_model
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
-from engine_case import CASE
-from engine_case import build_model as build_case
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> set[str]:

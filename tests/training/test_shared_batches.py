@@ -14,7 +14,7 @@ from dilatant.data.order.sampler import SamplerState
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.loader import GlobalBatch
 from dilatant.training.feeding.shared_batches import SharedBatches, source_of
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 
 def _batch(number: int) -> GlobalBatch:

@@ -13,7 +13,7 @@ from dilatant.config import parse_config
 from dilatant.config.errors import UserError
 from dilatant.training.checkpoints.starting_point import agreed_checkpoint, with_template_date
 from dilatant.training.checkpoints.writer import CheckpointWriter
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 PATH = Path("checkpoints") / "step-00000002"
 

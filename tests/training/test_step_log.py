@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cli.tiny_project import tiny_config, write_images
+from cases.tiny_project import tiny_config, write_images
 from dilatant.comm.launch import local_worker
 from dilatant.config import Config
 from dilatant.config.config import parse_config

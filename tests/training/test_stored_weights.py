@@ -11,6 +11,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
+from cases.engine_case import CASE, PLAN, build_model
 from dilatant.comm.comm import Comm
 from dilatant.config import ModelConfig
 from dilatant.hf import stored_weights
@@ -21,8 +22,7 @@ from dilatant.plan.boxes import Box
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of
-from engine_case import CASE, PLAN, build_model
-from worker_pool import Worker, WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 
 def whole_boxes(model: MultimodalModel, *names: str) -> dict[str, Box]:

@@ -14,6 +14,7 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
+from cases.tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.anyres_image_unit import SHAPES
 from dilatant.data.media_units.aspect_image_unit import RATIOS, TILES
@@ -25,7 +26,6 @@ from dilatant.models.encoders.native_encoder import NativeEncoderUnit
 from dilatant.models.encoders.pooled_encoder import PooledEncoderUnit
 from dilatant.models.encoders.tiled_encoder import TiledEncoderUnit
 from dilatant.models.multimodal import MultimodalModel
-from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 
 EARLY = Version(transformers.__version__) < Version("5.18")
 Part = tuple[Any, ...]

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 TOKEN = b"of the tests"
 GRACE_SECONDS = 120.0

@@ -14,8 +14,8 @@ from typing import Any
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
-from faults.light.arithmetic import LAYERS, State, digest, gradient, initial, samples_of, update
-from faults.light.mesh import Meeting, Mesh, PeerLost
+from harness.faults.light.arithmetic import LAYERS, State, digest, gradient, initial, samples_of, update
+from harness.faults.light.mesh import Meeting, Mesh, PeerLost
 
 SAVED_EVERY = 10
 FAILPOINTS = ("fenced", "rebuilding", "made", "activated", "prepared", "applied")

@@ -38,7 +38,7 @@ from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 TOKEN = b"of ranks under test, and no other"
 AGENT, COORDINATOR = (

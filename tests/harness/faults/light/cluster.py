@@ -19,10 +19,10 @@ from typing import Any
 from dilatant.resilience.processes.coordinator_process import read_record
 from dilatant.resilience.processes.process import ProcessStart
 from dilatant.resilience.protocol.values import Record, Settings
-from faults.light.mesh import write
-from faults.light.proxy import Proxy
-from faults.light.worker import FAILPOINTS
-from patience import HANG_SECONDS
+from harness.faults.light.mesh import write
+from harness.faults.light.proxy import Proxy
+from harness.faults.light.worker import FAILPOINTS
+from harness.patience import HANG_SECONDS
 
 TOKEN = "11" * 32
 STEPS = 1_000_000
@@ -63,7 +63,7 @@ class Cluster:
             accuse_seconds=0.3,
         )
         self.zygote = subprocess.Popen(
-            [sys.executable, "-m", "faults.light.zygote"],
+            [sys.executable, "-m", "harness.faults.light.zygote"],
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )

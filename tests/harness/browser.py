@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's key for an element reference
 _FLAGS = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patience import HANG_SECONDS
+from harness.patience import HANG_SECONDS
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 

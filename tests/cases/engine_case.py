@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from cases.tiny_nets import NETS, SIZES
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, media_mask
 from dilatant.data.sample import EncodedSample
@@ -16,7 +17,6 @@ from dilatant.models.row_attention import place_rows, use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.schedule import Assignment, Schedule
-from tiny_nets import NETS, SIZES
 
 VOCABULARY = 30
 HIDDEN = 16

@@ -14,8 +14,8 @@ import msgspec
 from dilatant.resilience.processes import agent_process, coordinator_process
 from dilatant.resilience.processes.process import ProcessStart, end_with_parent
 from dilatant.resilience.protocol.values import Effect, Order, Record
-from faults.light.mesh import write
-from faults.light.worker import LightWorker, WorkerOptions
+from harness.faults.light.mesh import write
+from harness.faults.light.worker import LightWorker, WorkerOptions
 
 
 class MortalCoordinator(coordinator_process.CoordinatorService):

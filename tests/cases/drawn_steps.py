@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from dilatant.data.sample import EncodedSample
-from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.state.holders import trainable_layers
-from dilatant.schedule.assignment.distribute import assign
-from dilatant.schedule.families.families import eager, gpipe, interleaved, one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
-from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
-from dilatant.schedule.trainability import trainability_of
-from engine_case import (
+from cases.engine_case import (
     CHOOSES_EXPERTS,
     ENCODERS,
     GENERATORS,
@@ -31,6 +23,14 @@ from engine_case import (
     build_model,
     build_samples,
 )
+from dilatant.data.sample import EncodedSample
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.state.holders import trainable_layers
+from dilatant.schedule.assignment.distribute import assign
+from dilatant.schedule.families.families import eager, gpipe, interleaved, one_f_one_b
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.trainability import trainability_of
 
 
 @st.composite

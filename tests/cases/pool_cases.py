@@ -9,8 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_builders import image_bytes, small_encoding, wav_bytes
-
+from cases.data_builders import image_bytes, small_encoding, wav_bytes
 from dilatant.data.errors import SampleError
 from dilatant.data.media.pixels import as_array
 from dilatant.data.sample import Media, Sample, Turn

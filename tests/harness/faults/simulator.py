@@ -1,6 +1,6 @@
 """The protocol under a virtual clock and network: a seed decides what is lost, late or doubled, and who crashes when.
 
-`python -m faults.simulator SEED` replays one seed and prints what happened.
+`python -m harness.faults.simulator SEED` replays one seed and prints what happened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dilatant.resilience.protocol.values import (
     Status,
     Task,
 )
-from faults.simulated_worker import Violated, Weights, Worker
+from harness.faults.simulated_worker import Violated, Weights, Worker
 
 SAVED_EVERY = 3
 

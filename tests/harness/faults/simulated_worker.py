@@ -24,7 +24,7 @@ from dilatant.resilience.protocol.agent import (
 from dilatant.resilience.protocol.values import NO_STATE
 
 if TYPE_CHECKING:
-    from faults.simulator import World
+    from harness.faults.simulator import World
 
 LAYERS = 2
 

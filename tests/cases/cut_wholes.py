@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from cases.tiny_wholes import reference, whole_config
+from cases.whole_samples import samples_of, transformers_loss
 from dilatant.config.model import LoraConfig
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import is_adapter
@@ -15,8 +17,6 @@ from dilatant.models.core.stage import StepData, stage_tensors
 from dilatant.models.families.pretrained import Whole
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import choose_attention
-from tiny_wholes import reference, whole_config
-from whole_samples import samples_of, transformers_loss
 
 TOLERANCE = 4e-5
 """Relative to the largest number of a gradient, in fp32: other kernels and another order of sums; Gemma 4, whose norms

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from cli.tiny_project import tiny_config, write_images
+from cases.tiny_project import tiny_config, write_images
 from dilatant.resilience.status import RunStatus, read_status
-from faults.chaos import COMMAND, losses
-from patience import HANG_SECONDS
+from harness.faults.chaos import COMMAND, losses
+from harness.patience import HANG_SECONDS
 
 STEPS = 30
 ENVIRONMENT = {**os.environ, "DILATANT_TOKEN": "a secret of this test alone", "OMP_NUM_THREADS": "1"}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from faults.light.arithmetic import LAYERS, undisturbed
+from harness.faults.light.arithmetic import LAYERS, undisturbed
 
 
 def check(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:

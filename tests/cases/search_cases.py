@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from cases.model_cases import cluster, model, unit
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Mode, PlanScore, Workload
 from dilatant.plan.costs.depth import path_depths
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.search.search import search
-from model_cases import cluster, model, unit
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
 
