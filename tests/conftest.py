@@ -14,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.worker_pool import WorkerPool  # torch reads the variable above when it is imported
 
+# What these compare is shown where it differs, as in test files.
+pytest.register_assert_rewrite("cases", "harness.checked_steps", "harness.refused")
+
 # What tests measure is not kept among the user's files.
 _CACHE = tempfile.TemporaryDirectory(prefix="dilatant-cache-")
 os.environ["DILATANT_CACHE"] = _CACHE.name

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from test_user_errors import refused
 
 from cases.tiny_project import Dilatant
 from dilatant.comm.fork_server import warm_up
@@ -32,6 +31,7 @@ from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.report.run_folder import RunFolder
 from dilatant.training.checkpoints.checkpoint import newest_valid
 from dilatant.training.run import train
+from harness.refused import refused
 
 AUTO = ("--set", "parallel=auto", "--set", "cluster.gpus_per_node=2")
 COSTS = ("--set", "plan.costs=costs.yaml")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from test_user_errors import refused
 
 from cases.tiny_project import Dilatant, tiny_config, write_images
 from dilatant.config import load_config
@@ -25,6 +24,7 @@ from dilatant.schedule import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.trainability import Trainability
 from dilatant.training.prepare import prepare
+from harness.refused import refused
 
 H100 = ("--set", "cluster.hardware=H100")
 """Costs are then modelled, so nothing is measured and the same plan is found on any machine."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from test_user_errors import refused
 
 from cases.tiny_project import Dilatant
 from dilatant.plan import Plan
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.plan_report import PlanReport
+from harness.refused import refused
 
 GROUPS = (
     "--set",

@@ -15,15 +15,7 @@ from cases.tiny_project import Dilatant, write_images
 from dilatant.data.workers import ray_cluster
 from dilatant.runtime.step.cost_correction import CostCorrection
 from harness.patience import HANG_SECONDS
-
-
-def refused(result: tuple[int, str, str], *says: str) -> None:
-    code, _, err = result
-    assert code == 2, err
-    assert any(line.startswith("error: ") for line in err.splitlines())
-    assert "Traceback" not in err
-    for text in says:
-        assert text in err
+from harness.refused import refused
 
 
 def test_an_unknown_key(project: Path, dilatant: Dilatant) -> None:

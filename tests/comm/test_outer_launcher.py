@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_listening import listening
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, launch
+from harness.listening import listening
 from harness.patience import HANG_SECONDS
 
 SECRET = "a secret of sixteen characters or more"

@@ -36,7 +36,7 @@ def test_every_stage_adds_what_its_routers_lose(cuts: tuple[int, ...], recompute
     )
     result = runtime.execute(build_samples(case))
     assert result.losses["language.router"] > 0
-    # fp32 sums in another order: tests/runtime/test_numerics.py has the rule.
+    # fp32 sums in another order: tests/harness/checked_steps.py has the rule.
     assert result.losses == pytest.approx(losses[0][1], rel=1e-5)
     assert result.loss == pytest.approx(losses[0][0], rel=1e-5)
     for name, parameter in runtime.parameters.items():

@@ -8,14 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cases.model_cases import cluster, cost_model
-from cases.search_cases import RULES, find, random_vlm
+from cases.drawn_searches import ROUNDING, check, drawn, often
+from cases.model_cases import cluster
+from cases.search_cases import RULES, find
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.layer import LayerCost
-from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload
 from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.layouts.options import OptionTable
@@ -23,54 +21,6 @@ from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.search.search import search
 from dilatant.schedule import FAMILIES
 from dilatant.schedule.plan_scorer import TRIED, plan_scorer
-
-ROUNDING = 1 + 1e-9
-
-
-def often(test):
-    """As a few cases by default, and as 500 among the slow ones."""
-    return pytest.mark.parametrize(
-        "cases", [15, pytest.param(500, marks=pytest.mark.slow)], ids=["few", "many"]
-    )(test)
-
-
-def check(cases, one):
-    """Run `one` on seeds until so many cases said something."""
-    given(st.integers(0, 2**32 - 1))(settings(max_examples=cases, deadline=None)(one))()
-
-
-def drawn(draw, parameters=0, free=False, activation=2.0):
-    """A small vision-language model that may leave recomputation to the plan, its costs and its tokens."""
-    spec, _ = random_vlm(draw)
-    units = tuple(
-        replace(
-            one,
-            layers=tuple(replace(layer, parameters=draw.randint(0, parameters)) for layer in one.layers),
-            recompute=None if free else "none",
-        )
-        for one in spec.units
-    )
-    costs = cost_model(
-        {"vision": draw.random() + 0.1, "language": draw.random() + 0.1},
-        activation=activation,
-        output=0.0,
-        call=draw.choice([0.0, 2.0]),
-    )
-    layers = {
-        kind: {
-            degree: replace(
-                cost,
-                recompute=cost.forward,
-                attention=Quadratic(b=0.4 * cost.forward.b),
-                attention_bytes=Quadratic(b=0.3 * cost.activation_bytes.b),
-                checkpoint_bytes=Quadratic(b=0.2 * cost.activation_bytes.b),
-            )
-            for degree, cost in degrees.items()
-        }
-        for kind, degrees in costs.layers.items()
-    }
-    tokens = {"vision": draw.randint(1, 9), "language": draw.randint(1, 9)}
-    return ModelSpec(units), replace(costs, layers=layers), tokens
 
 
 @often

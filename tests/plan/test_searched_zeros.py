@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_search_monotony import ROUNDING, check, drawn, often
 
+from cases.drawn_searches import ROUNDING, check, drawn, often
 from cases.model_cases import cluster, cost_model, model, unit, vlm_of
 from cases.search_cases import RULES, find
 from dilatant.cost.memory import ParameterBytes

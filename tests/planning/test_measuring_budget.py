@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_describe_model import LLAMA
 
+from cases.tiny_configs import LLAMA
 from dilatant.config import parse_config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.model import CostModel

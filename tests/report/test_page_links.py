@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_step_page import PLAN, STEP
 
 from cases.example_reports import small_report
+from cases.example_step import PLAN, STEP
 from dilatant.config.errors import UserError
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.plan_page import write_plan_page

@@ -7,34 +7,13 @@ import re
 
 import pytest
 
-from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from cases.example_step import PLAN, STEP
 from dilatant.report.gantt import GanttChart, GanttRow, Lane
 from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
 from dilatant.report.pages.step_page import render_step_page, write_step_page
 from dilatant.report.step_comparison import Prediction, compare_steps
-from dilatant.schedule import Action, ActionKind, Assignment, one_f_one_b, simulate
-from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule import Assignment, one_f_one_b, simulate
 from harness.browser import Browser, find_chromium
-
-PLAN = Plan(
-    (
-        UnitPlan("vision", (Replica((Stage(0, 4, (0,)),)),), ("language",)),
-        UnitPlan("language", (Replica((Stage(0, 6, (1,)),)),)),
-    )
-)
-
-
-def measured(rank: int, unit: str, kind: str, start: float, waited: float, other: int | None, seconds: float):
-    action = Action(ActionKind(kind), PLAN.stages()[rank].index, 0)
-    return MeasuredAction(rank, unit, action, (0, 1), start, waited, other, seconds)
-
-
-STEP = [
-    measured(0, "vision", "F", 100.0, 0.0, None, 1.0),
-    measured(0, "vision", "B", 101.0, 5.0, 1, 2.0),
-    measured(1, "language", "F", 101.0, 0.0, 0, 2.0),
-    measured(1, "language", "B", 103.0, 0.0, None, 3.0),
-]
 
 
 def test_it_says_who_worked_and_what_the_rest_was_lost_on():

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_numerics import check_case
-from test_tensor_parallel import BATCHES, case_of, plan_of
 
 from cases.engine_case import CASE, Case, build_model, build_samples, frames
+from cases.parallel_cases import BATCHES, case_of, plan_of
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
 from dilatant.models.row_attention import use_row_attention
@@ -22,6 +21,7 @@ from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.training.feeding.decode_requirements import Needs
+from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
 
 TWO = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (1, 2), cp=2), Stage(2, 4, (3, 4), cp=2)))

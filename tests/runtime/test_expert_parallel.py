@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_numerics import check_case
-from test_tensor_parallel import case_of, plan_of
 from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from cases.engine_case import CASE, Case, build_model, build_samples
+from cases.parallel_cases import case_of, plan_of
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.tensor_group import TensorGroup
@@ -25,6 +24,7 @@ from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
 
 VISION = (Stage(0, 5, (0,)),)

@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_numerics import COMMON
 
 from cases.drawn_steps import cases
 from cases.engine_case import Case, build_model, build_samples
@@ -20,6 +19,7 @@ from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.trainability import trainability_of
+from harness.checked_steps import COMMON
 
 
 @settings(max_examples=25, **COMMON)

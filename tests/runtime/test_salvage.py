@@ -32,9 +32,9 @@ from dilatant.runtime.partial_step.salvage import (
 )
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.assignment.step_assignment import Microbatching
+from harness.checked_steps import COMMON, Allowed, assert_close, part_of
 from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import expected
-from runtime.test_numerics import COMMON, Allowed, _assert_close, _part
 
 Lost = tuple[int, int]
 """A rank, and how many actions it begins before it is lost; beyond its last one it is lost before the step counts."""
@@ -145,8 +145,8 @@ def check(
         assert result["norm"] == pytest.approx(norm, rel=allowed.relative)
         assert set(result["gradients"]) == {key for key, name in result["owns"].items() if name in gradients}
         for key, gradient in result["gradients"].items():
-            wanted = _part(gradients, key)
-            _assert_close(gradient, wanted, allowed.of(wanted, largest), f"gradient of {key}")
+            wanted = part_of(gradients, key)
+            assert_close(gradient, wanted, allowed.of(wanted, largest), f"gradient of {key}")
     return results
 
 
@@ -259,7 +259,7 @@ def check_exact(workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gi
         assert result["losses"] == wanted["losses"]
         assert result["norm"] == wanted["norm"]
         for key, gradient in result["gradients"].items():
-            assert torch.equal(gradient, _part(wanted["gradients"], key)), key
+            assert torch.equal(gradient, part_of(wanted["gradients"], key)), key
 
 
 def _plain(case: Case) -> bool:

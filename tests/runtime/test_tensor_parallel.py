@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_numerics import check_case
 
 from cases.engine_case import (
     CASE,
@@ -22,6 +21,7 @@ from cases.engine_case import (
     build_model,
     build_samples,
 )
+from cases.parallel_cases import BATCHES, case_of, plan_of
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
@@ -29,30 +29,10 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
-from dilatant.schedule.trainability import trainability_of
+from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
-
-BATCHES = ((0, 1), (2, 3), (4, 5))
-
-
-def case_of(plan: Plan, family: Any = one_f_one_b, **changes: Any) -> Case:
-    case = replace(CASE, **{"plan": plan, "frozen": (), **changes})
-    trainability = trainability_of(plan, trainable_layers(build_model(case, "meta").units))
-    schedule = family(plan, case.assignment, trainability)
-    return replace(case, schedule=type(schedule)(dict(schedule.actions)))
-
-
-def plan_of(vision: tuple[Stage, ...], *language: tuple[Stage, ...]) -> Plan:
-    return Plan(
-        (
-            UnitPlan("vision", (Replica(vision),), ("language",)),
-            UnitPlan("language", tuple(Replica(stages) for stages in language)),
-        )
-    )
-
 
 # Vision on two ranks behind one another, the language model on two pairs.
 TWO = plan_of((Stage(0, 5, (0, 1), tp=2),), (Stage(0, 2, (2, 3), tp=2), Stage(2, 4, (4, 5), tp=2)))

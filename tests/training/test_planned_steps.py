@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from dilatant.config import Config, parse_config
+from cases.planned_project import BATCH, config, model_section, write_samples
+from dilatant.config import Config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.model import save_costs
@@ -35,48 +34,6 @@ from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
 from dilatant.training.prepare import PreparedRun, prepare
 
-BATCH = 16
-WIDTH = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-VISION = {
-    "model_type": "siglip_vision_model",
-    "image_size": 8,
-    "patch_size": 4,
-    "num_channels": 1,
-    "num_hidden_layers": 2,
-    "vision_use_head": False,
-    **WIDTH,
-}
-LANGUAGE = {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 1, **WIDTH}
-
-
-def write_samples(folder: Path, count: int) -> None:
-    """Samples of unlike lengths, with no, one or several images."""
-    draw = np.random.default_rng(0)
-    Image.fromarray(draw.integers(0, 255, (8, 8), dtype=np.uint8)).save(folder / "one.png")
-    lines = []
-    for _ in range(count):
-        images = [{"type": "image", "image": "one.png"}] * int(draw.integers(0, 4))
-        text = {"type": "text", "text": "a" * int(draw.integers(1, 60))}
-        lines.append(
-            json.dumps(
-                {
-                    "messages": [
-                        {"role": "user", "content": [*images, text]},
-                        {"role": "assistant", "content": "b" * int(draw.integers(1, 12))},
-                    ]
-                }
-            )
-        )
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def model_section(**language: Any) -> dict[str, Any]:
-    return {
-        "encoders": {"vision": {"kind": "image", "projector": "linear", "config": VISION}},
-        "language_model": {"tokenizer": "bytes", "config": LANGUAGE, **language},
-        "freeze": ["vision.encoder"],
-    }
-
 
 def dense_costs(folder: Path, **sections: Any) -> Path:
     """Costs as if measured, whose blocks take more of a row of several samples the longer it is."""
@@ -91,21 +48,6 @@ def dense_costs(folder: Path, **sections: Any) -> Path:
     path = folder / "costs.yaml"
     save_costs(replace(costs, origin="measured", layers={**costs.layers, **blocks}), path)
     return path
-
-
-def config(folder: Path, **sections: Any) -> Config:
-    plan = {"steps": 2, "microbatch_sizes": [2, 4], **sections.pop("plan", {})}
-    tree = {
-        "output_dir": "run",
-        "model": model_section(),
-        "data": {"train": [{"path": "train.jsonl"}], "max_length": 128, "workers": 0},
-        "train": {"steps": 2, "global_batch_size": BATCH, "report_to": []},
-        # Costs are then modelled: the same on any machine, and nothing is measured.
-        "cluster": {"hardware": "H100", "gpus_per_node": 4},
-        "plan": plan,
-        **sections,
-    }
-    return parse_config(tree, folder)
 
 
 def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem, PreparedRun, Config]:

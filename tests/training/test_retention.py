@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import at, flip, load, newest_valid, steps_in, tensors, write_steps
 
+from cases.checkpoint_steps import at, flip, steps_in, tensors, write_steps
 from dilatant.config import UserError
-from dilatant.training.checkpoints.checkpoint import damage
+from dilatant.training.checkpoints.checkpoint import damage, load, newest_valid
 from dilatant.training.checkpoints.writer import CheckpointWriter
 
 FROZEN = ["language.layers.0.weight"]

@@ -1,0 +1,220 @@
+"""Steps of a case on ranks, compared with those of one process; and how far the two may be from each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase
+
+from cases.engine_case import Case, build_model, build_samples
+from dilatant.comm.comm import Comm
+from dilatant.cost.memory import Zero
+from dilatant.data.sample import EncodedSample
+from dilatant.models.core.unit import Unit
+from dilatant.runtime.runtime import Runtime
+from dilatant.training.feeding.decode_requirements import Needs
+from dilatant.training.optimizers.master_weights import make_masters
+from harness.worker_pool import Worker, WorkerPool
+from oracles.engine_step import build_optimizer, expected
+
+RELATIVE = 1e-5
+"""The rule's own bound for fp32."""
+ABSOLUTE = 1e-7
+"""Of the largest gradient: what cancels exactly (a key's bias under softmax) leaves rounding noise of that size."""
+STEPS = 3
+STEP_SIZE = 0.1
+"""lr / eps of the drawn steps' AdamW: how much a gradient's error moves a weight at most."""
+BF16 = 2**-9
+"""Rounding to bf16 is off by this share at most."""
+COMMON: dict[str, Any] = {
+    "deadline": None,
+    # Not shrunk: that takes minutes, and a case is readable as it is.
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate),
+    "print_blob": True,
+    "suppress_health_check": list(HealthCheck),
+}
+"""Settings of hypothesis for tests of whole steps."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """relative: of the norm of a gradient. absolute: of the largest gradient, for every number. loss: of the
+    language model's loss. drawn: of a generator's."""
+
+    relative: float
+    absolute: float
+    loss: float
+    drawn: float
+
+    @classmethod
+    def of_case(cls, case: Case) -> Allowed:
+        """In bf16 both runs round what every operation makes, in other shapes and so at other places. A gradient has
+        passed about 15 roundings a block forward and as many backward, and as many more before and behind the blocks;
+        errors that are independent and uniform up to BF16 add to sqrt(roundings / 3) * BF16, of two runs sqrt(2) times
+        that, and twice that is hardly ever met. What cancels has the errors of what it cancels, a bf16 rounding of
+        numbers as large as the largest gradient. A generator's loss is a square, whose error is twice its root's,
+        relatively; the language model's is a mean over targets of fp32 numbers, of logits that were rounded."""
+        if case.dtype == torch.float32:
+            return cls(RELATIVE, ABSOLUTE, RELATIVE, RELATIVE)
+        blocks = case.language_layers + max((layers for _, _, layers, _, _ in case.encoders), default=0)
+        if any(connector == "transformer" for _, _, connector, _ in case.generators):
+            blocks += 2  # `Generator.connector_layers`
+        roundings = 30 * (blocks + 2)
+        relative = 2 * (2 * roundings / 3) ** 0.5 * BF16
+        return cls(relative, BF16, BF16, 2 * relative)
+
+    def of(self, expected: torch.Tensor, largest: float) -> float:
+        return self.relative * expected.norm().item() + self.absolute * largest * expected.numel() ** 0.5
+
+
+def _only(sample: EncodedSample, parts: frozenset[str]) -> EncodedSample:
+    """What a rank loads of a sample: the parts that its stages use; of all else only sizes are known."""
+    nothing = np.zeros(0, np.int64)
+    return replace(
+        sample,
+        input_ids=sample.input_ids if "tokens" in parts else nothing,
+        labels=sample.labels if "tokens" in parts else nothing,
+        media={unit: inputs for unit, inputs in sample.media.items() if unit in parts},
+        targets=sample.target_tokens,
+        content=sample.content_digest,
+    )
+
+
+def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str, Any]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(
+        build_model(case, "meta"),
+        case.plan,
+        comm,
+        seed=case.seed,
+        bucket_bytes=case.bucket_bytes,
+        look_ahead=case.look_ahead,
+        zero=zero,
+        node_of=[rank % nodes for rank in range(comm.size)],
+        check_transport=case.check,
+        precision=case.dtype,
+    )
+    for stage in runtime.modules.values():
+        if stage.shards is not None:
+            stage.shards.rows_of_piece = case.rows_of_piece
+    whole = build_samples(case)
+    step = runtime.prepare(whole, case.assignment, case.schedule)
+    needed = Needs(runtime.model, case.plan, comm.rank).of(step)
+    samples = [_only(sample, needed.get(number, frozenset())) for number, sample in enumerate(whole)]
+    owned = runtime.owned
+    masters = make_masters(owned.parameters)
+    optimizer = build_optimizer(masters)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        result = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
+        losses.append((result.loss, dict(result.losses)))
+        if step == 0:
+            norm = runtime.grad_norm()
+            gradients = {key: p.grad.clone() for key, p in owned.parameters.items() if p.grad is not None}
+        for key, parameter in owned.parameters.items():
+            masters[key].grad = parameter.grad
+        optimizer.step()
+        for key, parameter in owned.parameters.items():
+            parameter.grad = masters[key].grad = None
+            parameter.data.copy_(masters[key])
+        owned.gather()
+    owners = {key: box.name for key, box in owned.boxes.items()}
+    held = {runtime.boxes[name].key: p.detach().clone() for name, p in runtime.parameters.items()}
+    updated = {key: master.detach().clone() for key, master in masters.items()}
+    shared = {  # a generator is whole on each of them
+        p.unit
+        for p in case.plan.stages()
+        if p.stage.tp > 1 and comm.rank in p.stage.ranks and p.unit not in case.nets
+    }
+    foreign = [
+        name
+        for unit in runtime.model.units.values()
+        for name, p in unit.named_logical_parameters()
+        if not p.is_meta
+        and (name not in runtime.parameters or (unit.unit in shared and name in _of_model(unit)))
+    ]
+    runtime.close()
+    comm.close()
+    found = {"losses": losses, "gradients": gradients, "norm": norm, "parameters": held, "foreign": foreign}
+    return found | {"owns": owners, "masters": updated}
+
+
+def _of_model(unit: Unit) -> set[str]:
+    """What ranks that share a unit hold in memory of their own."""
+    return {w.canonical for w in unit.weights if w.part == "model" and unit.structure is not None}
+
+
+def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
+    losses, gradients, parameters = expected(case)
+    allowed = Allowed.of_case(case)
+    # After updates two runs that round elsewhere are as far from each other as rounding takes the oracle from itself.
+    exact = losses
+    if case.dtype == torch.bfloat16:
+        exact = [losses[0], *expected(replace(case, dtype=torch.float32))[0][1:]]
+    results = workers.run(_three_steps, len(case.plan.ranks), case, zero, nodes)
+    largest = max((g.abs().max().item() for g in gradients.values()), default=0.0)
+    norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
+    seen: set[str] = set()
+    for result in results:
+        before, moved = losses[0], Counter[str]()
+        for (loss, parts), (expected_loss, expected_parts), (_, exact_parts) in zip(
+            result["losses"], losses, exact, strict=True
+        ):
+            # Updates differ by what gradients do, relatively, and so does what they have made of a loss. Twice: the
+            # moments that scale them differ, too.
+            moved.update({name: 2 * abs(value - before[1][name]) for name, value in expected_parts.items()})
+            drawn = {name for name, *_ in case.generators}
+            rounded = {name: 2 * abs(value - exact_parts[name]) for name, value in expected_parts.items()}
+            limits = {
+                name: (allowed.drawn if name in drawn else allowed.relative) * (value + moved[name])
+                + rounded[name]
+                for name, value in expected_parts.items()
+            }
+            before = expected_loss, expected_parts
+            assert {*parts} == {*expected_parts}
+            for name, limit in limits.items():
+                assert parts[name] == pytest.approx(expected_parts[name], abs=limit), name
+            weights = dict.fromkeys(parts, 1.0) | {name: weight for name, *_, weight in case.generators}
+            limit = sum(weights[name] * limit for name, limit in limits.items())
+            assert loss == pytest.approx(expected_loss, abs=limit)
+            limit = allowed.loss * expected_parts["language"] + rounded["language"]
+            assert parts["language"] == pytest.approx(expected_parts["language"], abs=limit)
+        assert result["norm"] == pytest.approx(norm, rel=allowed.relative)
+        assert not result["foreign"], "a rank gave memory to a layer that it does not hold"
+        assert set(result["gradients"]) == {key for key, name in result["owns"].items() if name in gradients}
+        for key, gradient in result["gradients"].items():
+            expected_gradient = part_of(gradients, key)
+            assert_close(
+                gradient, expected_gradient, allowed.of(expected_gradient, largest), f"gradient of {key}"
+            )
+        seen |= result["parameters"].keys()
+        # bf16 weights are rounded from masters; fp32 weights are what all holders have of them.
+        compared = result["masters" if case.dtype == torch.bfloat16 else "parameters"]
+        for key, parameter in compared.items():
+            wanted = part_of(parameters, key)
+            limit = allowed.of(wanted, 1.0)
+            if case.dtype == torch.bfloat16:  # masters begin alike, and differ by what gradients do
+                name = key.partition("@")[0]
+                moved = part_of(gradients, key) if name in gradients else torch.zeros_like(parameter)
+                limit = 2 * STEPS * STEP_SIZE * allowed.of(moved, largest)
+            assert_close(parameter, wanted, limit, f"{key} after three steps")
+    assert {key.partition("@")[0] for key in seen} == set(parameters)
+
+
+def part_of(whole: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """A weight, or the `@first:end,...` of it."""
+    name, _, spans = key.partition("@")
+    for dim, of_dim in enumerate(spans.split(",") if spans else ()):
+        pieces = [slice(*map(int, span.split(":"))) for span in of_dim.split("+")]
+        whole = {name: torch.cat([whole[name].narrow(dim, p.start, p.stop - p.start) for p in pieces], dim)}
+    return whole[name]
+
+
+def assert_close(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, what: str) -> None:
+    error = (mine - theirs).norm().item()
+    assert error <= allowed, f"{what}: {error} off {theirs.norm().item()}, {allowed} allowed"
