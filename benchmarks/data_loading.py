@@ -59,8 +59,8 @@ from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.feeding.decode_requirements import Needs
-from dilatant.training.feeding.feed import Feed, IndexedData, draws
+from dilatant.training.feeding.decode_requirements import DecodeRequirements
+from dilatant.training.feeding.feed import IndexedData, StepPrefetcher, draws
 
 BATCH = 32
 BUDGET_BYTES = 64 << 20
@@ -242,10 +242,10 @@ def decoded_and_needed(blend: Blend, encoding: Encoding, steps: int) -> tuple[in
     decoded = needed = 0
     for rank in plan.ranks:
         planner = StepPlanner(plan, trainability, model.graph, Microbatching(4), costs, rank)
-        needs = Needs(model, plan, rank)
+        needs = DecodeRequirements(model, plan, rank)
         source = CountingSource({"train": blend}, encoding)
         sampler = blend.sampler(0, BATCH)
-        with Feed(
+        with StepPrefetcher(
             IndexedData("train", blend, sizes, {}),
             draws(sampler, sampler.start(), 0, steps),
             source,

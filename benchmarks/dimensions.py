@@ -40,7 +40,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of
-from dilatant.runtime.state.shared_unit import SharedUnit
+from dilatant.runtime.state.shared_unit import ShardedUnit
 
 STYLES = {
     **{f"self_attn.{name}": ColwiseParallel for name in ("q_proj", "k_proj", "v_proj")},
@@ -80,7 +80,7 @@ def our_stage(settings: argparse.Namespace, hidden: int, comm: Comm, device: tor
     placed = Stage(0, end, ranks, tp=comm.size)
     plan = Plan((UnitPlan("language", (Replica((placed,)),)),))
     boxes = boxes_held_on(holdings_of(plan, model.units), comm.rank)
-    shared = SharedUnit(unit, comm, placed, boxes)
+    shared = ShardedUnit(unit, comm, placed, boxes)
     with torch.no_grad():
         shared.materialize(0, end, 0, ())
         stage: Any = unit.stage(0, end)

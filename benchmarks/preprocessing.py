@@ -47,7 +47,7 @@ from dilatant.data.workers.pool_source import join
 from dilatant.data.workers.ray_cluster import LOCAL, Connection
 from dilatant.data.workers.ray_source import RaySource
 from dilatant.planning.measuring.decode_costs import DecodeCost
-from dilatant.training.feeding.feed import LOOK_AHEAD, Draw, Feed, IndexedData
+from dilatant.training.feeding.feed import LOOK_AHEAD, IndexedData, StepPrefetcher, StepSamples
 
 PARTS = frozenset({TOKENS, "vision"})
 BATCH = 2
@@ -152,9 +152,11 @@ def fed(
     sizes = np.array([[one.sizes[unit] for unit in encoding.unit_names]] * len(photos))
     content = np.full(len(photos), one.content_digest)
     index = SizesIndex(encoding.unit_names, sizes, np.ones(len(photos), np.int64), content)
-    draws = (Draw(k, np.arange(k * BATCH, (k + 1) * BATCH), k * BATCH, SamplerState()) for k in range(steps))
+    draws = (
+        StepSamples(k, np.arange(k * BATCH, (k + 1) * BATCH), k * BATCH, SamplerState()) for k in range(steps)
+    )
     data = IndexedData("train", photos, index, {})  # type: ignore[arg-type]
-    with Feed(
+    with StepPrefetcher(
         data, draws, source, lambda heads, step: len(heads), lambda n: dict.fromkeys(range(n), PARTS)
     ) as feed:
         for step in feed:

@@ -22,10 +22,10 @@ from sklearn.svm import SVC
 
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.text.encode import encode_prompt
-from dilatant.hf.export import Exported, load_exported
-from dilatant.models.generators.sampling import Drawing
+from dilatant.hf.export import ExportedModel, load_exported
+from dilatant.models.generators.sampling import SamplingSettings
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.training.evaluation.image_answers import draw_items, rows_after
+from dilatant.training.evaluation.image_answers import generate_pictures, rows_after
 
 
 def score(question: str, expected: list[str | Image], answered: list[str | Image]) -> float:
@@ -57,7 +57,9 @@ def judge_of_digits() -> SVC:
     return SVC(gamma=0.001, C=10).fit(digits.data[learned], digits.target[learned])
 
 
-def recognised(exported: Exported, count: int, guidance: float = 2.0, steps: int = 20) -> tuple[float, float]:
+def recognised(
+    exported: ExportedModel, count: int, guidance: float = 2.0, steps: int = 20
+) -> tuple[float, float]:
     """The share of drawn digits that the judge recognises, `count` of each, and that of real ones."""
     digits = load_digits()
     held_out = np.arange(len(digits.target)) % HELD_OUT_EVERY == 0
@@ -71,7 +73,9 @@ def recognised(exported: Exported, count: int, guidance: float = 2.0, steps: int
         asked = Sample("judge", (Turn("user", (f"draw a {word}",)),))
         rows = rows_after(model, encode_prompt(asked, exported.encoding), target, exported.tokenizer)
         keys = [f"{word} {number}" for number in range(count)]
-        drawn = draw_items(model[target.name], rows.expand(count, -1, -1), Drawing(steps, guidance), keys)
+        drawn = generate_pictures(
+            model[target.name], rows.expand(count, -1, -1), SamplingSettings(steps, guidance), keys
+        )
         pixels = (drawn.flatten(1).numpy() + 1) * 8
         right.append(float((judge.predict(pixels) == label).mean()))
     return float(np.mean(right)), real

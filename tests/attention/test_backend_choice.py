@@ -13,15 +13,20 @@ from cases.attention_cases import make_case
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
 from dilatant.attention.kernels.attention_plan import AttentionPlan
-from dilatant.attention.kernels.backends import AttentionCall, Installed, choose_backend, explain_backend
+from dilatant.attention.kernels.backends import (
+    AttentionCall,
+    MachineCapabilities,
+    choose_backend,
+    explain_backend,
+)
 from dilatant.attention.kernels.explain import explain_here
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout
 
-HOPPER = Installed(triton=True, capability=(9, 0))
-CPU = Installed()
+HOPPER = MachineCapabilities(triton=True, capability=(9, 0))
+CPU = MachineCapabilities()
 
 
 def request(**changes) -> AttentionCall:
@@ -47,14 +52,14 @@ def request(**changes) -> AttentionCall:
         (request(head_dim=320, value_dim=320), HOPPER, "blockwise"),
         (request(value_dim=64), HOPPER, "blockwise"),
         (request(dtype=torch.float64), HOPPER, "blockwise"),
-        (request(), Installed(triton=False, capability=(9, 0)), "blockwise"),
-        (request(), Installed(triton=True, capability=(7, 0)), "blockwise"),
+        (request(), MachineCapabilities(triton=False, capability=(9, 0)), "blockwise"),
+        (request(), MachineCapabilities(triton=True, capability=(7, 0)), "blockwise"),
         (request(device="cpu"), CPU, "blockwise"),
         (request(device="cpu", not_plain=None), CPU, "sdpa"),
         (request(device="cpu", not_plain=None, logsumexp=True), CPU, "blockwise"),
     ],
 )
-def test_the_automatic_choice(asked: AttentionCall, machine: Installed, chosen: str) -> None:
+def test_the_automatic_choice(asked: AttentionCall, machine: MachineCapabilities, chosen: str) -> None:
     choice = choose_backend(asked, machine)
     assert choice.name == chosen
     assert set(choice.others) == {"triton", "blockwise", "sdpa"} - {chosen}
@@ -65,13 +70,13 @@ def test_the_automatic_choice(asked: AttentionCall, machine: Installed, chosen: 
     ("wanted", "asked", "machine", "reason"),
     [
         ("triton", request(device="cpu"), CPU, "Triton is not installed"),
-        ("triton", request(device="cpu"), Installed(triton=True), "on a CPU"),
-        ("triton", request(), Installed(triton=True, capability=(7, 5)), "7.5, below 8.0"),
+        ("triton", request(device="cpu"), MachineCapabilities(triton=True), "on a CPU"),
+        ("triton", request(), MachineCapabilities(triton=True, capability=(7, 5)), "7.5, below 8.0"),
         ("triton", request(head_dim=512, value_dim=512), HOPPER, "512 is above 256"),
         (
             "triton",
             request(device="cpu"),
-            Installed(triton=True, interpreter=True),
+            MachineCapabilities(triton=True, interpreter=True),
             "interpreter multiplies bfloat16 matrices wrongly",
         ),
         ("sdpa", request(), HOPPER, "attend in more than one way"),
@@ -81,7 +86,7 @@ def test_the_automatic_choice(asked: AttentionCall, machine: Installed, chosen: 
     ],
 )
 def test_a_backend_asked_for_by_name_runs_or_says_why_not(
-    wanted: str, asked: AttentionCall, machine: Installed, reason: str
+    wanted: str, asked: AttentionCall, machine: MachineCapabilities, reason: str
 ) -> None:
     with pytest.raises(AttentionError, match=reason):
         choose_backend(asked, machine, wanted)

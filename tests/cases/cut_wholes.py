@@ -14,7 +14,7 @@ from dilatant.config.model import LoraConfig
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.core.stage import StepData, stage_tensors
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import choose_attention
 
@@ -26,7 +26,7 @@ LOSS_TOLERANCE = 1e-5
 
 def opened(family: str, weights: Mapping[str, torch.Tensor] | None = None, **options: Any) -> MultimodalModel:
     """The units of a tiny model, with `weights` by transformers' keys."""
-    model = MultimodalModel({}, Whole.of(whole_config(family), "model", **options), seed=0)
+    model = MultimodalModel({}, PretrainedModel.of(whole_config(family), "model", **options), seed=0)
     with torch.no_grad():
         for unit in model.units.values():
             tensors = stage_tensors(unit)

@@ -257,12 +257,12 @@ def _own_encoder(projector: str, dropout: float) -> Encoder:
 
 def _net(case: Case, generator: str) -> torch.nn.Module:
     from dilatant.models.generators.denoiser_source import read_source
-    from dilatant.models.generators.denoisers import build_diffusion, look_at
+    from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
 
     family, objective, _ = case.nets[generator]
     settings, vae = NETS[family]
     size = SIZES.get(settings["_class_name"])
-    seen = look_at(read_source(family, None, settings, vae, None, size), family)
+    seen = inspect_denoiser(read_source(family, None, settings, vae, None, size), family)
     return build_diffusion(seen, family, cast(Any, objective), 0.3, hollow=True)
 
 

@@ -24,9 +24,9 @@ from dilatant.planning import planning_process
 from dilatant.planning.assemble import load_model_tokenizer
 from dilatant.planning.auto_plan import Devices, choose_plan
 from dilatant.planning.layout import TrainingPlan
-from dilatant.planning.measuring.cost_cache import keep_costs
+from dilatant.planning.measuring.cost_cache import store_costs
 from dilatant.planning.planning_process import PlanningJob
-from dilatant.planning.problem.describe_model import describe_model, skeleton
+from dilatant.planning.problem.describe_model import build_meta_model, describe_model
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.report.run_folder import RunFolder
 from dilatant.training.checkpoints.checkpoint import newest_valid
@@ -214,7 +214,7 @@ def test_auto_reuses_measured_costs_and_says_so(
         kind: {degree: replace(cost, fit_error=0.9) for degree, cost in own.items()}
         for kind, own in measured.layers.items()
     })  # fmt: skip
-    keep_costs(measured, describe_model(skeleton(config, len(load_model_tokenizer(config.model)))))
+    store_costs(measured, describe_model(build_meta_model(config, len(load_model_tokenizer(config.model)))))
     said: list[str] = []
     chosen = planning_process._choose(PlanningJob(config, "", project / "run"), said.append)
     assert not any(text.startswith("measuring layers") for text in said), said

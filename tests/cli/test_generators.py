@@ -22,8 +22,8 @@ from cases.tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3, SIZES
 from cases.tiny_project import Dilatant, tiny_config, write_images
 from cases.tiny_wholes import save_as_the_hub_does
 from dilatant.hf.export import load_exported
-from dilatant.models.generators.sampling import Drawing
-from dilatant.training.evaluation.image_answers import draw_items
+from dilatant.models.generators.sampling import SamplingSettings
+from dilatant.training.evaluation.image_answers import generate_pictures
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 
@@ -400,7 +400,7 @@ def test_frozen_encoder_features_train_in_any_layout_and_export(drawing: Path, d
     drawn = unit.model.encode(pixels)
     assert torch.equal(drawn, patches[0].transpose(1, 2).unflatten(2, (4, 4)))
     rows = rows_of_start(unit)
-    found = draw_items(unit, rows, Drawing(2), ["a"])
+    found = generate_pictures(unit, rows, SamplingSettings(2), ["a"])
     assert found.shape == (1, 8, 4, 4)
     asked = ("generate", exports[0], "--prompt", "draw l", "--out")
     code, _, err = dilatant(*asked, drawing / "l.png")

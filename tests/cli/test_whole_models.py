@@ -23,7 +23,7 @@ from dilatant.config import load_config
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encode import encode_sample
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.planning.assemble import assemble_samples
 
 STAGES = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
@@ -63,7 +63,7 @@ def loss_in_transformers(config: Path, model: Any, family: str) -> float:
         encoded = encode_sample(samples.train[index], samples.encoding)
         given = {}
         if "omni" in family:  # which tells positions from tokens around items that no tokenizer of bytes has
-            places = Whole.of(whole_config(family), "model").positions(replace_ids(encoded))
+            places = PretrainedModel.of(whole_config(family), "model").positions(replace_ids(encoded))
             given["position_ids"] = torch.from_numpy(places[1:, None])
         total += float(transformers_loss(model, family, encoded, image=299, **given))
         targets += encoded.target_tokens

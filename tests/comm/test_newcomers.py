@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from dilatant.comm.store import protocol as protocol
-from dilatant.comm.store.newcomers import Newcomers, Proved
+from dilatant.comm.store.newcomers import AuthenticatedConnection, PendingHandshakes
 
 TOKEN = b"correct horse battery staple"
 SECONDS = 10.0
@@ -24,7 +24,7 @@ class Door:
         self.now = 100.0
         self._stack = stack
         self._selector = stack.enter_context(selectors.DefaultSelector())
-        self.newcomers = Newcomers(TOKEN, self._selector, SECONDS, MOST, lambda: self.now)
+        self.newcomers = PendingHandshakes(TOKEN, self._selector, SECONDS, MOST, lambda: self.now)
         stack.callback(self.newcomers.close)
 
     def enter(self) -> socket.socket:
@@ -34,7 +34,7 @@ class Door:
         self.newcomers.greet(ours)
         return theirs
 
-    def turn(self) -> list[Proved]:
+    def turn(self) -> list[AuthenticatedConnection]:
         """Read whatever has arrived; who has proved the token."""
         found = [self.newcomers.read(key.data) for key, _ in self._selector.select(0)]
         self.newcomers.expire()

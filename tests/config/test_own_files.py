@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dilatant.config import UserError
-from dilatant.config.files.own_files import is_kept_safely, open_in_place, read_text, require_plain
+from dilatant.config.files.own_files import is_trusted_cache_file, open_in_place, read_text, require_plain
 from dilatant.data.array_file import Arrays
 from dilatant.data.cache import open_cache
 
@@ -98,7 +98,7 @@ def test_what_everybody_may_put_into_a_cache_is_made_again(
         (folder / "sizes.arrays").symlink_to(tmp_path / "elsewhere")
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + user)
-    assert is_kept_safely(folder / "sizes.arrays") == safe
+    assert is_trusted_cache_file(folder / "sizes.arrays") == safe
     assert (cache.known("sizes", key) is not None) == safe
     monkeypatch.undo()
     assert make(2).arrays["x"][0] == (2 if link else 1)

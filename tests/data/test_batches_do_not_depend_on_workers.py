@@ -27,7 +27,7 @@ from dilatant.data.order.sampler import Sampler, SamplerState
 from dilatant.data.order.stream_sampler import StreamSampler
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.workers.loader import Loader
-from dilatant.data.workers.ordered_map import WorkerError, WorkerPool, unpickled
+from dilatant.data.workers.ordered_map import WorkerError, WorkerPool, unpickle_job
 from harness.patience import HANG_SECONDS, wait_until
 
 ENCODING = replace(small_encoding(), max_length=100)
@@ -306,7 +306,7 @@ def test_data_that_a_notebook_defines_are_said_to_need_a_file(monkeypatch):
     payload = pickle.dumps(own([1]))
     monkeypatch.delattr(sys.modules["__main__"], "Own")
     with pytest.raises(WorkerError, match=r"'Own'.*put what is defined in a notebook.* into a \.py file"):
-        unpickled(payload)
+        unpickle_job(payload)
 
 
 def test_a_mistake_in_the_program_shows_where_it_happened():

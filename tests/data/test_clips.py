@@ -20,7 +20,7 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.native_clip_unit import FrameSampling, NativeClipUnit, frame_sampling
 from dilatant.data.media_units.native_image_unit import GRID, STEP, PatchProcessor
-from dilatant.data.sample import Media, MediaSize, Written
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 FORMS = ("gif", "webp", "folder", "mp4")
 
@@ -136,7 +136,7 @@ def test_patches_are_those_of_the_frames_pair_by_pair(tmp_path: Path) -> None:
 
 def test_frames_that_stand_apart_are_sized_and_dated_as_in_qwen3() -> None:
     size = MediaSize(640, 360, 10.3, 309)
-    opens = Written("<video>", "<v>", "</v>")
+    opens = MediaMarkup("<video>", "<v>", "</v>")
     unit = NativeClipUnit(
         "vision", 9, PatchProcessor(16, 2, 2, 4096, 40 * 64 * 64), apart=True, written=opens
     )

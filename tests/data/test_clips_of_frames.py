@@ -21,7 +21,7 @@ from dilatant.data.media_units.frame_choice import FirstFrames, MiddleFrames, Sp
 from dilatant.data.media_units.frame_texts import FRAME_TEXTS, in_words
 from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
-from dilatant.data.sample import Media, MediaSize, Written
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 from dilatant.models.families.clip_units import frame_choice
 
 
@@ -100,7 +100,7 @@ def test_frames_are_seen_as_images_and_written_as_internvl_does(tmp_path: Path) 
     first.save(tmp_path / "clip.png", save_all=True, append_images=others, duration=100)
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     image = ImageUnit(
-        "vision", 9, 17, PixelProcessor(8, 8, mean=mean, std=std), 4, written=Written("", "<i>", "</i>")
+        "vision", 9, 17, PixelProcessor(8, 8, mean=mean, std=std), 4, written=MediaMarkup("", "<i>", "</i>")
     )
     unit = FramedClipUnit(image, MiddleFrames(4), "counted")
     size = MediaSize(20, 14, 0.9, 9)

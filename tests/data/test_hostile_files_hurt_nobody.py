@@ -23,7 +23,7 @@ from dilatant.data.index.sizes import blend_sizes, measure
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.order.blend import open_blend
-from dilatant.data.parallel_map import in_pieces, piece_bounds
+from dilatant.data.parallel_map import map_ranges, piece_bounds
 from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encode import encode_prompt
@@ -342,5 +342,5 @@ def _warns(piece):
 
 
 def test_what_libraries_warn_of_in_workers_is_not_shown(capfd):
-    assert len(list(in_pieces(_warns, piece_bounds(20, 1), 20, str, 1))) == 20
+    assert len(list(map_ranges(_warns, piece_bounds(20, 1), 20, str, 1))) == 20
     assert capfd.readouterr().err == ""

@@ -24,7 +24,7 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media_units.frame_choice import moments
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
 from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit, PatchProcessor
-from dilatant.data.sample import Media, Sample, Turn, Written
+from dilatant.data.sample import Media, MediaMarkup, Sample, Turn
 from dilatant.data.text.encode import encode_sample, find_problems
 
 # What a viewer does with stored pixels, by the definition of EXIF's orientations.
@@ -258,7 +258,7 @@ def test_texts_between_frames_say_when_they_are(tmp_path: Path) -> None:
     stamps = [0, 100, 200, 300, 5000, 9000]
     size = media_size(Media("video", video(tmp_path / "x.mkv", stamps), "x"))
     unit = NativeClipUnit("vision", 9, PatchProcessor(16, 2, 2, 4096, 8192), apart=True,
-                          written=Written("<video>"))  # fmt: skip
+                          written=MediaMarkup("<video>"))  # fmt: skip
     frames = unit.frames(size).tolist()
     texts = [before for before, _, _ in unit.pieces(size)]
     pairs = zip(frames[::2], frames[1::2], strict=True)

@@ -14,7 +14,7 @@ from cases.data_builders import image_bytes, wav_bytes
 from dilatant.config import UserError
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.media_header import media_size
-from dilatant.data.media.pixels import Pixels, joined
+from dilatant.data.media.pixels import Pixels, concatenate_inputs
 from dilatant.data.media.sound_file import decode_audio, resample
 from dilatant.data.media_units.audio_unit import AudioUnit, LogMelProcessor
 from dilatant.data.media_units.image_unit import PixelProcessor
@@ -70,9 +70,9 @@ def test_mixed_pixels_and_arrays_join_into_normalized_inputs():
     seen = on_device(inputs, torch.device("cpu"))
     assert seen.dtype == torch.float32
     assert seen[:, 0, 0, 0].tolist() == [1, 1, 255, 255, 0]
-    assert joined(inputs)[:, 0, 0, 0].tolist() == [1, 1, 255, 255, 0]
-    assert isinstance(joined(inputs[:1] * 2), Pixels)
-    assert len(joined(inputs[:1] * 2)) == 4
+    assert concatenate_inputs(inputs)[:, 0, 0, 0].tolist() == [1, 1, 255, 255, 0]
+    assert isinstance(concatenate_inputs(inputs[:1] * 2), Pixels)
+    assert len(concatenate_inputs(inputs[:1] * 2)) == 4
 
 
 def test_other_families_run_transformers_own_processor(tmp_path):

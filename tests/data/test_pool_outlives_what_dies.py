@@ -25,10 +25,10 @@ from dilatant.data.media import open_media
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.workers import pool_owner, pool_source
 from dilatant.data.workers.arena import Arena
-from dilatant.data.workers.ordered_map import WithheldError, WorkerError
+from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest
 from dilatant.data.workers.pool_source import join
-from dilatant.data.workers.pool_wire import PoolAsk, PoolHello, framed
+from dilatant.data.workers.pool_wire import PoolAsk, PoolHello, to_frame
 from dilatant.data.workers.request_queue import Awake
 from harness.patience import HANG_SECONDS, wait_until
 
@@ -221,7 +221,7 @@ def test_io_errors_are_retried_and_never_blamed_on_the_sample(pool, tmp_path, wo
         assert source.take("train", 100).id == "file:0"
     else:
         with pytest.raises(
-            WithheldError, match=r"sample 0 of 'train' .* cannot be read, 3 times: .*Input/output"
+            UnreadableFileError, match=r"sample 0 of 'train' .* cannot be read, 3 times: .*Input/output"
         ):
             source.take("train", 100)
     assert source.take("train", 101).id == "file:1"
@@ -353,20 +353,20 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
     owner, join_pool = pool(Numbered(), workers=1)
     pids = owner.pids
     ask = PoolAsk(0, "train", 0, 0, [], 0, 8)
-    hello = framed(PoolHello(1 << 12, 0))
+    hello = to_frame(PoolHello(1 << 12, 0))
     nested = b"\x82\xa4type\xa6forget\xa4more" + b"\x91" * 5000 + b"\xc0"
     with tempfile.TemporaryFile() as empty:
         for message, descriptors in [
             (b"GET / HTTP/1.1\r\n\r\n", []),
-            (framed(ask), []),  # without an arena
+            (to_frame(ask), []),  # without an arena
             (hello, []),  # without its memory
             (hello, [empty.fileno()]),  # which is too small
-            (framed(PoolHello(1 << 12, 1 << 12)), []),  # no room for its notes
-            (framed(PoolHello(1 << 12, -1)), []),
-            (framed(PoolHello(1 << 63, 0)), [empty.fileno()]),  # more than an address holds
+            (to_frame(PoolHello(1 << 12, 1 << 12)), []),  # no room for its notes
+            (to_frame(PoolHello(1 << 12, -1)), []),
+            (to_frame(PoolHello(1 << 63, 0)), [empty.fileno()]),  # more than an address holds
             (hello[:4] + b"\xff" * 40, []),
             (struct.pack(">I", len(nested)) + nested, []),
-            (framed(ask)[:4] + b"\x00" * 80, []),
+            (to_frame(ask)[:4] + b"\x00" * 80, []),
         ]:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(f"{owner.address}/0.sock")
@@ -381,7 +381,7 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"{owner.address}/0.sock")
             connection.settimeout(HANG_SECONDS)
-            bad = framed(PoolAsk(ticket, "train", 0, 0, [], offset, room))
+            bad = to_frame(PoolAsk(ticket, "train", 0, 0, [], offset, room))
             socket.send_fds(connection, [hello + bad], [arena.fd])
             assert b"greeting" in connection.recv(1 << 16)
             with suppress(ConnectionError):

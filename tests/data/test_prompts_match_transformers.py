@@ -27,8 +27,8 @@ from dilatant.data.text.chat_template import TemplateMessage
 from dilatant.data.text.encode import encode_prompt
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
-from dilatant.models.families.media_units import units_of_whole
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.media_units import units_of_pretrained
+from dilatant.models.families.pretrained import PretrainedModel
 
 TEMPLATE = (
     "{%% for message in messages %%}<{{ message['role'] }}>{%% if message['content'] is string %%}"
@@ -101,14 +101,14 @@ def test_prompts_are_those_of_the_familys_processor(family: str) -> None:
     for key, name in (("boi_token_id", "boi_token"), ("eoi_token_id", "eoi_token")):
         if name in tokens:
             settings[key] = tokenizer.convert_tokens_to_ids(tokens[name])
-    whole = Whole.of(CONFIG_MAPPING[family](**settings), "model")
+    whole = PretrainedModel.of(CONFIG_MAPPING[family](**settings), "model")
 
     image = Image.fromarray(np.full((8, 8, 3), 7, np.uint8))
     content = [{"type": "text", "text": "See "}, {"type": "image"}, {"type": "text", "text": " here?"}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     theirs = processor(text=[text], images=[[image]], add_special_tokens=False, return_tensors="np")
 
-    units = units_of_whole(whole, None, tokenizer)
+    units = units_of_pretrained(whole, None, tokenizer)
     media = Media("image", _png(image), "image")
     sample = Sample("one", (Turn("user", ("See ", media, " here?")),))
     ours = encode_prompt(sample, Encoding(chat_tokenizer(tokenizer), units))

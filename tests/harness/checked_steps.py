@@ -17,7 +17,7 @@ from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.unit import Unit
 from dilatant.runtime.runtime import Runtime
-from dilatant.training.feeding.decode_requirements import Needs
+from dilatant.training.feeding.decode_requirements import DecodeRequirements
 from dilatant.training.optimizers.master_weights import make_masters
 from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import build_optimizer, expected
@@ -104,7 +104,7 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
             stage.shards.rows_of_piece = case.rows_of_piece
     whole = build_samples(case)
     step = runtime.prepare(whole, case.assignment, case.schedule)
-    needed = Needs(runtime.model, case.plan, comm.rank).of(step)
+    needed = DecodeRequirements(runtime.model, case.plan, comm.rank).of(step)
     samples = [_only(sample, needed.get(number, frozenset())) for number, sample in enumerate(whole)]
     owned = runtime.owned
     masters = make_masters(owned.parameters)

@@ -20,8 +20,8 @@ from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.hf.stored_weights import open_tensors, tensor_files
 from dilatant.models.adapters.lora import targets
 from dilatant.models.core.materialize import materialize
-from dilatant.models.families.pretrained import Whole
-from dilatant.models.families.pretrained_weights import load_whole
+from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.pretrained_weights import load_pretrained_weights
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 
@@ -50,12 +50,12 @@ def without_some(state: dict[str, Any]) -> dict[str, Any]:
 def test_weights_that_are_not_there_do_not_begin_at_random(
     folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    whole = Whole.of(load_pretrained_config(str(folder), "model"), "model")
-    assert load_whole(whole, str(folder))
+    whole = PretrainedModel.of(load_pretrained_config(str(folder), "model"), "model")
+    assert load_pretrained_weights(whole, str(folder))
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(change(load_file(folder / WEIGHTS)), tmp_path / WEIGHTS, {"format": "pt"})
     with pytest.raises(UserError, match=r"lacks '.*' and \d+ more of the weights of its model"):
-        load_whole(whole, str(tmp_path))
+        load_pretrained_weights(whole, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_a_tied_head_loads_and_a_missing_pooler_only_warns(tmp_path: Path) -> No
 
 def test_a_folder_without_weights_or_of_an_adapter_says_so(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    whole = Whole.of(load_pretrained_config(str(folder), "model"), "model")
+    whole = PretrainedModel.of(load_pretrained_config(str(folder), "model"), "model")
     with pytest.raises(UserError, match=r"cannot be loaded: .*no file named model\.safetensors"):
-        load_whole(whole, str(tmp_path))
+        load_pretrained_weights(whole, str(tmp_path))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"it is an adapter: write 'model\.lora\.adapter'"):
@@ -133,7 +133,7 @@ def test_a_config_that_cannot_be(
     (settings[part] if part else settings)[key] = value
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=says):
-        Whole.of(load_pretrained_config(str(tmp_path), "model"), "model")
+        PretrainedModel.of(load_pretrained_config(str(tmp_path), "model"), "model")
 
 
 def test_a_whole_model_as_language_model_points_to_its_setting(folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_whole_model_as_language_model_points_to_its_setting(folder: Path) -> 
 
 
 def test_a_pattern_of_adapters_that_is_none() -> None:
-    whole = Whole.of(whole_config("llava"), "model")
+    whole = PretrainedModel.of(whole_config("llava"), "model")
     with pytest.raises(UserError, match=r"'\(' is no regular expression"):
         targets(whole.composite(), LoraConfig(target_modules="("), whole.parts)
 

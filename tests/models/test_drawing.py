@@ -14,12 +14,12 @@ from cases.tiny_models import LANGUAGE_MODELS
 from cases.tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 from dilatant.config.errors import UserError
 from dilatant.models import Generator, MultimodalModel
-from dilatant.models.core.dtype import hold_in
+from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.materialize import materialize
 from dilatant.models.generators.denoiser_source import read_source, scheduler_settings
-from dilatant.models.generators.denoisers import build_diffusion, look_at
-from dilatant.models.generators.diffusion import Diffusion, alphas, draw_noise, mix
-from dilatant.models.generators.sampling import Drawing, draw
+from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
+from dilatant.models.generators.diffusion import Diffusion, add_noise, alphas, draw_noise
+from dilatant.models.generators.sampling import SamplingSettings, draw
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
@@ -32,7 +32,7 @@ def _built(settings: Any, vae: Any = None, objective: Any = "flow", seed: int = 
 
 def _unit(settings: Any, vae: Any = None, objective: Any = "flow", seed: int = 0) -> Any:
     size = SIZES.get(settings["_class_name"])
-    seen = look_at(read_source("net", None, settings, vae, None, size), "net")
+    seen = inspect_denoiser(read_source("net", None, settings, vae, None, size), "net")
     module = build_diffusion(seen, "net", objective, 0.1, hollow=True)
     generator = Generator(module, None, seen.width, "linear", 2)
     model = MultimodalModel({}, LANGUAGE_MODELS["llama"], seed=seed, generators={"image": generator})
@@ -46,7 +46,7 @@ def test_noisy_pictures_and_targets_are_those_of_diffusers(objective: Any) -> No
         torch.tensor(alphas()), scheduler.alphas_cumprod.double(), rtol=1e-4, atol=1e-7
     )
     picture, noise, moments = torch.randn(5, 1, 4, 4), torch.randn(5, 1, 4, 4), torch.randn(5)
-    mixed = mix(objective, picture, noise, moments)
+    mixed = add_noise(objective, picture, noise, moments)
     steps = mixed.times.long()
     torch.testing.assert_close(mixed.seen, scheduler.add_noise(picture, noise, steps), **EXACT)
     target = noise if objective == "epsilon" else scheduler.get_velocity(picture, noise, steps)
@@ -55,7 +55,7 @@ def test_noisy_pictures_and_targets_are_those_of_diffusers(objective: Any) -> No
 
 def test_flow_is_a_straight_line_and_its_direction() -> None:
     picture, noise, moments = torch.randn(5, 1, 4, 4), torch.randn(5, 1, 4, 4), torch.randn(5)
-    mixed = mix("flow", picture, noise, moments)
+    mixed = add_noise("flow", picture, noise, moments)
     share = (mixed.times / 1000)[:, None, None, None]
     torch.testing.assert_close(mixed.seen - share * mixed.target, picture, **EXACT)
     torch.testing.assert_close(mixed.seen + (1 - share) * mixed.target, noise, **EXACT)
@@ -83,14 +83,14 @@ def test_drawing_takes_the_steps_of_diffusers(objective: Any, guidance: float) -
 
             told, untold = say(rows), say(torch.zeros_like(rows))
             seen = scheduler.step(untold + guidance * (told - untold), t, seen, return_dict=False)[0]
-    drawn = draw(net, rows, noise, Drawing(10, guidance))
+    drawn = draw(net, rows, noise, SamplingSettings(10, guidance))
     torch.testing.assert_close(
         drawn, seen.clamp(-1, 1), rtol=1e-3, atol=1e-3
     )  # its table of noise is float32
 
 
 def test_frozen_encoder_patches_are_generated_without_clipping() -> None:
-    seen = look_at(read_source("net", None, OF_FEATURES, None, CLIP), "net")
+    seen = inspect_denoiser(read_source("net", None, OF_FEATURES, None, CLIP), "net")
     module = build_diffusion(seen, "net", "flow", 0.1, hollow=True)
     generator = Generator(module, None, seen.width, "linear", 2)
     net = MultimodalModel({}, LANGUAGE_MODELS["llama"], seed=0, generators={"image": generator})[
@@ -102,7 +102,7 @@ def test_frozen_encoder_patches_are_generated_without_clipping() -> None:
     patches = net.encoder(pixels).last_hidden_state[:, 1:]  # without the class token, row by row
     for row, column in ((0, 0), (1, 3), (3, 2)):
         assert torch.equal(net.encode(pixels)[:, :, row, column], patches[:, 4 * row + column])
-    drawn = draw(net.eval(), torch.randn(2, 2, 12), 50 * torch.randn(2, *net.shape), Drawing(2))
+    drawn = draw(net.eval(), torch.randn(2, 2, 12), 50 * torch.randn(2, *net.shape), SamplingSettings(2))
     assert drawn.shape == (2, 8, 4, 4)
     assert drawn.abs().max() > 1  # no picture, which would end there
 
@@ -144,7 +144,7 @@ def test_every_family_learns_in_any_split_of_a_batch(family: str) -> None:
     together.sum().backward()
     assert all(p.grad is None for p in net.parameters() if not p.requires_grad)
     assert not any(p.requires_grad for name, p in net.named_parameters() if name.startswith("vae."))
-    drawn = draw(net, rows, torch.randn(3, *net.shape), Drawing(2, 2.0))
+    drawn = draw(net, rows, torch.randn(3, *net.shape), SamplingSettings(2, 2.0))
     assert drawn.shape == (3, *net.pixels)
 
 
@@ -182,7 +182,7 @@ def test_initial_weights_depend_only_on_the_seed() -> None:
 
 
 def test_a_hollow_generator_allocates_only_when_materialized() -> None:
-    seen = look_at(read_source("net", None, SD3, None), "net")
+    seen = inspect_denoiser(read_source("net", None, SD3, None), "net")
     module = build_diffusion(seen, "net", "flow", 0.1, hollow=True)
     generator = Generator(module, None, 12, "linear", 2)
     model = MultimodalModel(
@@ -211,7 +211,7 @@ def test_a_hollow_generator_allocates_only_when_materialized() -> None:
 def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
     """Cut before and behind every block: losses to the bit, and all gradients."""
     unit = _unit(*NETS[family])
-    hold_in(unit, dtype)
+    cast_weights(unit, dtype)
     net, count = unit.model, len(unit.layers)
     rows = torch.randn(3, 2, 12, dtype=dtype)
     given: dict[str, Any] = {"pixel_values": torch.rand(3, *net.pixels) * 2 - 1, "seed": 1}
@@ -263,7 +263,7 @@ def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
 )  # fmt: skip
 def test_unsupported_generators_are_refused_before_allocation(settings: Any, vae: Any, said: str) -> None:
     with pytest.raises(UserError) as error:
-        look_at(read_source("model.generators.image", None, settings, vae), "model.generators.image")
+        inspect_denoiser(read_source("model.generators.image", None, settings, vae), "model.generators.image")
     assert str(error.value).startswith("model.generators.image")
     assert said in str(error.value)
 
@@ -271,7 +271,7 @@ def test_unsupported_generators_are_refused_before_allocation(settings: Any, vae
 def test_without_diffusers_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(UserError, match=r'pip install "dilatant\[generators\]"'):
-        look_at(read_source("net", None, SD3, None), "net")
+        inspect_denoiser(read_source("net", None, SD3, None), "net")
 
 
 def test_a_target_of_another_size_names_both() -> None:
@@ -293,4 +293,4 @@ def test_a_target_of_another_size_names_both() -> None:
 )
 def test_conflicting_generator_settings_need_no_allocation(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        look_at(read_source("here", None, settings, None), "here")
+        inspect_denoiser(read_source("here", None, settings, None), "here")

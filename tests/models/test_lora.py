@@ -19,7 +19,7 @@ from dilatant.hf.stored_weights import read_adapters
 from dilatant.models.adapters.lora import inject, is_adapter, merged_state
 from dilatant.models.build import build_model
 from dilatant.models.core.four_bit_stages import four_bit_names
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.parallel.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.plan.boxes import Box
 from dilatant.plan.costs.stage_costs import stage_costs
@@ -115,7 +115,7 @@ def test_a_merged_model_computes_what_its_adapters_do(settings: dict[str, bool])
     ],
 )
 def test_what_names_nothing_is_said(settings, message):
-    whole = Whole.of(whole_config("llava"), "model", lora=LoraConfig(**settings))
+    whole = PretrainedModel.of(whole_config("llava"), "model", lora=LoraConfig(**settings))
     with pytest.raises(UserError, match=message):
         whole.language_model()
 
@@ -142,12 +142,12 @@ def test_planners_count_what_a_stage_holds_in_four_bits():
 
 
 def test_the_head_gets_no_adapter_and_patterns_mean_whole_names():
-    whole = Whole.of(
+    whole = PretrainedModel.of(
         whole_config("llava"), "model", lora=LoraConfig(target_modules=r".*layers\.[01]\.mlp\.\w+_proj")
     )
     adapted = {name for name in dict(whole.language_model().named_parameters()) if is_adapter(name)}
     assert len(adapted) == 2 * 3 * 2
-    everything = Whole.of(whole_config("llava"), "model", lora=LoraConfig()).language_model()
+    everything = PretrainedModel.of(whole_config("llava"), "model", lora=LoraConfig()).language_model()
     assert not any("lm_head.lora" in name for name, _ in everything.named_parameters())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.models.core.random_draws import KeyedDraws, Spread
+from dilatant.models.core.random_draws import KeyedDraws, SampleLayout
 from dilatant.models.core.sequence_parallel import TokenShards
 
 
@@ -41,13 +41,13 @@ def test_shares_are_equally_long_and_together_all_rows(items: int, tokens: int, 
 def test_a_share_drops_what_the_whole_drops_there(packed: bool, size: int) -> None:
     lengths = (3, 4) if packed else (2, 1)
     items, tokens = (1, 7) if packed else (3, 5)
-    whole, _ = KeyedDraws(1, ["a", "b"], Spread(packed, lengths)).uniform(
+    whole, _ = KeyedDraws(1, ["a", "b"], SampleLayout(packed, lengths)).uniform(
         "x/0", (items, tokens, 6), torch.device("cpu")
     )
     rows = []
     for index in range(size):
         shards = TokenShards(OneOf(size, index))
-        draws = KeyedDraws(1, ["a", "b"], Spread(packed, lengths), shards=shards)
+        draws = KeyedDraws(1, ["a", "b"], SampleLayout(packed, lengths), shards=shards)
         outside, each = draws.uniform("x/0", (items, tokens, 6), torch.device("cpu"))
         assert torch.equal(outside, whole)
         share = shards.split(torch.zeros(items, tokens, 2))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dilatant.models.parallel.tensor_parallel import share_vocabulary
+from dilatant.models.parallel.tensor_parallel import shard_vocabulary
 
 ROWS = 12
 
@@ -36,7 +36,7 @@ def test_every_row_but_padding_has_a_gradient_on_its_rank(padding: int | None, s
         embedding = model.get_input_embeddings()
         own = slice(ROWS * index // size, ROWS * (index + 1) // size)
         embedding.weight = nn.Parameter(whole.weight.detach()[own].clone())
-        share_vocabulary(model, ROWS, ROWS, _rank(index, size))
+        shard_vocabulary(model, ROWS, ROWS, _rank(index, size))
         rows.append(embedding(ids))
         rows[-1].sum().backward()
         gradients.append(embedding.weight.grad)

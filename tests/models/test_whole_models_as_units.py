@@ -15,9 +15,9 @@ from cases.cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, 
 from cases.tiny_wholes import WHOLES, whole_config
 from cases.whole_samples import sample_of, samples_of
 from dilatant.config.errors import UserError
-from dilatant.models.core.cross_attention import tiles_seen
+from dilatant.models.core.cross_attention import visible_tiles
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.runtime.layouts import context_problems
 
 DEFAULT = ("gemma3", "gemma4", "mllama", "qwen2_5_vl", "qwen2_5_omni_thinker")
@@ -49,7 +49,7 @@ def test_a_family_that_is_not_known_says_what_is_missing():
     config = whole_config("llava")
     config.model_type = "vipllava"
     with pytest.raises(UserError, match=r"'vipllava' is not a family that opens whole.*towers, projectors"):
-        Whole.of(config, "model.id")
+        PretrainedModel.of(config, "model.id")
 
 
 def test_every_family_has_a_tiny_model_that_is_tested():
@@ -103,7 +103,7 @@ def test_tokens_see_the_same_tiles_as_in_the_family_processor() -> None:
         spans = get_cross_attention_token_mask(ids, 9)
         counts = [tiles.sum(1).tolist()]
         expected = convert_sparse_cross_attention_mask_to_dense([spans], counts, 4, len(ids))[0]
-        np.testing.assert_array_equal(tiles_seen(np.array(ids), 9, tiles.astype(np.int64)), expected)
+        np.testing.assert_array_equal(visible_tiles(np.array(ids), 9, tiles.astype(np.int64)), expected)
 
 
 def test_layers_are_named_as_those_of_other_models():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cases.made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from dilatant.plan.boxes import Box, BoxIntervals, atoms, parse_key
-from dilatant.plan.buckets import Bucket, Format, make_buckets, share_of, shares
+from dilatant.plan.buckets import Bucket, Format, cut_shards, make_buckets, shard_of
 from dilatant.plan.holdings import HeldWeight, Holding, holdings
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
@@ -100,12 +100,12 @@ def test_every_number_has_one_owner_and_shared_ones_are_divided(degrees: tuple[i
     spoken: list[tuple[str, tuple[int, ...]]] = []
     for bucket in buckets:
         for rank in bucket.ranks:
-            own = share_of(bucket, rank, zero, node_of)  # type: ignore[arg-type]
+            own = shard_of(bucket, rank, zero, node_of)  # type: ignore[arg-type]
             assert rank in own.sharing
             assert rank in own.alike
             for other in own.alike:
-                assert share_of(bucket, other, zero, node_of).own == own.own  # type: ignore[arg-type]
-            together = [share_of(bucket, other, zero, node_of).own for other in own.sharing]  # type: ignore[arg-type]
+                assert shard_of(bucket, other, zero, node_of).own == own.own  # type: ignore[arg-type]
+            together = [shard_of(bucket, other, zero, node_of).own for other in own.sharing]  # type: ignore[arg-type]
             assert tuple(sum(box.size for box in share) for share in together) == own.sizes
             assert [bucket.boxes[cell].meet(box) for cell, box in zip(own.cells, own.own)] == list(own.own)
             divided = [(box.name, point) for share in together for box in share for point in points(box)]
@@ -148,11 +148,14 @@ def test_shares_are_consecutive_and_off_by_less_than_a_row(shapes: list[list[int
         for n, point in enumerate(sorted(points(box)))
     }
     flat = [
-        (box.name, point) for share in shares(boxes, count) for box in share for point in sorted(points(box))
+        (box.name, point)
+        for share in cut_shards(boxes, count)
+        for box in share
+        for point in sorted(points(box))
     ]
     assert flat == sorted(order, key=lambda entry: order[entry])
     total, longest_row = len(flat), max(box.size // (box.shape[0] if box.whole else 1) for box in boxes)
-    for share in shares(boxes, count):
+    for share in cut_shards(boxes, count):
         assert abs(sum(box.size for box in share) - total / count) <= longest_row + 1
 
 

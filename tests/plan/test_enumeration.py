@@ -16,7 +16,7 @@ from cases.search_cases import RULES, random_vlm
 from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.layouts.space import open_space
-from dilatant.plan.layouts.ways import Row, Way, joined
+from dilatant.plan.layouts.ways import JointLayout, UnitLayout, joined
 from dilatant.plan.modes import Mode
 from dilatant.plan.search.enumeration import WORTH, enumerate_candidates
 from dilatant.plan.search.search import SLOW, search
@@ -96,11 +96,12 @@ def test_ways_to_run_units_are_left_out_only_beside_better_ones():
         last, encoder = bool(draw.integers(2)), bool(draw.integers(2))
         times = SimpleNamespace(exposed_sync=0.0)
         own = [
-            Way(SimpleNamespace(gpus=gpus, slowest=slowest, total=slowest + more), 1, times, 1.0)
+            UnitLayout(SimpleNamespace(gpus=gpus, slowest=slowest, total=slowest + more), 1, times, 1.0)
             for gpus, slowest, more in draw.integers(1, 9, (60, 3))
         ]
         few = [
-            Row((), (), *(draw.integers(1, 9, 3) / 4), 0.0, tuple(draw.integers(4, 9, 2))) for _ in range(40)
+            JointLayout((), (), *(draw.integers(1, 9, 3) / 4), 0.0, tuple(draw.integers(4, 9, 2)))
+            for _ in range(40)
         ]
         every = [row.beside(way, 1, encoder) for row in few for way in own if way.devices <= row.left[1]]
         kept = joined(few, own, 1, encoder, True, last)

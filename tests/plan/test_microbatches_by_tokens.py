@@ -19,7 +19,7 @@ from dilatant.plan.layouts.space import open_space
 from dilatant.plan.search.enumeration import enumerate_candidates
 from dilatant.plan.search.finals import Finals
 from dilatant.plan.search.search import search
-from dilatant.plan.search.why_not import read_asked, why_not
+from dilatant.plan.search.why_not import parse_asked_layout, why_not
 from dilatant.schedule.plan_scorer import plan_scorer
 
 ROUNDING = 1 + 1e-9
@@ -130,7 +130,7 @@ def test_three_devices_share_a_batch_not_divisible_by_three():
     assert found.seconds < without.seconds
     for tokens, seconds in (((), None), ((15,), winner.score.seconds)):
         space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=tokens)
-        asked = read_asked("language: {replicas: 3}", ["language"])
+        asked = parse_asked_layout("language: {replicas: 3}", ["language"])
         answer = why_not(space, asked, found, scorer, (1, 2), RULES)
         if seconds is None:
             assert "does not divide among 3 replicas" in answer.impossible[0]
@@ -148,7 +148,7 @@ def test_asked_for_a_budget_of_tokens_it_says_what_became_of_it():
     space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=budgets)
 
     def ask(text):
-        return why_not(space, read_asked(text, ["language"]), found, scorer, (1, 2), RULES)
+        return why_not(space, parse_asked_layout(text, ["language"]), found, scorer, (1, 2), RULES)
 
     assert found.winner.row_tokens == 15
     assert ask("microbatch_tokens: 15").is_chosen

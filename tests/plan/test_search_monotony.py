@@ -20,7 +20,7 @@ from dilatant.plan.layouts.options import OptionTable
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.search.search import search
 from dilatant.schedule import FAMILIES
-from dilatant.schedule.plan_scorer import TRIED, plan_scorer
+from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, plan_scorer
 
 
 @often
@@ -184,7 +184,7 @@ def test_no_simulated_plan_beats_the_bound_of_a_stopped_search(cases):
         dense = {"language": draw.choice([DenseRows.always(1.0), DenseRows.always(2.0), by_length])}
         workload = Workload(tokens, {}, dense if draw.random() < 0.7 else {})
         machine = cluster(draw.choice([1, 2]), devices)
-        names = draw.choice([TRIED, ("1f1b",), ("zb-h1",), ("zb-h2",)])
+        names = draw.choice([CANDIDATE_FAMILIES, ("1f1b",), ("zb-h1",), ("zb-h2",)])
         families, halves = {name: FAMILIES[name] for name in names}, names != ("1f1b",)
         rules = replace(RULES, zero=draw.choice(["none", "node", "all"]), ranks_per_node=devices)
         scorer = plan_scorer(spec, costs, machine, workload, batch, rules=rules, families=families)

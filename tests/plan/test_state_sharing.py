@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dilatant.cost.memory import ParameterBytes, Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import Format, make_buckets, share_of
+from dilatant.plan.buckets import Format, make_buckets, shard_of
 from dilatant.plan.costs.state_sharing import sharing
 from dilatant.plan.holdings import Holding
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -44,7 +44,7 @@ def test_sharing_is_what_buckets_of_such_layers_do(plan: Plan, zero: Zero, per_n
             holders = [p.stage.ranks[0] for p in plan.stages() if p.stage.first <= layer < p.stage.end]
             held = {"w": Holding({holder: Box.of("w", (1000,)) for holder in holders})}
             (bucket,) = make_buckets(held, {"w": Format("float32", 4)}, ["w"], 1 << 30)
-            own = sum(box.size for box in share_of(bucket, rank, zero, node_of).own)
+            own = sum(box.size for box in shard_of(bucket, rank, zero, node_of).own)
             assert own == pytest.approx(1000 / shared[entry.index][layer - entry.stage.first], abs=1)
 
 

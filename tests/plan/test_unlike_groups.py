@@ -18,7 +18,7 @@ from dilatant.cost.dense import DenseRows
 from dilatant.plan import DoesNotFitError, Link, Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.cluster import Cluster, cluster_of_groups
 from dilatant.plan.layouts.space import open_space
-from dilatant.plan.search.enumeration import across, enumerate_candidates
+from dilatant.plan.search.enumeration import enumerate_candidates, spanning_candidates
 from dilatant.plan.search.finals import Finals
 from dilatant.plan.search.search import search
 from dilatant.plan.search.search_result import NoneFasterError
@@ -365,7 +365,7 @@ def test_estimated_time_of_unlike_pipelines_is_near_simulated():
     cluster = cluster_of_groups([group("fast", 16), group("slow", 16)])
     spaces = [open_space(spec, by_group[own.name], own, workload, batch, RULES) for own in cluster.groups]
     alone = [enumerate_candidates(space, Mode.BEST, (1, 2, 4)) for space in spaces]
-    both = across(spaces, alone, (1, 2, 4), None, False)
+    both = spanning_candidates(spaces, alone, (1, 2, 4), None, False)
     score = plan_scorer(spec, costs, cluster, workload, batch, rules=RULES)
     finals = Finals(replace(spaces[0], cluster=cluster), RULES, score)
     some = random.Random(0).sample(both, 40)

@@ -11,7 +11,7 @@ from dilatant.config.errors import UserError
 from dilatant.plan import Mode, Workload
 from dilatant.plan.layouts.space import open_space
 from dilatant.plan.search.search import search
-from dilatant.plan.search.why_not import read_asked, why_not
+from dilatant.plan.search.why_not import parse_asked_layout, why_not
 from dilatant.report.text.why_not_text import why_not_text
 from dilatant.schedule.plan_scorer import plan_scorer
 
@@ -33,7 +33,9 @@ def case(devices=4, capacity=float("inf"), finalists=10_000):
     space = open_space(spec, costs, machine, workload, BATCH, RULES)
 
     def ask(text):
-        answer = why_not(space, read_asked(text, ["vision", "language"]), result, scorer, SIZES, RULES)
+        answer = why_not(
+            space, parse_asked_layout(text, ["vision", "language"]), result, scorer, SIZES, RULES
+        )
         return answer, " ".join(why_not_text(answer, result, machine))
 
     return result, ask
@@ -116,13 +118,13 @@ def test_what_cannot_be_says_why(asked, said):
 )  # fmt: skip
 def test_what_is_no_layout_is_refused(text):
     with pytest.raises(UserError, match="is no layout"):
-        read_asked(text, ["vision", "language"])
+        parse_asked_layout(text, ["vision", "language"])
 
 
 def test_a_way_to_share_state_may_be_asked_for():
     result, ask = case()
-    assert read_asked("zero: all", ["vision"]).zero == "all"
+    assert parse_asked_layout("zero: all", ["vision"]).zero == "all"
     assert ask(f"zero: {result.winner.zero}")[0].is_chosen
     assert not ask("zero: all")[0].is_chosen
     with pytest.raises(UserError, match="zero is 'some'; there are none, node, all"):
-        read_asked("zero: some", ["vision"])
+        parse_asked_layout("zero: some", ["vision"])

@@ -26,7 +26,13 @@ from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem import planned_hardware
 from dilatant.planning.problem.dense_rows import dense_rows, is_assumed
-from dilatant.planning.problem.describe_model import BLOCK, HEAD, ModelDescription, describe_model, skeleton
+from dilatant.planning.problem.describe_model import (
+    BLOCK,
+    HEAD,
+    ModelDescription,
+    build_meta_model,
+    describe_model,
+)
 from dilatant.planning.problem.planned_hardware import is_same_hardware, plan_target, rules_of
 from oracles import dense_mask as oracle
 
@@ -52,7 +58,7 @@ def config(
 
 
 def described(given: Config) -> ModelDescription:
-    return describe_model(skeleton(given, 64))
+    return describe_model(build_meta_model(given, 64))
 
 
 def test_ranks_share_tokens_items_or_samples(tmp_path: Any) -> None:
@@ -349,7 +355,7 @@ def test_costs_count_the_pairs_that_media_masks_show(tmp_path: Any, mask: str) -
     given = config(tmp_path)
     masks = {"vision": mask, "audio": "embedded"}
     text = given.model.text.model_copy(update={"media_attention": masks})
-    model = skeleton(
+    model = build_meta_model(
         given.model_copy(update={"model": given.model.model_copy(update={"language_model": text})}), 64
     )
     described = describe_model(model)

@@ -12,11 +12,11 @@ from cases.tiny_wholes import WHOLES, whole_config
 from dilatant.config import UserError, parse_config
 from dilatant.cost.model import CostModel
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.planning.measuring.layer_costs import degrees_of, layer_costs, measure_layers
 from dilatant.planning.measuring.layer_probes import layer_probe
-from dilatant.planning.problem.describe_model import ModelDescription, describe_model, skeleton
+from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.layer_shards import degrees_by_kind, tensor_shard
 from dilatant.planning.problem.planned_hardware import plan_target
 
@@ -64,7 +64,7 @@ def configured(
 def described(
     tmp_path: Any, language: dict[str, Any] = LLAMA, vision: dict[str, Any] = SIGLIP
 ) -> ModelDescription:
-    return describe_model(skeleton(configured(tmp_path, language, vision), 65))
+    return describe_model(build_meta_model(configured(tmp_path, language, vision), 65))
 
 
 def parameters_of(entry: Any, degree: int) -> int:
@@ -113,7 +113,7 @@ def test_families_with_other_heads_and_experts_run_as_shards(tmp_path, language,
 @pytest.mark.parametrize("family", WHOLES)
 def test_layers_of_whole_models_run_as_shards(family: str) -> None:
     model = describe_model(
-        MultimodalModel({}, Whole.of(whole_config(family), "model"), seed=0, device="meta")
+        MultimodalModel({}, PretrainedModel.of(whole_config(family), "model"), seed=0, device="meta")
     )
     narrower = set()
     for entry in model.types:

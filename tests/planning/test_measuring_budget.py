@@ -13,7 +13,7 @@ from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.model import CostModel
 from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers
 from dilatant.planning.measuring.layer_shapes import layer_shapes
-from dilatant.planning.problem.describe_model import ModelDescription, describe_model, skeleton
+from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_hardware import Target, plan_target
 
 DEGREES = [(1, 1), (1, 2), (2, 1)]
@@ -21,7 +21,7 @@ DEGREES = [(1, 1), (1, 2), (2, 1)]
 
 @pytest.fixture(scope="module")
 def model() -> ModelDescription:
-    return describe_model(skeleton(config_of({}), 64))
+    return describe_model(build_meta_model(config_of({}), 64))
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from cases.tiny_nets import NETS
 from dilatant.cost.analytic import analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.models.generators.denoiser_source import read_source
-from dilatant.models.generators.denoisers import build_diffusion, look_at
+from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
 from dilatant.models.generators.generator import Generator, GeneratorUnit
-from dilatant.planning.measuring.denoiser_shape import connector_shape, net_shape
+from dilatant.planning.measuring.denoiser_shape import connector_shape, denoiser_layer_shape
 
 pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 
@@ -49,10 +49,10 @@ def test_work_is_that_of_the_picture(family: str) -> None:
     settings, vae = NETS[family]
     shapes = {}
     for size, rows in ((4, 2), (4, 4), (8, 2)):
-        seen = look_at(read_source("x", None, {**settings, "sample_size": size}, vae), "x")
+        seen = inspect_denoiser(read_source("x", None, {**settings, "sample_size": size}, vae), "x")
         model = build_diffusion(seen, "x", "flow", 0.1, hollow=True)
         unit = _unit(model, seen.width, rows)
-        layers = [net_shape(unit, layer) for layer in range(1, len(unit.layers))]
+        layers = [denoiser_layer_shape(unit, layer) for layer in range(1, len(unit.layers))]
         shapes[size, rows] = replace(layers[0], matmul=sum(shape.matmul for shape in layers))
         assert all(tensor.is_meta for tensor in model.parameters())  # counted without memory
         assert sum(shape.parameters for shape in layers) == sum(p.numel() for p in model.parameters())
@@ -65,7 +65,7 @@ def test_work_is_that_of_the_picture(family: str) -> None:
         counted = shapes[size, rows].matmul * rows
         # Attention's products come on top; each layer's are rounded down to a row.
         assert least <= counted + len(layers) * rows < 1.5 * least + 4096
-        assert [net_shape(unit, layer) for layer in range(1, len(unit.layers))] == layers
+        assert [denoiser_layer_shape(unit, layer) for layer in range(1, len(unit.layers))] == layers
     # Twice as many rows tell of the same picture; four times as many numbers are four times the picture.
     assert 2 * shapes[4, 4].matmul < 1.6 * 2 * shapes[4, 2].matmul
     assert shapes[8, 2].matmul > 2.5 * shapes[4, 2].matmul
@@ -84,8 +84,10 @@ def test_a_connector_with_attention_costs_its_real_operations() -> None:
 
 def test_an_autoencoder_costs_the_forward_alone() -> None:
     settings, vae = NETS["pixart"]
-    seen = look_at(read_source("x", None, settings, vae), "x")
-    shape = net_shape(_unit(build_diffusion(seen, "x", "flow", 0.1, hollow=True), seen.width, 2), 1)
+    seen = inspect_denoiser(read_source("x", None, settings, vae), "x")
+    shape = denoiser_layer_shape(
+        _unit(build_diffusion(seen, "x", "flow", 0.1, hollow=True), seen.width, 2), 1
+    )
     assert shape.forward_only > 1000
     hardware = load_hardware("H100")
     whole, without = analytic_cost(shape, hardware), analytic_cost(replace(shape, forward_only=0), hardware)

@@ -9,7 +9,7 @@ import pytest
 
 from dilatant.config.config import parse_config
 from dilatant.planning.problem.planned_hardware import plan_target
-from dilatant.planning.searched_zeros import SearchedZeros, searched_zeros
+from dilatant.planning.searched_zeros import ZeroVariants, zero_variants
 
 TWO_NODES = {"hardware": "H100", "nodes": 2, "gpus_per_node": 4}
 GROUPS = {
@@ -47,7 +47,7 @@ def test_ways_that_are_searched(
     }
     config = parse_config(tree, tmp_path)
     target = plan_target(config.cluster, zero=config.train.zero, optimizer=config.train.optimizer)
-    assert searched_zeros(config, target) == SearchedZeros(searched, glanced)
+    assert zero_variants(config, target) == ZeroVariants(searched, glanced)
     if "zero" not in sections.get("train", {}):
-        found = searched_zeros(config, target, fault_tolerance=1)
+        found = zero_variants(config, target, fault_tolerance=1)
         assert "all" not in (*found.searched, *found.glanced)

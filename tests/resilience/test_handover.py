@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from dilatant.resilience.partial_step.handover import hand_over, handed_over
-from dilatant.runtime.partial_step.salvage import Finished, LayerShare
+from dilatant.resilience.partial_step.handover import export_gradients, read_exported_gradients
+from dilatant.runtime.partial_step.salvage import AccumulationReport, LayerShare
 
 
 def _leave(folder: Path, generation: int, step: int, rank: int, ranks: tuple[int, ...] | None = None) -> None:
     share = LayerShare(("language", 0), ranks or (rank,), (1, 1, 1), (0,))
-    finished = Finished(rank, step, (0, 1), (share,), ())
+    finished = AccumulationReport(rank, step, (0, 1), (share,), ())
     gradients = {"w": torch.full((2, 3), float(rank)), "half": torch.ones(5, dtype=torch.bfloat16)}
     runtime: Any = SimpleNamespace(finished=lambda: finished, local_gradients=lambda: gradients)
-    hand_over(folder, generation, runtime)
+    export_gradients(folder, generation, runtime)
 
 
 def _read(folder: Path, generation: int, step: int, size: int = 2) -> list[list[int]]:
     """By rank, whose gradients it reads."""
     return [
-        [each.finished.rank for each in handed_over(folder, generation, step, rank, size)]
+        [each.finished.rank for each in read_exported_gradients(folder, generation, step, rank, size)]
         for rank in range(size)
     ]
 
@@ -41,7 +41,7 @@ def test_each_handover_file_of_the_step_is_read_by_one_rank(tmp_path: Path) -> N
         _leave(tmp_path, generation, step, rank)
     _leave(tmp_path, 3, 7, 6, ranks=(6, 7))  # of no use without the other
     assert _read(tmp_path, 3, 7) == [[0, 2], [1]]
-    (found,) = handed_over(tmp_path, 3, 7, 1, 2)
+    (found,) = read_exported_gradients(tmp_path, 3, 7, 1, 2)
     assert found.finished.step == 7
     assert torch.equal(found.gradients["w"], torch.full((2, 3), 1.0))
     assert found.gradients["half"].dtype == torch.bfloat16

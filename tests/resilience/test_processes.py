@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dilatant.comm.store.protocol import Refused
+from dilatant.comm.store.protocol import TokenMismatch
 from dilatant.config.errors import UserError
 from dilatant.resilience.processes import wire
 from dilatant.resilience.processes.agent_run import AgentOptions, run_agent
@@ -201,7 +201,7 @@ def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(
 def test_who_has_not_the_token_is_refused(cluster: tuple[Child, list[Child], Path]) -> None:
     coordinator, agents, _ = cluster
     for child in (coordinator, *agents):
-        with pytest.raises(Refused):
+        with pytest.raises(TokenMismatch):
             connect("127.0.0.1", child.port, b"x" * 32)
 
 

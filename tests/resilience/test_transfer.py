@@ -12,7 +12,7 @@ import torch
 
 from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
-from dilatant.resilience.state_transfer import Corrupted, Lost, plan_copies, transfer
+from dilatant.resilience.state_transfer import StateLost, TransferCorrupted, plan_copies, transfer
 from dilatant.training.checkpoints.boxes import BoxPiece
 from harness.worker_pool import Worker, WorkerPool
 
@@ -45,7 +45,7 @@ def test_every_wanted_number_comes_once_from_one_who_has_it(seed: int) -> None:
     }
     gone = any(not numbers(box) <= everywhere[box.name] for own in wanted for box in own)
     if gone:
-        with pytest.raises(Lost):
+        with pytest.raises(StateLost):
             plan_copies(held, wanted)
         return
     copies = plan_copies(held, wanted)
@@ -108,7 +108,7 @@ def _moves(worker: Worker, at: int | None) -> list[float] | str:
     try:
         transfer(way, *((pieces, []) if comm.rank == 0 else ([], pieces)))
         return [number for piece in pieces for number in piece.tensor.flatten().tolist()]
-    except Corrupted as error:
+    except TransferCorrupted as error:
         return str(error)
     finally:
         comm.close()

@@ -20,7 +20,7 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Action, Assignment, Schedule
-from dilatant.training.feeding.decode_requirements import Needs
+from dilatant.training.feeding.decode_requirements import DecodeRequirements
 from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
 
@@ -100,7 +100,7 @@ def _needed(worker: Worker, case: Case) -> dict[int, frozenset[str]]:
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
     step = runtime.prepare(build_samples(case), case.assignment, case.schedule)
-    needed = Needs(runtime.model, case.plan, comm.rank).of(step)
+    needed = DecodeRequirements(runtime.model, case.plan, comm.rank).of(step)
     runtime.close()
     comm.close()
     return needed

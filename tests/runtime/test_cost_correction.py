@@ -21,7 +21,7 @@ from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
-from dilatant.runtime.step.cost_correction import INTERVAL, CostCorrection, OwnWork
+from dilatant.runtime.step.cost_correction import INTERVAL, CostCorrection, RankWork
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.trainability import Trainability, trainability_of
@@ -50,7 +50,7 @@ def origin(said: str = "measured on a test") -> StepCosts:
     )
 
 
-def drawn_work(draw: np.random.Generator, costs: StepCosts) -> OwnWork:
+def drawn_work(draw: np.random.Generator, costs: StepCosts) -> RankWork:
     """Forwards and backwards of twelve microbatches on every stage."""
     parts, group = [], []
     for stage, unit in enumerate((0, 1, 1)):
@@ -60,17 +60,17 @@ def drawn_work(draw: np.random.Generator, costs: StepCosts) -> OwnWork:
                 sums = np.array([(tokens**2).sum(), tokens.sum(), 1.0])
                 parts.append(costs.stages.seconds[stage, kind] * sums)
                 group.append(2 * unit + kind)
-    return OwnWork(np.asarray(parts), np.asarray(group))
+    return RankWork(np.asarray(parts), np.asarray(group))
 
 
 def one_step(
-    costs: CostCorrection, step: int, work: OwnWork, seconds: np.ndarray, ranks: int = 3
+    costs: CostCorrection, step: int, work: RankWork, seconds: np.ndarray, ranks: int = 3
 ) -> str | None:
     """A step whose actions are spread over ranks."""
     totals = np.zeros(costs.num_sums)
     for rank in range(ranks):
         own = slice(rank, None, ranks)
-        totals += costs.own(rank, OwnWork(work.parts[own], work.group[own]), seconds[own].tolist())
+        totals += costs.own(rank, RankWork(work.parts[own], work.group[own]), seconds[own].tolist())
     return costs.finish(step, totals.tolist())
 
 
@@ -103,7 +103,7 @@ def test_without_actions_of_a_unit_its_costs_stay() -> None:
     costs = CostCorrection(TWO, origin())
     for step in range(3 * INTERVAL):
         work = drawn_work(np.random.default_rng(step), costs.origin)
-        only = OwnWork(work.parts[work.group >= 2], work.group[work.group >= 2])
+        only = RankWork(work.parts[work.group >= 2], work.group[work.group >= 2])
         one_step(costs, step, only, 2 * only.parts.sum(axis=1))
     found = costs.costs_at(3 * INTERVAL).stages.seconds
     assert np.array_equal(found[0], origin().stages.seconds[0])
@@ -193,7 +193,7 @@ def pace(costs: CostCorrection, first: int, steps: int, *slower: float) -> None:
         for rank, times in enumerate(slower):
             parts = np.tile(costs.origin.stages.seconds[rank, 0] * [400.0, 20.0, 1.0], (8, 1))
             seconds = parts.sum(axis=1) * times * draw.uniform(0.95, 1.05, 8)
-            work = OwnWork(parts, np.zeros(8, dtype=np.int64))
+            work = RankWork(parts, np.zeros(8, dtype=np.int64))
             totals += costs.own(rank, work, seconds.tolist())
         costs.finish(step, totals.tolist())
 
@@ -318,7 +318,7 @@ def test_a_long_action_weighs_as_its_length_and_not_its_square() -> None:
     """One that is a thousand times as long and off by half moves the common factor as its share of the time does."""
     costs = CostCorrection(TWO, origin())
     one = np.array([0.0, 0.0, 1e-3])
-    work = OwnWork(np.stack([*[one] * 1000, 1000 * one]), np.zeros(1001, dtype=np.int64))
+    work = RankWork(np.stack([*[one] * 1000, 1000 * one]), np.zeros(1001, dtype=np.int64))
     seconds = work.parts.sum(axis=1)
     seconds[-1] *= 1.5
     for step in range(4 * INTERVAL):
@@ -387,7 +387,7 @@ def test_unlike_devices_have_factors_of_their_own() -> None:
         work = drawn_work(np.random.default_rng(step), costs.origin)
         stage = np.repeat([0, 1, 2], 24)
         kind = np.tile(np.repeat([0, 1], 12), 3)
-        named = OwnWork(work.parts, costs.group_of(stage, kind))
+        named = RankWork(work.parts, costs.group_of(stage, kind))
         one_step(costs, step, named, np.where(stage == 2, 3.0, 1.0) * work.parts.sum(axis=1))
     found = costs.costs_at(3 * INTERVAL).stages.seconds / origin().stages.seconds
     assert found[:2] == pytest.approx(np.ones((2, 4, 3)), rel=0.02)

@@ -16,7 +16,7 @@ from cases.engine_case import CASE, TEXT, build_model, build_samples
 from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
-from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws, Spread
+from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws, SampleLayout
 from dilatant.models.core.structure import Structure
 from dilatant.models.dropout.keyed_dropout import KeyedDropout
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -85,19 +85,19 @@ def test_seed_step_and_draw_each_change_what_is_dropped() -> None:
 
 
 def test_no_two_of_a_step_share_their_numbers() -> None:
-    draws = KeyedDraws(1, ["a", "b"], Spread(packed=False, lengths=(2, 1)))
+    draws = KeyedDraws(1, ["a", "b"], SampleLayout(packed=False, lengths=(2, 1)))
     device = torch.device("cpu")
     numbers = [draws.uniform(place, (3, 50), device)[0] for place in ("x/0", "x/1", "y/0")]
     assert len(set(map(tuple, torch.cat(numbers).tolist()))) == 9
     # 40,000 numbers: 0.1 is seven standard deviations from a share that is off by 0.01.
-    many = KeyedDraws(1, [str(key) for key in range(200)], Spread(True, (1,) * 200))
+    many = KeyedDraws(1, [str(key) for key in range(200)], SampleLayout(True, (1,) * 200))
     row, _ = many.uniform("x/0", (1, 200, 200), device)
     assert abs((row < 0.1).float().mean().item() - 0.1) < 0.01
     assert abs(torch.corrcoef(row[0])[~torch.eye(200, dtype=torch.bool)].mean().item()) < 0.01
 
 
 def test_tensors_that_are_not_made_of_samples_do_not_fit() -> None:
-    row = KeyedDraws(1, ["a", "b"], Spread(packed=True, lengths=(3, 4)))
+    row = KeyedDraws(1, ["a", "b"], SampleLayout(packed=True, lengths=(3, 4)))
     for shape in ((1, 6, 5), (2, 7, 5), (8, 5), (1, 5, 6, 7), ()):
         with pytest.raises(DoesNotFit):
             row.uniform("x/0", shape, torch.device("cpu"))

@@ -14,7 +14,7 @@ from cases.engine_case import Case, build_model, build_samples
 from dilatant.models.core.random_draws import draws_of
 from dilatant.models.core.stage import StepData
 from dilatant.runtime.build import derive_boundaries
-from dilatant.runtime.routes import crossings, derive_routes, divide_rows
+from dilatant.runtime.routes import derive_routes, divide_rows, transfer_pairs
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.schedule.simulator.graph import build
@@ -88,7 +88,7 @@ def test_rows_are_divided_evenly_and_only_along_crossings(
     taking = tuple(range(first, first + takers))
     divided = divide_rows(np.arange(rows), having, taking)
     both = {*having} & {*taking}
-    assert [*divided] == [*crossings(having, taking)]
+    assert [*divided] == [*transfer_pairs(having, taking)]
     if both == {*taking}:
         assert all(len(one) == rows for one in divided.values())
         return

@@ -19,15 +19,15 @@ from cases.engine_case import Case, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.resilience.partial_step.handover import hand_over, handed_over
-from dilatant.resilience.partial_step.salvage_exchange import salvage_step
+from dilatant.resilience.partial_step.handover import export_gradients, read_exported_gradients
+from dilatant.resilience.partial_step.salvage_exchange import adopt_partial_step
 from dilatant.resilience.worker.replan import replan
 from dilatant.runtime.partial_step.salvage import (
-    Finished,
+    AccumulationReport,
     LayerShare,
     LossShare,
-    Salvage,
-    decide,
+    ReusePlan,
+    decide_reuse,
     patterns_of,
 )
 from dilatant.runtime.runtime import Runtime
@@ -82,8 +82,8 @@ def _run(
             exact=exact,
         )
         if generation:
-            left = [] if folder is None else handed_over(folder, generation - 1, 0, rank, size)
-            salvage_step(comm, 0, old, runtime, left)
+            left = [] if folder is None else read_exported_gradients(folder, generation - 1, 0, rank, size)
+            adopt_partial_step(comm, 0, old, runtime, left)
             runtime.clear_gradients()
             step = runtime.plan_step(samples)
             shares.append(1.0 if step.salvaged is None else len(step.salvaged.missing) / len(samples))
@@ -105,7 +105,7 @@ def _run(
         gone = f"gone in {generation}"
         if victim == rank:
             if folder is not None:
-                hand_over(folder, generation, runtime)
+                export_gradients(folder, generation, runtime)
                 worker.store.set(gone, b"")
             return None
         if folder is not None:
@@ -156,13 +156,13 @@ TWO_REPLICAS = Plan(
 )
 
 
-def _told(rank: int, first: int, end: int, samples: tuple[int, ...]) -> Finished:
+def _told(rank: int, first: int, end: int, samples: tuple[int, ...]) -> AccumulationReport:
     layers = (LayerShare(("unit", layer), (rank,), (1, 1, 1), samples) for layer in range(first, end))
     losses = (LossShare("unit", first, end, (rank,), samples, {"unit": 1.0}),) if end == 3 else ()
-    return Finished(rank, 5, tuple(range(8)), tuple(layers), losses)
+    return AccumulationReport(rank, 5, tuple(range(8)), tuple(layers), losses)
 
 
-def _missing(salvage: Salvage) -> set[int]:
+def _missing(salvage: ReusePlan) -> set[int]:
     return {*salvage.missing({"unit": [1] * 8}, WEIGHTS, {"unit": range(2, 3)})}
 
 
@@ -170,14 +170,14 @@ def test_sample_reruns_only_in_layers_that_lack_it() -> None:
     """The first of two replicas has lost its last stage, whose successor holds nothing."""
     told = [_told(0, 0, 2, (0, 1, 2)), None, _told(2, 0, 2, (4, 5)), _told(3, 2, 3, (4, 5, 6))]
     told[3] = replace(told[3], losses=tuple(LossShare("unit", 2, 3, (3,), each) for each in ((4, 5), (6,))))
-    salvage = decide(told, 5, TWO_REPLICAS, WEIGHTS)
+    salvage = decide_reuse(told, 5, TWO_REPLICAS, WEIGHTS)
     assert salvage is not None
     assert _missing(salvage) == {0, 1, 2, 3, 6, 7}
     assert salvage.covered()["unit", 0] == {0, 1, 2, 4, 5}
     assert salvage.covered()["unit", 2] == {4, 5, 6}
     # The loss of 6 is known only in one sum with those of 4 and 5, so these run again for it.
     told[3] = replace(told[3], losses=(LossShare("unit", 2, 3, (3,), (4, 5, 6)),))
-    mixed = decide(told, 5, TWO_REPLICAS, WEIGHTS)
+    mixed = decide_reuse(told, 5, TWO_REPLICAS, WEIGHTS)
     assert mixed is not None
     assert _missing(mixed) == set(range(8))
     patterns = patterns_of(range(8), salvage.covered())
@@ -188,17 +188,17 @@ def test_sample_reruns_only_in_layers_that_lack_it() -> None:
 
 def test_gradients_of_other_steps_or_counted_twice_are_discarded() -> None:
     own, other = _told(0, 0, 2, (0, 1)), _told(2, 0, 2, (2,))
-    assert decide([own, None, other, None], 4, TWO_REPLICAS, WEIGHTS) is None
-    assert decide([own, None, replace(other, draws=(9,) * 8), None], 5, TWO_REPLICAS, WEIGHTS) is None
-    assert decide([own, None, _told(2, 0, 2, (1,)), None], 5, TWO_REPLICAS, WEIGHTS) is None
-    assert decide([own, None, other, None], 5, TWO_REPLICAS, WEIGHTS) is not None
+    assert decide_reuse([own, None, other, None], 4, TWO_REPLICAS, WEIGHTS) is None
+    assert decide_reuse([own, None, replace(other, draws=(9,) * 8), None], 5, TWO_REPLICAS, WEIGHTS) is None
+    assert decide_reuse([own, None, _told(2, 0, 2, (1,)), None], 5, TWO_REPLICAS, WEIGHTS) is None
+    assert decide_reuse([own, None, other, None], 5, TWO_REPLICAS, WEIGHTS) is not None
 
 
 def test_tied_weight_is_salvaged_only_if_its_layers_stay_apart() -> None:
     told = [_told(0, 0, 2, (0, 1)), _told(1, 2, 3, (0, 1, 2))]
     apart = Plan((UnitPlan("unit", (Replica((Stage(0, 2, (0,)), Stage(2, 3, (1,)))),)),))
     together = Plan((UnitPlan("unit", tuple(Replica((Stage(0, 3, (rank,)),)) for rank in (0, 1))),))
-    kept, merged = (decide(told, 5, plan, WEIGHTS) for plan in (apart, together))
+    kept, merged = (decide_reuse(told, 5, plan, WEIGHTS) for plan in (apart, together))
     assert kept is not None
     assert {layer for _, layer in kept.covered()} == {0, 1, 2}
     assert merged is not None
@@ -206,38 +206,40 @@ def test_tied_weight_is_salvaged_only_if_its_layers_stay_apart() -> None:
 
 
 def test_shared_work_is_salvaged_only_if_its_ranks_stay_together() -> None:
-    def told(rank: int, samples: tuple[int, ...]) -> Finished:
-        return Finished(rank, 5, tuple(range(8)), (LayerShare(("unit", 1), (0, 1), (2, 1, 1), samples),), ())
+    def told(rank: int, samples: tuple[int, ...]) -> AccumulationReport:
+        return AccumulationReport(
+            rank, 5, tuple(range(8)), (LayerShare(("unit", 1), (0, 1), (2, 1, 1), samples),), ()
+        )
 
     def plan(*stages: Stage) -> Plan:
         return Plan((UnitPlan("unit", tuple(Replica((stage,)) for stage in stages)),))
 
     both, apart = plan(Stage(0, 3, (0, 1), tp=2)), plan(Stage(0, 3, (0,)), Stage(0, 3, (1,)))
     alike = [told(0, (1, 2)), told(1, (1, 2))]
-    assert decide(alike, 5, both, WEIGHTS) is not None
-    assert decide(alike, 5, apart, WEIGHTS) is None
-    assert decide([told(0, (1, 2)), told(1, (1,))], 5, both, WEIGHTS) is None
-    assert decide([told(0, (1, 2)), None], 5, both, WEIGHTS) is None
+    assert decide_reuse(alike, 5, both, WEIGHTS) is not None
+    assert decide_reuse(alike, 5, apart, WEIGHTS) is None
+    assert decide_reuse([told(0, (1, 2)), told(1, (1,))], 5, both, WEIGHTS) is None
+    assert decide_reuse([told(0, (1, 2)), None], 5, both, WEIGHTS) is None
 
 
 def test_handover_counts_once_and_tied_weight_moves_once() -> None:
     told = [_told(0, 0, 3, (0, 1, 2))]
     alone = Plan((UnitPlan("unit", (Replica((Stage(0, 3, (0,)),)),)),))
-    kept = decide(told, 5, alone, WEIGHTS, [(0, _told(1, 0, 3, (4, 5)))])
+    kept = decide_reuse(told, 5, alone, WEIGHTS, [(0, _told(1, 0, 3, (4, 5)))])
     assert kept is not None
     assert _missing(kept) == {3, 6, 7}
     assert {(move.source, move.target) for move in kept.moves} == {(0, 0), (1, 0)}
     assert len(kept.moves) == 2 * 4  # a tied weight once
     assert sum(share.values["unit"] for _, share in kept.losses) == 2.0
-    assert decide(told, 5, alone, WEIGHTS, [(0, _told(1, 0, 3, (2, 4)))]) is None
-    late = decide(told, 5, alone, WEIGHTS, [(0, replace(_told(1, 0, 3, (4, 5)), step=4))])
+    assert decide_reuse(told, 5, alone, WEIGHTS, [(0, _told(1, 0, 3, (2, 4)))]) is None
+    late = decide_reuse(told, 5, alone, WEIGHTS, [(0, replace(_told(1, 0, 3, (4, 5)), step=4))])
     assert late is not None
     assert _missing(late) == {3, 4, 5, 6, 7}
 
 
 def test_what_ranks_tell_of_a_step_arrives_as_it_was() -> None:
     told = replace(_told(1, 0, 3, (0, 4)), unused=frozenset({"middle"}))
-    assert Finished.from_json(told.to_json()) == told
+    assert AccumulationReport.from_json(told.to_json()) == told
 
 
 def _several(case: Case) -> bool:

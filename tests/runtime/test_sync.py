@@ -11,7 +11,7 @@ from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding, Holdings
-from dilatant.runtime.state.shared_weights import SharedWeights, share_weights
+from dilatant.runtime.state.shared_weights import BucketedWeights, bucket_weights
 from harness.patience import wait_until
 from harness.worker_pool import Worker, WorkerPool
 
@@ -24,14 +24,14 @@ def share(
     holdings: Holdings | None = None,
     zero: Zero = "none",
     node_of: list[int] | None = None,
-) -> SharedWeights:
+) -> BucketedWeights:
     """`weights`, held by all ranks if `holdings` does not say otherwise, and used by the `stages` of this one."""
     everywhere = range(worker.size)
     held = holdings or {
         name: Holding({rank: Box.of(name, weight.shape) for rank in everywhere})
         for name, weight in weights.items()
     }
-    return share_weights(
+    return bucket_weights(
         Comm(worker.store, worker.rank, worker.size),
         weights,
         dict.fromkeys(weights, stages or (0,)),
@@ -43,7 +43,7 @@ def share(
     )
 
 
-def close(shared: SharedWeights) -> None:
+def close(shared: BucketedWeights) -> None:
     shared.sync.close()
     shared.owned.comm.close()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilatant.plan.plan import Stage
-from dilatant.runtime.step.row_owners import Parcel
+from dilatant.runtime.step.row_owners import MessageSlice
 from dilatant.runtime.transport import Transport, TransportError
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action
@@ -18,7 +18,7 @@ from dilatant.schedule.schedule import Action
 LINK = (0, 1, 0, 1)
 """From stage 0 to stage 1, from rank 0 to rank 1."""
 MESSAGES = tuple(Message(Action("F", 0, n), Action("F", 1, n), (n,)) for n in range(4))
-PARCEL = Parcel(2, 3, torch.float32)
+PARCEL = MessageSlice(2, 3, torch.float32)
 
 
 class Wire:
@@ -40,7 +40,7 @@ def end(
     rank: int,
     messages: tuple[Message, ...] = MESSAGES,
     generation: int = 1,
-    parcel: Parcel = PARCEL,
+    parcel: MessageSlice = PARCEL,
     look_ahead: int = 1,
     check: bool = True,
 ) -> Transport:
@@ -82,7 +82,7 @@ def test_rows_arrive_in_whichever_order_they_are_asked_for(check: bool) -> None:
     "otherwise",
     [
         {"generation": 2},
-        {"parcel": Parcel(1, 6, torch.float32)},
+        {"parcel": MessageSlice(1, 6, torch.float32)},
         {"messages": tuple(Message(m.producer, m.consumer, (9,)) for m in MESSAGES)},
         {"messages": MESSAGES[::-1]},
     ],

@@ -17,7 +17,7 @@ from dilatant.models.families.families import FAMILIES
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.state.holders import part
+from dilatant.runtime.state.holders import slice_of
 from harness.worker_pool import Worker, WorkerPool
 
 CANCELS = 1e-6
@@ -108,7 +108,7 @@ def _against_one(
             assert parameter.grad is None or not parameter.grad.any(), box.name
             continue
         assert parameter.grad is not None, box.name
-        own = part(expected[box.name], box).reshape(parameter.grad.shape)
+        own = slice_of(expected[box.name], box).reshape(parameter.grad.shape)
         off = float((parameter.grad - own).abs().max()) if own.numel() else 0.0
         allowed = TOLERANCE * (20 if box.name.endswith((".A_log", ".dt_bias")) else 1)
         scale = float(expected[box.name].abs().max()) * allowed + CANCELS * largest

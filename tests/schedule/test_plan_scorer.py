@@ -14,7 +14,7 @@ from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.search.search import search
 from dilatant.schedule.assignment.step_assignment import Microbatching, sample_seconds
-from dilatant.schedule.plan_scorer import TRIED, best_steps, plan_scorer, step_costs
+from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, best_steps, plan_scorer, step_costs
 from dilatant.schedule.validate import validate
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
@@ -105,7 +105,7 @@ def test_scorer_picks_the_schedule_with_the_shortest_synced_step(seed):
         machine, samples = cluster(1, 2), workload(16, seed)
         return plan_scorer(large, COSTS, machine, samples, 16, rules=RULES, families=families)(plan, 2)
 
-    alone = [score({name: family}).seconds for name, family in TRIED.items()]
+    alone = [score({name: family}).seconds for name, family in CANDIDATE_FAMILIES.items()]
     assert max(alone) > 1.001 * min(alone), "the case tells nothing"
     assert score().seconds == pytest.approx(min(alone), rel=1e-12)
 
@@ -176,7 +176,9 @@ def test_no_family_that_fits_beats_the_chosen_one(seed):
         return best_steps(plan, spec, table, samples.steps(12), limit, how, families)
 
     # On one rank nothing waits, so nothing is split there.
-    tried = {name: family for name, family in TRIED.items() if len(plan.ranks) > 1 or name[:2] != "zb"}
+    tried = {
+        name: family for name, family in CANDIDATE_FAMILIES.items() if len(plan.ranks) > 1 or name[:2] != "zb"
+    }
     alone = {name: steps({name: family}, np.inf) for name, family in tried.items()}
     peaks = {name: max(float(one.timeline.peak_bytes.max()) for one in own) for name, own in alone.items()}
     limit = float(draw.choice([np.inf, *peaks.values()]))

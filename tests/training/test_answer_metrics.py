@@ -13,7 +13,7 @@ import pytest
 from dilatant.config.errors import UserError
 from dilatant.config.train import EvaluationConfig
 from dilatant.training.evaluation.answer_metrics import anls, edits, exact_match, find_metric, wer
-from dilatant.training.evaluation.best_checkpoint import Best
+from dilatant.training.evaluation.best_checkpoint import BestEvaluation
 from dilatant.training.evaluation.scored_answers import load_judge
 
 
@@ -50,16 +50,16 @@ def test_metrics_of_answers_worked_out_by_hand() -> None:
 
 def test_best_metric_improves_by_min_delta_and_is_never_nan() -> None:
     how = EvaluationConfig(steps=1, keep_best="loss", patience=2, min_delta=0.1)
-    best = Best()
+    best = BestEvaluation()
     for step, (value, of) in enumerate(
         [(float("nan"), None), (3.0, 2), (2.95, 2), (2.8, 4), (float("nan"), 4), (2.75, 4)], 1
     ):
         best = best.after(step, value, how)
         assert best.step == of
     assert best.ends(how)
-    assert Best.from_json(best.to_json()) == best
+    assert BestEvaluation.from_json(best.to_json()) == best
     up = EvaluationConfig(steps=1, keep_best="exact_match", metrics=("exact_match",))
-    assert Best().after(1, 0.2, up).after(2, 0.3, up).after(3, 0.1, up) == Best(2, 0.3, 1)
+    assert BestEvaluation().after(1, 0.2, up).after(2, 0.3, up).after(3, 0.1, up) == BestEvaluation(2, 0.3, 1)
 
 
 @pytest.mark.parametrize("takes", ["one", "one, two, three, four", "*, expected", ""])

@@ -7,12 +7,12 @@ import math
 import pytest
 
 from dilatant.config.train import EvaluationConfig
-from dilatant.training.evaluation.best_checkpoint import Best
+from dilatant.training.evaluation.best_checkpoint import BestEvaluation
 
 
-def after(values: list[float], **settings: object) -> Best:
+def after(values: list[float], **settings: object) -> BestEvaluation:
     how = EvaluationConfig(steps=1, **{"keep_best": "loss", **settings})
-    best = Best()
+    best = BestEvaluation()
     for step, value in enumerate(values, 1):
         best = best.after(step, value, how)
     return best
@@ -47,7 +47,7 @@ def test_patience_ends_on_a_plateau_and_not_before() -> None:
 
 def test_nothing_before_the_first_evaluation_is_the_best() -> None:
     how = EvaluationConfig(steps=1, keep_best="loss", patience=1)
-    assert not Best().ends(how)
+    assert not BestEvaluation().ends(how)
     first = after([math.nan], patience=1)
     assert (first.step, first.ends(how)) == (None, True)
-    assert Best.from_json(first.to_json()).since == 1
+    assert BestEvaluation.from_json(first.to_json()).since == 1

@@ -16,7 +16,7 @@ from dilatant.config import Config, parse_config
 from dilatant.config.environment import cache_folder
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.model import save_costs
-from dilatant.planning.measuring.cost_cache import keep_costs, kept_costs
+from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_hardware import plan_target
@@ -90,28 +90,30 @@ def test_costs_measured_here_take_precedence_over_modelled_ones(tmp_path: Path) 
     shape = config().cluster.model_copy(update={"gpus_per_node": len(plan.ranks)})
     target = plan_target(shape)
     modelled = analytic_costs(layer_shapes(described), target.hardware, dtype=target.dtype)
-    keep_costs(modelled, described)
+    store_costs(modelled, described)
     assert costs_of_run(config(), model, plan).origin.startswith("modelled")
     longest = config().data.max_length
     measured = replace(modelled, origin="measured", hardware=target.hardware.name, longest=longest)
-    keep_costs(measured, described)
+    store_costs(measured, described)
     assert costs_of_run(config(), model, plan).origin == f"measured on {target.hardware.name}"
-    assert kept_costs(described, target, [(1, 1)], 2 * longest) == measured
+    assert cached_costs(described, target, [(1, 1)], 2 * longest) == measured
     rough = replace(measured, layers={
         kind: {degree: replace(cost, fit_error=0.9) for degree, cost in own.items()}
         for kind, own in measured.layers.items()
     })  # fmt: skip
-    keep_costs(rough, described)
-    assert kept_costs(described, target, [(1, 1)], longest) == rough  # better than none, and it says so
+    store_costs(rough, described)
+    assert cached_costs(described, target, [(1, 1)], longest) == rough  # better than none, and it says so
     other = {kind: {(2, 1): own[1, 1]} for kind, own in measured.layers.items()}
-    keep_costs(replace(measured, layers=other), described, rough)
-    assert kept_costs(described, target, [(1, 1), (2, 1)], longest) is not None
-    keep_costs(measured, described)
-    assert kept_costs(described, target, [(1, 1)], 2 * longest + 1) is None  # too far from what was measured
-    assert kept_costs(described, target, [(2, 1)], longest) is None
-    assert kept_costs(described, replace(target, dtype="bfloat16"), [(1, 1)], longest) is None
+    store_costs(replace(measured, layers=other), described, rough)
+    assert cached_costs(described, target, [(1, 1), (2, 1)], longest) is not None
+    store_costs(measured, described)
+    assert (
+        cached_costs(described, target, [(1, 1)], 2 * longest + 1) is None
+    )  # too far from what was measured
+    assert cached_costs(described, target, [(2, 1)], longest) is None
+    assert cached_costs(described, replace(target, dtype="bfloat16"), [(1, 1)], longest) is None
     other = describe_model(build_model(replace(CASE, language="gemma"), "meta"))
-    assert kept_costs(other, target, [(1, 1)], longest) is None
+    assert cached_costs(other, target, [(1, 1)], longest) is None
     named = tmp_path / "named.yaml"
     save_costs(replace(measured, note="by hand"), named)
     for file in (cache_folder() / "costs").iterdir():

@@ -19,8 +19,8 @@ from dilatant.data.sample import EncodedSample, content_digest
 from dilatant.data.text.encoding import QUESTION
 from dilatant.data.workers.loader import GlobalBatch
 from dilatant.data.workers.pool import SampleRequest
-from dilatant.training.feeding.feed import Draw, Feed, IndexedData, draws
-from dilatant.training.feeding.inputs import HELD_OUT, RankInputs, _Streamed
+from dilatant.training.feeding.feed import IndexedData, StepPrefetcher, StepSamples, draws
+from dilatant.training.feeding.inputs import HELD_OUT, RankInputs, _StreamedSteps
 from harness.patience import HANG_SECONDS, wait_until
 
 LENGTHS = np.random.default_rng(0).integers(3, 9, 23)
@@ -109,10 +109,10 @@ def _needs(rank: int):
 SAMPLER = Sampler((23,), (1.0,), seed=3, global_batch_size=6)
 
 
-def _feed(rank: int, source: _Source, steps: int = 8, **settings) -> Feed[Cut]:
+def _feed(rank: int, source: _Source, steps: int = 8, **settings) -> StepPrefetcher[Cut]:
     data = _data(settings.pop("refused", None))
     start = settings.pop("start", SAMPLER.start())
-    return Feed(data, draws(SAMPLER, start, 0, steps), source, _plan, _needs(rank), **settings)
+    return StepPrefetcher(data, draws(SAMPLER, start, 0, steps), source, _plan, _needs(rank), **settings)
 
 
 def test_four_ranks_decode_each_part_their_steps_use_once() -> None:
@@ -156,7 +156,7 @@ def test_refused_samples_are_never_asked_for_and_named() -> None:
     assert all(b.num_samples + b.skipped == 6 for b in seen)
 
 
-def _exchange(feeds: list[Feed[Cut]]) -> None:
+def _exchange(feeds: list[StepPrefetcher[Cut]]) -> None:
     everything = sorted({tuple(one) for feed in feeds for one in feed.found()})
     for feed in feeds:
         feed.leave_out(everything)
@@ -197,7 +197,9 @@ def test_parts_a_rank_newly_needs_after_skips_are_decoded_once(place: int) -> No
 
     source = _Source()
     indices, _ = SAMPLER.take(SAMPLER.start(), 48)
-    with Feed(_data(), draws(SAMPLER, SAMPLER.start(), 0, 8), source, _plan, both, skips=True) as feed:
+    with StepPrefetcher(
+        _data(), draws(SAMPLER, SAMPLER.start(), 0, 8), source, _plan, both, skips=True
+    ) as feed:
         for step in range(8):
             feed.found()  # the coming step is decoded
             feed.leave_out([(int(indices[6 * step + place]), "another rank found it cut off")])
@@ -271,8 +273,8 @@ def test_all_corrupt_batch_and_changed_data_are_errors() -> None:
 def test_look_ahead_is_bounded_and_close_ends_the_thread() -> None:
     source = _Source()
     before = threading.active_count()
-    endless = (Draw(k, np.array([k % 23]), k, SAMPLER.start()) for k in range(10**9))
-    feed: Feed[Cut] = Feed(_data(), endless, source, _plan, _needs(2), look_ahead=3)
+    endless = (StepSamples(k, np.array([k % 23]), k, SAMPLER.start()) for k in range(10**9))
+    feed: StepPrefetcher[Cut] = StepPrefetcher(_data(), endless, source, _plan, _needs(2), look_ahead=3)
     next(feed)
     # One step is out, one lies ready, one is being put together, and three are asked for.
     assert max(one.draw for one in source.asked) <= 7
@@ -289,7 +291,7 @@ def test_first_step_waits_for_three_plans_then_feed_runs_8_ahead() -> None:
             on_time.append(begun.wait(HANG_SECONDS))
         return _plan(samples, step)
 
-    with Feed(_data(), draws(SAMPLER, SAMPLER.start(), 0, 40), source, plan, _needs(2)) as feed:
+    with StepPrefetcher(_data(), draws(SAMPLER, SAMPLER.start(), 0, 40), source, plan, _needs(2)) as feed:
         next(feed)
         begun.set()
         for _ in range(15):
@@ -330,7 +332,7 @@ def test_steps_of_a_stream_go_on_from_the_number_of_the_first() -> None:
             self.planned.append(step_number)
 
     batches = iter([GlobalBatch((), SAMPLER.start(), 0.0) for _ in range(3)])
-    steps = _Streamed(batches, Planner(), 7)  # type: ignore[arg-type]
+    steps = _StreamedSteps(batches, Planner(), 7)  # type: ignore[arg-type]
     for _ in range(3):
         next(steps)
     assert Planner.planned == [7, 8, 9]

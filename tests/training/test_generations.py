@@ -11,7 +11,7 @@ import pytest
 from cases.tiny_project import tiny_config, write_images
 from dilatant.comm.launch import local_worker
 from dilatant.config.config import parse_config
-from dilatant.training.commit import ALONE, RunMembership
+from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.prepare import prepare
 from dilatant.training.trainer import Trainer
 
@@ -65,7 +65,7 @@ def test_gradients_of_an_uncommitted_step_are_not_accumulated(tmp_path: Path) ->
             one.close()
         return [*losses]
 
-    undisturbed = trained(trainer(ALONE))
+    undisturbed = trained(trainer(FIXED_MEMBERSHIP))
     first = trainer(RunMembership(generation=1, gate=Gate(refuses=2)))
     with pytest.raises(Refused):
         trained(first)

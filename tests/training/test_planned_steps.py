@@ -27,7 +27,7 @@ from dilatant.planning.planning import (
     simulated_steps,
     time_plan,
 )
-from dilatant.planning.problem.describe_model import BLOCK, describe_model, skeleton
+from dilatant.planning.problem.describe_model import BLOCK, build_meta_model, describe_model
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
@@ -38,7 +38,7 @@ from dilatant.training.prepare import PreparedRun, prepare
 def dense_costs(folder: Path, **sections: Any) -> Path:
     """Costs as if measured, whose blocks take more of a row of several samples the longer it is."""
     given = config(folder, **sections)
-    model = describe_model(skeleton(given, len(load_model_tokenizer(given.model))))
+    model = describe_model(build_meta_model(given, len(load_model_tokenizer(given.model))))
     costs = analytic_costs(layer_shapes(model), load_hardware("H100"))
     blocks = {
         kind: {degree: replace(cost, dense_seconds=((32, 0.0), (256, 1e-4))) for degree, cost in own.items()}

@@ -17,7 +17,7 @@ from dilatant.config.config import parse_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder
 from dilatant.training import step_log
-from dilatant.training.commit import ALONE, Gate, RunMembership
+from dilatant.training.commit import FIXED_MEMBERSHIP, CommitBarrier, RunMembership
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
 from dilatant.training.rank import train_to_end
@@ -72,10 +72,10 @@ def config_of(folder: Path, **more: Any) -> Config:
     return parse_config({**tree, **more}, base=folder)
 
 
-def trainer_of(config: Config, gate: Gate | None) -> Trainer:
+def trainer_of(config: Config, gate: CommitBarrier | None) -> Trainer:
     prepared = prepare(config)
     checkpoints = RunFolder(config.output_dir).checkpoints
-    membership = ALONE if gate is None else RunMembership(generation=1, gate=gate)
+    membership = FIXED_MEMBERSHIP if gate is None else RunMembership(generation=1, gate=gate)
     return Trainer(
         config,
         prepared.samples,

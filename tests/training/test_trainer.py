@@ -16,7 +16,7 @@ from dilatant.config import UserError
 from dilatant.data.order.sampler import SamplerState
 from dilatant.plan.boxes import Box
 from dilatant.training import trainer as room
-from dilatant.training.evaluation.best_checkpoint import Best
+from dilatant.training.evaluation.best_checkpoint import BestEvaluation
 from dilatant.training.feeding.steps import count_steps, seed_step
 from dilatant.training.trainer import Trainer
 
@@ -143,7 +143,7 @@ def test_resume_restores_moments_position_and_bad_samples(
     )
     monkeypatch.setattr(room, "allocate_moments", lambda _, names: done.update(moments=names))
     monkeypatch.setattr(room, "state_tensors", lambda *_: "moments")
-    monkeypatch.setattr(room, "held_state", lambda *_: {"optimizer": {}})
+    monkeypatch.setattr(room, "local_state", lambda *_: {"optimizer": {}})
     monkeypatch.setattr(room, "load", lambda *_, **__: values)
     monkeypatch.setattr(room, "any_rank", lambda *_: False)
     trainer.restore(Path("somewhere"))
@@ -164,7 +164,7 @@ def test_resume_restores_moments_position_and_bad_samples(
     trainer.runtime.costs.to_json = lambda: "corrected"
     assert json.loads(json.dumps(trainer.values())) == {
         **values,
-        "best": Best().to_json(),
+        "best": BestEvaluation().to_json(),
         "template_date": "2026-11-26",
     }
 

@@ -26,8 +26,8 @@ from dilatant.attention.context_parallel import ContextParallelRow, context_para
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.packed_attention import attention
 from dilatant.attention.kernels.scores import AttentionError
-from dilatant.attention.linear_rows import linear_layers, run_over_rows
-from dilatant.attention.recompute_cache import attend_kept
+from dilatant.attention.linear_rows import enable_packed_rows, linear_layers
+from dilatant.attention.recompute_cache import cached_attention
 
 NAME = "dilatant"
 PLAN_KEYWORD = "attention_plan"
@@ -112,7 +112,7 @@ def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
             f"attn_implementation={NAME!r} cannot be used; leave it out"
         )
     getattr(model, "base_model", model).register_forward_pre_hook(_refuse_padding, with_kwargs=True)
-    run_over_rows(model, PLAN_KEYWORD)
+    enable_packed_rows(model, PLAN_KEYWORD)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.register_forward_pre_hook(_plan_as_mask, with_kwargs=True)
@@ -176,7 +176,7 @@ def attend(
             )
         return attention(query, key, value, plan.windowed(window), sinks=sinks, **options)
 
-    output = attend_kept(run, query, key, value, s_aux)
+    output = cached_attention(run, query, key, value, s_aux)
     return output.unflatten(0, (batch, tokens)), None
 
 

@@ -52,7 +52,7 @@ def is_linear_attention(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in _ATTRIBUTES)
 
 
-def run_over_rows(model: nn.Module, keyword: str) -> None:
+def enable_packed_rows(model: nn.Module, keyword: str) -> None:
     """Make the linear attention of `model` run over the plan or context-parallel row passed as keyword `keyword`."""
     for module in linear_layers(model):
         if not isinstance(module, _OverRows):
@@ -124,13 +124,13 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
             made[number] = run(piece)
             continue
         link = _Neighbours(layer, share)
-        carry = _Carry(link.receive(piece) if comes else None, layer.conv_kernel_size - 1)
+        carry = _BoundaryState(link.receive(piece) if comes else None, layer.conv_kernel_size - 1)
         output = run(piece, **{layer.cache_keyword: carry})
         made[number] = link.send(output, carry.after()) if goes else output
     return [made[number] for number in range(len(pieces))]
 
 
-class _Carry:
+class _BoundaryState:
     """Replacement for transformers' cache: provides the state before a layer's tokens, and stores the state after them.
     Layers call its methods; in transformers 5.17 they access its `layers`."""
 
@@ -160,7 +160,7 @@ class _Carry:
         return self._before is not None
 
     @property
-    def layers(self) -> Mapping[int, _Carry]:
+    def layers(self) -> Mapping[int, _BoundaryState]:
         return defaultdict(lambda: self)
 
     @property

@@ -22,35 +22,35 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 CachedInputs = tuple[Tensor | None, ...]
 
 
-def keep_attention() -> tuple[KeepsAttention, KeepsAttention]:
+def attention_cache_contexts() -> tuple[RecomputeCache, RecomputeCache]:
     """Return the contexts of the first forward and of the recomputation: a `context_fn` for torch's `checkpoint`."""
     calls: list[_Call | Tensor] = []
-    return KeepsAttention(calls, again=False), KeepsAttention(calls, again=True)
+    return RecomputeCache(calls, again=False), RecomputeCache(calls, again=True)
 
 
-def attend_kept(attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """Return `attend(*inputs)`; under `KeepsAttention` the result is cached, and the recomputation reuses it.
+def cached_attention(attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """Return `attend(*inputs)`; under `RecomputeCache` the result is cached, and the recomputation reuses it.
 
     `attend` computes one tensor from `inputs` and from values equal in both runs; it uses no random numbers.
     """
     if has_torch_function(inputs):
-        return handle_torch_function(attend_kept, inputs, attend, *inputs)
+        return handle_torch_function(cached_attention, inputs, attend, *inputs)
     return attend(*inputs)
 
 
-def exchange_kept(exchange: Callable[[Tensor | None], Tensor], given: Tensor) -> Tensor:
-    """Return `exchange(None)` and cache it under `KeepsAttention`; in the recomputation, return `exchange(cached)`.
+def cached_exchange(exchange: Callable[[Tensor | None], Tensor], given: Tensor) -> Tensor:
+    """Return `exchange(None)` and cache it under `RecomputeCache`; in the recomputation, return `exchange(cached)`.
 
     `exchange` computes one tensor from `given` with other ranks; with a cached result it only builds the graph.
     """
     if has_torch_function((given,)):
-        return handle_torch_function(exchange_kept, (given,), exchange, given)
+        return handle_torch_function(cached_exchange, (given,), exchange, given)
     return exchange(None)
 
 
-class KeepsAttention(TorchFunctionMode):
-    """Context that caches attention (`attend_kept` and torch's SDPA) and `exchange_kept` results in `calls`; in the
-    recomputation (`again`) it reuses them."""
+class RecomputeCache(TorchFunctionMode):
+    """Context that caches attention (`cached_attention` and torch's SDPA) and `cached_exchange` results in `calls`;
+    in the recomputation (`again`) it reuses them."""
 
     def __init__(self, calls: list[_Call | Tensor], again: bool) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ class KeepsAttention(TorchFunctionMode):
         return sum(call.nbytes for call in self._calls)  # tensors have `nbytes`, too
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is attend_kept:
+        if function is cached_attention:
             return self._keep(*args)
-        if function is exchange_kept:
+        if function is cached_exchange:
             return self._keep_exchange(*args)
         if function is functional.scaled_dot_product_attention:
             return self._keep_sdpa(function, *args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
     from dilatant.data.sample import Media, MediaKind
-    from dilatant.hf.export import Exported
+    from dilatant.hf.export import ExportedModel
 
 _COLDEST = 0.001
 """Below this temperature, scaled logits exceed the range of float16, and later that of float32."""
@@ -94,7 +94,7 @@ def media_problems(given: Iterable[Media]) -> list[str]:
     return found
 
 
-def require_encoders(exported: Exported, given: Iterable[Media]) -> None:
+def require_encoders(exported: ExportedModel, given: Iterable[Media]) -> None:
     """Raise UserError for media that the model has no encoder for."""
     kinds = {unit.kind for unit in exported.encoding.units}
     for media in given:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from dilatant.data.sample import Media, Turn
-    from dilatant.hf.export import Exported
+    from dilatant.hf.export import ExportedModel
 
 HELP = """/image PATH   show an image with the next question     /system TEXT  say what the model is told first
 /audio PATH   play a sound with the next question      /reset        forget the conversation
@@ -85,7 +85,7 @@ class _Conversation:
 
     def __init__(
         self,
-        exported: Exported,
+        exported: ExportedModel,
         device: torch.device,
         sampling: dict[str, Any],
         max_new_tokens: int,

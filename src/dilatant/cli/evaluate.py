@@ -38,7 +38,7 @@ def evaluate(
     from dilatant.config import DataSource
     from dilatant.data.order.blend import Blend, open_blend
     from dilatant.hf.export import load_exported
-    from dilatant.models.generators.sampling import Drawing
+    from dilatant.models.generators.sampling import SamplingSettings
     from dilatant.report.say import open_console, show_progress
     from dilatant.runtime.precision import pick_device
     from dilatant.training.evaluation.scored_answers import judge_answers, load_judge
@@ -49,7 +49,7 @@ def evaluate(
     assert isinstance(blend, Blend)  # a path is never streamed
     exported = load_exported(folder)
     total = min(len(blend), limit or len(blend))
-    how = Drawing(drawing_steps, guidance)
+    how = SamplingSettings(drawing_steps, guidance)
     with show_progress(open_console(stderr=True), "judging") as show:
         for one in judge_answers(exported, blend, function, pick_device(), max_new_tokens, how, limit, seed):
             scores.append(one)

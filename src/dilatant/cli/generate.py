@@ -19,7 +19,7 @@ from dilatant.config.printable import printable
 if TYPE_CHECKING:
     import torch
 
-    from dilatant.hf.export import Exported
+    from dilatant.hf.export import ExportedModel
 
 
 def generate(
@@ -85,7 +85,7 @@ def generate(
     from dilatant.data.sample import Sample, Turn
     from dilatant.data.text.encode import encode_prompt
     from dilatant.hf.export import load_exported
-    from dilatant.models.generators.sampling import Drawing
+    from dilatant.models.generators.sampling import SamplingSettings
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.runtime.precision import pick_device
     from dilatant.training.evaluation.generation import generate_answers
@@ -125,7 +125,7 @@ def generate(
         exported.encoding.targets,
         device,
         max_new_tokens,
-        Drawing(drawing_steps, guidance),
+        SamplingSettings(drawing_steps, guidance),
         seed,
         eos_token_id=list(stop_ids) or None,
         **sampling,
@@ -153,7 +153,7 @@ def generate(
 
 
 def _answer_all(
-    exported: Exported,
+    exported: ExportedModel,
     prompts: Path,
     system: str | None,
     device: torch.device,
@@ -199,7 +199,7 @@ def _answer_all(
         raise typer.Exit(2)
 
 
-def _check_out(exported: Exported, out: Path) -> None:
+def _check_out(exported: ExportedModel, out: Path) -> None:
     """Raise UserError if the format of `out` does not fit what the model generates (images or features)."""
     from dilatant.models.multimodal import MultimodalModel
 

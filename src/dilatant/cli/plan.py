@@ -84,10 +84,10 @@ def plan(
         )
     resolved = with_costs(read_config(config, overrides, trust or None, loads=True), costs)
 
-    from dilatant.plan.search.why_not import read_asked
+    from dilatant.plan.search.why_not import parse_asked_layout
     from dilatant.planning.planned_run import (
         check_plan_folder,
-        held_report,
+        fixed_plan_report,
         plan_report,
         training_plan,
         write_plan_folder,
@@ -103,11 +103,11 @@ def plan(
     check_plan_folder(resolved)  # fail before the search
     problem = open_problem(resolved, like)
     units = [unit.name for unit in problem.model.spec.units]
-    asked = {text: read_asked(text, units) for text in why_not or ()}
+    asked = {text: parse_asked_layout(text, units) for text in why_not or ()}
     with show_progress(open_console(stderr=True), "searching"):
         if like is not None:
-            planned = plan_like(problem, read_asked(like, units))
-            report = held_report(plan_report(planned, config.stem), like)
+            planned = plan_like(problem, parse_asked_layout(like, units))
+            report = fixed_plan_report(plan_report(planned, config.stem), like)
         else:
             planned = plan_run(problem, fault_tolerance=fault_tolerance or 0)
             report = plan_report(planned, config.stem, asked)

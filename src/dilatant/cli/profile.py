@@ -91,9 +91,9 @@ def profile(
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs, save_group_costs
     from dilatant.planning.assemble import load_model_tokenizer
-    from dilatant.planning.measuring.cost_cache import keep_costs
+    from dilatant.planning.measuring.cost_cache import store_costs
     from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers, measured_tokens
-    from dilatant.planning.problem.describe_model import describe_model, skeleton
+    from dilatant.planning.problem.describe_model import build_meta_model, describe_model
     from dilatant.planning.problem.planned_degrees import planned_degrees
     from dilatant.planning.problem.planned_hardware import (
         entry_name,
@@ -117,12 +117,12 @@ def profile(
     if place is not None and place.rank > 0:
         return  # layers are measured once, where nothing else runs
     with show_progress(open_console(stderr=True), "building the model without weights") as show:
-        model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
+        model = describe_model(build_meta_model(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_local:
             costs = measure_layers(model, target, counts, repeats, show, planned_degrees(plan, model, target))
         else:
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
-    keep_costs(costs, model)
+    store_costs(costs, model)
     try:
         together = save_group_costs(costs, group, out) if group else None
         if together is None:

@@ -84,7 +84,7 @@ def simulate(
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _SimulationInput:
     """The input of a simulation: a plan file's plan and number of microbatches, or a run's measured step. `row_tokens`
     and `zero` are as in `TrainingPlan`; `name` is that of the run or file, `folder` its location."""
 
@@ -99,10 +99,12 @@ class _Given:
     zero: Zero | None = None
 
 
-def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
+def _read(source: Path, overrides: list[str], trust: bool) -> _SimulationInput:
     path = source / "plan.json" if source.is_dir() else source
     if path.suffix != ".json":
-        return _Given(read_config(path, overrides, trust or None, loads=True), path.stem, path.parent)
+        return _SimulationInput(
+            read_config(path, overrides, trust or None, loads=True), path.stem, path.parent
+        )
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError):
@@ -139,7 +141,7 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _Given:
             config = _with(config, "plan", **{key: tuple(sorted({1, *own}))})
     folder = path.parent
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem
-    return _Given(
+    return _SimulationInput(
         config,
         name,
         folder,
@@ -198,7 +200,7 @@ def _cluster(text: str) -> list[str]:
     return [*entries, f"cluster.hardware={hardware}"] if hardware else entries
 
 
-def _timed(problem: PlanningProblem, given: _Given, microbatches: int | None) -> PlannedRun:
+def _timed(problem: PlanningProblem, given: _SimulationInput, microbatches: int | None) -> PlannedRun:
     from dilatant.planning.planning import plan_run, time_plan
 
     if given.plan is None:
@@ -209,14 +211,16 @@ def _timed(problem: PlanningProblem, given: _Given, microbatches: int | None) ->
     return time_plan(problem, given.plan, given.microbatches, given.row_tokens)
 
 
-def _show(planned: PlannedRun, given: _Given, page: Path | None, as_json: bool, console: Console) -> None:
+def _show(
+    planned: PlannedRun, given: _SimulationInput, page: Path | None, as_json: bool, console: Console
+) -> None:
     from dilatant.planning.plan_variants import compare_schedules
-    from dilatant.planning.planned_run import held_report, plan_report
+    from dilatant.planning.planned_run import fixed_plan_report, plan_report
     from dilatant.planning.planning import simulated_steps
     from dilatant.report.text.plan_table import print_plan
 
     winner = planned.result.winner
-    report = held_report(plan_report(planned, given.name))
+    report = fixed_plan_report(plan_report(planned, given.name))
     prediction = None
     if given.step is not None:
         prediction = _prediction(planned, report.plan, given.step)
@@ -272,7 +276,7 @@ def _beside(
 
 
 def _write_pages(
-    page: Path, report: PlanReport, given: _Given, prediction: Prediction | None
+    page: Path, report: PlanReport, given: _SimulationInput, prediction: Prediction | None
 ) -> dict[Path, str]:
     """Write the plan's page; for a run with a measured step also that step's page, with its prediction."""
     from dilatant.report.pages.page_links import link_pages

@@ -54,7 +54,7 @@ def warm_up(preload: Sequence[str] = RANK_PRELOAD) -> None:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    folder = own_folder()
+    folder = multiprocessing_folder()
     if folder is not None and not Path(folder, OWNER).exists():
         util.Finalize(None, TemporaryFolder(path=folder).close, exitpriority=-101)
 
@@ -74,15 +74,16 @@ def _choose_folder() -> None:
         raise UserError(f"the path of {folder} is too long for sockets in it; set TMPDIR to a shorter one")
 
 
-def own_folder() -> str | None:
-    """Return the folder that multiprocessing made for this process, for `remove_behind_parent`; None in a process
+def multiprocessing_folder() -> str | None:
+    """Return the folder that multiprocessing made for this process, for `remove_orphaned_folder`; None in a process
     started by multiprocessing, which shares its parent's folder."""
     return util.get_temp_dir() if multiprocessing.parent_process() is None else None
 
 
-def remove_behind_parent(folder: str | None, seconds: float = 1.0) -> None:
-    """In a worker whose parent seems gone: remove the parent's `own_folder`, which a killed parent leaves behind. If
-    the parent still lives after `seconds`, keep the folder, from which the parent may start other workers."""
+def remove_orphaned_folder(folder: str | None, seconds: float = 1.0) -> None:
+    """In a worker whose parent seems gone: remove the parent's `multiprocessing_folder`, which a killed parent
+    leaves behind. If the parent still lives after `seconds`, keep the folder, from which the parent may start other
+    workers."""
     parent = multiprocessing.parent_process()
     if folder is None or parent is None:
         return

@@ -28,8 +28,8 @@ from dilatant.comm.fork_server import (
     NO_GUARD,
     NO_GUARD_EXIT,
     heed_launcher,
-    own_folder,
-    remove_behind_parent,
+    multiprocessing_folder,
+    remove_orphaned_folder,
     warm_up,
 )
 from dilatant.comm.rendezvous import announce_failure
@@ -120,7 +120,7 @@ def launch(
     if place is None:
         return launch_local(function, num_workers, *args, started=started)
     prepare_cuda()
-    with store_of_launcher.joined(place, timeout_seconds) as store:
+    with store_of_launcher.shared_store(place, timeout_seconds) as store:
         worker = worker_here(
             place.rank, place.size, place.local_rank, place.local_size, store, started_here=False
         )
@@ -150,7 +150,7 @@ def launch_local(
     payload = _pickled(function, args)  # before any process is started
     context = multiprocessing.get_context("forkserver")
     warm_up()
-    folder = own_folder()
+    folder = multiprocessing_folder()
     token = fresh_token()
     server = StoreServer("127.0.0.1", 0, token)
     workers: dict[int, tuple[Any, Connection]] = {}
@@ -330,7 +330,7 @@ def _serve(connection: Connection, start: _Start) -> None:
     try:
         connection.send_bytes(pickle.dumps(answer))
     except OSError:  # the launcher has exited
-        remove_behind_parent(start.folder)
+        remove_orphaned_folder(start.folder)
     connection.close()
 
 
@@ -340,7 +340,7 @@ def _end_with_launcher(folder: str | None) -> None:
     assert launcher is not None
     launcher.join()
     time.sleep(GRACE_SECONDS)
-    remove_behind_parent(folder)
+    remove_orphaned_folder(folder)
     os._exit(1)
 
 

@@ -20,7 +20,7 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.exports import with_parts
 from dilatant.config.files.own_files import read_text, require_plain
 from dilatant.config.files.paths import from_working_folder
-from dilatant.config.files.trust import require_word, run_folder_of
+from dilatant.config.files.trust import require_trust, run_folder_of
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.config.model import ModelConfig
 from dilatant.config.others_keys import CALLED_HERE
@@ -160,7 +160,7 @@ def load_config(
         tree["output_dir"] = str(run)
     config = parse_config(tree, base=path.resolve().parent, name=str(path))
     if not trust_remote_code and (run is not None or trust_remote_code is False):
-        require_word(path, config.model_dump(mode="json"), overrides)
+        require_trust(path, config.model_dump(mode="json"), overrides)
     return config
 
 

@@ -174,10 +174,10 @@ def analytic_cost(
             b=width * shape.output_width / (group if shape.collectives else cp)
         ).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
-        attention=(attention + kept_seconds(shape, links, dtype, tp, cp)).rounded(),
+        attention=(attention + cached_collective_seconds(shape, links, dtype, tp, cp)).rounded(),
         working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, tp, cp)).rounded(),
         attention_bytes=(
-            Quadratic(b=width * shape.attention_width / group) + kept_bytes(shape, dtype, tp, cp)
+            Quadratic(b=width * shape.attention_width / group) + cached_collective_bytes(shape, dtype, tp, cp)
         ).rounded(),
         expert_exchange=exchange_seconds(shape, links, dtype, tp, cp).rounded(),
         row_bytes=Quadratic(b=width * shape.row_kept / cp).rounded(),
@@ -233,13 +233,15 @@ def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, 
     return Quadratic(b=moved / links.context.bandwidth, c=3 * links.context.latency)
 
 
-def kept_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
+def cached_collective_seconds(
+    shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int
+) -> Quadratic:
     """Return the collective seconds that selective recomputation saves: all but the all-gathers of hidden states."""
     exchanged = _exchanged(shape, links.tensor, dtype, tp, cp)
     return collective_seconds(shape, links, dtype, tp, cp) + exchanged.scaled(-1.0)
 
 
-def kept_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
+def cached_collective_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
     """Return the bytes per rank of the reduce-scatter outputs, which selective recomputation keeps with attention."""
     return Quadratic(b=BYTES[dtype] * shape.collectives * shape.output_width / (tp * cp)) if tp > 1 else ZERO
 

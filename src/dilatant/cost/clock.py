@@ -41,7 +41,7 @@ class TimedSpan:
         self._record.append(self._clock.now() - self._began)
 
 
-def divided(until: float, weights: Sequence[float]) -> Iterator[float]:
+def deadlines(until: float, weights: Sequence[float]) -> Iterator[float]:
     """Yield, when each task begins, the time at which it should end: the remaining tasks divide the time left until
     `until` (a time of `now()`) in proportion to their positive `weights`."""
     for number, weight in enumerate(weights):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Given = tuple[Sequence[Any], Mapping[str, Any]]
+CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments."""
 
 
@@ -23,11 +23,16 @@ class DenseProbe:
     """Row lengths to measure at, and `together(n)`: a layer's arguments for a row of two samples of `n` tokens."""
 
     tokens: tuple[int, ...]
-    together: Callable[[int], Given]
+    together: Callable[[int], CallArguments]
 
 
 def dense_seconds(
-    layer: nn.Module, block: nn.Module, alone: Given, together: Given, repeats: int, end: float = math.inf
+    layer: nn.Module,
+    block: nn.Module,
+    alone: CallArguments,
+    together: CallArguments,
+    repeats: int,
+    end: float = math.inf,
 ) -> float:
     """Measure the extra seconds of forward and backward of `block` in `layer` for a row of several samples.
 
@@ -57,7 +62,7 @@ def dense_seconds(
 
 
 def _call_of(
-    layer: nn.Module, block: nn.Module, given: Given
+    layer: nn.Module, block: nn.Module, given: CallArguments
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     """Return the hidden states that the layer passes to the block, and the block as a function of them."""
     import torch

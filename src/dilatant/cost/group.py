@@ -11,10 +11,10 @@ from typing import Any
 
 from dilatant.cost.analytic import (
     LayerShape,
+    cached_collective_seconds,
     collective_seconds,
     exchange_seconds,
     gathered_bytes,
-    kept_seconds,
 )
 from dilatant.cost.hardware import GroupLinks
 from dilatant.cost.layer import ZERO, LayerCost
@@ -44,7 +44,7 @@ def group_cost(
         **dict.fromkeys(_FORTH, collective_seconds(shape, links, dtype, tp, cp)),
         **dict.fromkeys(_BACK, collective_seconds(shape, links, dtype, tp, cp, backward=True)),
         **dict.fromkeys(_WITHOUT, ZERO),
-        "attention": kept_seconds(shape, links, dtype, tp, cp),
+        "attention": cached_collective_seconds(shape, links, dtype, tp, cp),
         **{name: gathered for name in _WORKING if getattr(share, name) != ZERO},
     }
     exchange = exchange_seconds(shape, links, dtype, tp, cp)

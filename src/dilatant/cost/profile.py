@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dilatant.config.errors import UserError
-from dilatant.cost.clock import Clock, divided, now
-from dilatant.cost.dense_probe import DenseProbe, Given, dense_seconds
+from dilatant.cost.clock import Clock, deadlines, now
+from dilatant.cost.dense_probe import CallArguments, DenseProbe, dense_seconds
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
 from dilatant.cost.quadratic import Quadratic, fit
@@ -43,7 +43,7 @@ class LayerProbe:
 
     kind: str
     build: Callable[[], nn.Module]
-    inputs: Callable[[int], Given]
+    inputs: Callable[[int], CallArguments]
     degree: Degree = (1, 1)
     keep: Callable[[], tuple[Any, Any]] | None = None
     tokens: tuple[int, ...] | None = None
@@ -109,7 +109,7 @@ def profile_layers(
     ratios, everything, until = dict[tuple[str, Degree], float](), _Pairs(), now() + seconds
     budget = "" if math.isinf(seconds) else f" for {seconds:g} s at most"
     weights = [sum(map(probe.expected, probe.tokens or tokens)) for probe in probes]
-    for number, (probe, end) in enumerate(zip(probes, divided(until, weights), strict=True), 1):
+    for number, (probe, end) in enumerate(zip(probes, deadlines(until, weights), strict=True), 1):
         if probe.degree in layers.setdefault(probe.kind, {}):
             raise UserError(f"layer type {probe.kind!r} at (tp, cp) {probe.degree} is to be measured twice")
         found, pairs = None, _Pairs()
@@ -152,7 +152,7 @@ def _measured(
     layer's time, and of all measuring. pairs: measurements are appended to it. ratio: of earlier layers."""
     layer, counts = probe.build(), sorted(probe.tokens or tokens)
     measured: list[Measurement] = []
-    for count, end in zip(counts, divided(ends[0], [*map(probe.expected, counts)]), strict=True):
+    for count, end in zip(counts, deadlines(ends[0], [*map(probe.expected, counts)]), strict=True):
         if now() + PASSES * probe.expected(count) * (_ratio(pairs) or ratio) > ends[1]:
             return None
         measured.append(found := measure(layer, probe, count, repeats, end))

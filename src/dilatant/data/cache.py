@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dilatant.config.environment import cache_folder
 from dilatant.config.errors import UserError
-from dilatant.config.files.own_files import is_kept_safely
+from dilatant.config.files.own_files import is_trusted_cache_file
 from dilatant.data.array_file import Arrays, read_arrays, write_arrays
 
 
@@ -31,7 +31,7 @@ class Cache:
         """Return the arrays cached under a name and key (None accepts any key); None if they are missing, damaged, or
         another user's in a folder that everybody may write to."""
         path = self._path(name)
-        return read_arrays(path, key) if is_kept_safely(path) else None
+        return read_arrays(path, key) if is_trusted_cache_file(path) else None
 
     def kept(
         self,

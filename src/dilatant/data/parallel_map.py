@@ -30,7 +30,7 @@ def piece_bounds(total: int, length: int) -> Iterator[IndexRange]:
     return ((start, min(start + length, total)) for start in range(0, total, length))
 
 
-def in_pieces(
+def map_ranges(
     job: Callable[[IndexRange], R],
     pieces: Iterator[IndexRange],
     total: int,

@@ -92,7 +92,7 @@ class MediaSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class MediaMarkup:
     """The form of media items in a model's training texts. token: the chat template's placeholder for an item; the
     model's processor replaces it with the item's tokens, between `opens` and `closes`."""
 
@@ -117,7 +117,7 @@ class MediaUnit(Protocol):
     def placeholder_id(self) -> int: ...
 
     @property
-    def written(self) -> Written | None: ...
+    def written(self) -> MediaMarkup | None: ...
 
     @property
     def merge(self) -> Literal["placeholder", "prepend"]: ...

@@ -14,7 +14,14 @@ from torch import Tensor
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.own_files import read_text
 from dilatant.config.model import LoraConfig, ModelConfig
-from dilatant.models.adapters.lora import MAGNITUDE, PREFIX, adapter_config, beside, is_adapter, plain_key
+from dilatant.models.adapters.lora import (
+    MAGNITUDE,
+    PREFIX,
+    adapted_key,
+    adapter_config,
+    is_adapter,
+    plain_key,
+)
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
@@ -26,7 +33,7 @@ ADAPTERS = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class AdaptedModel:
     """A transformers model with adapters. folder: of its files, within that of all adapters. units: those that are
     parts of it. key_of: the name in the model's own state dict of a unit's weight, None for a weight outside it.
     source: the id or folder that it came from."""
@@ -37,28 +44,28 @@ class Adapted:
     source: str | None = None
 
 
-def adapted_models(model: MultimodalModel, config: ModelConfig) -> Iterator[Adapted]:
+def adapted_models(model: MultimodalModel, config: ModelConfig) -> Iterator[AdaptedModel]:
     """Yield a pretrained VLM as one model; else each unit with adapters."""
     if config.lora is None:
         return
     whole = model.whole
     if whole is not None:
-        yield Adapted("", tuple(model.units.values()), whole.key_of, config.id)
+        yield AdaptedModel("", tuple(model.units.values()), whole.key_of, config.id)
         return
     sources = {name: entry.id for name, entry in config.encoders.items()}
     sources[model.graph.anchor] = config.text.id
     for name, unit in model.units.items():
         if any(is_adapter(weight.name) for weight in unit.weights):
-            yield Adapted(name, (unit,), _of_part, sources[name])
+            yield AdaptedModel(name, (unit,), _of_part, sources[name])
 
 
-def write_adapter(adapted: Adapted, lora: LoraConfig, folder: Path) -> None:
+def write_adapter(adapted: AdaptedModel, lora: LoraConfig, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors`, with the modules that were trained in full."""
     state: dict[str, Tensor] = {}
     names, saved = set(), set()
     for unit, weight, key in _weights(adapted):
         if is_adapter(weight.name):
-            names.add(beside(key).removesuffix(".weight"))
+            names.add(adapted_key(key).removesuffix(".weight"))
         elif weight.canonical in unit.trained_names:  # peft ties no copies, so a tied weight is written twice
             saved.add(key.rpartition(".")[0])
         else:
@@ -70,7 +77,9 @@ def write_adapter(adapted: Adapted, lora: LoraConfig, folder: Path) -> None:
     save_file(state, folder / ADAPTER_FILE, {"format": "pt"})
 
 
-def adapter_keys(adapted: Adapted, files: Iterable[str], lora: LoraConfig, folder: Path) -> dict[str, str]:
+def adapter_keys(
+    adapted: AdaptedModel, files: Iterable[str], lora: LoraConfig, folder: Path
+) -> dict[str, str]:
     """Return stored key → logical name for a peft folder. files: its stored keys. Raises UserError if the adapter is
     not the model's."""
     settings = adapter_settings(folder)
@@ -101,7 +110,7 @@ def adapter_settings(folder: Path) -> Mapping[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _weights(adapted: Adapted) -> Iterator[tuple[Unit, Weight, str]]:
+def _weights(adapted: AdaptedModel) -> Iterator[tuple[Unit, Weight, str]]:
     for unit in adapted.units:
         for weight in unit.weights:
             key = adapted.key_of(unit, weight)

@@ -37,13 +37,13 @@ from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
 from dilatant.hf.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
 from dilatant.hf.export_folder import check_target, replacing
-from dilatant.hf.pretrained_export import keep_beside, write_whole
-from dilatant.hf.stored_weights import read_whole
-from dilatant.models.core.geometry import MERGING_TOWERS
+from dilatant.hf.pretrained_export import copy_companion_files, write_pretrained
+from dilatant.hf.stored_weights import read_pretrained_vlm
+from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
 from dilatant.models.core.materialize import allocate
-from dilatant.models.families.media_units import media_unit, units_of_merging, units_of_whole
-from dilatant.models.families.pretrained import Whole
-from dilatant.models.families.pretrained_answers import WholeAnswers
+from dilatant.models.families.media_units import media_unit, units_of_patch_merger, units_of_pretrained
+from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.pretrained_answers import PretrainedGeneration
 from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
@@ -58,10 +58,10 @@ _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedModel:
     """An exported model, ready to answer."""
 
-    model: MultimodalModel | WholeAnswers
+    model: MultimodalModel | PretrainedGeneration
     tokenizer: Any
     encoding: Encoding
 
@@ -90,9 +90,9 @@ def export_model(
                 if model.whole is None:
                     model.save_pretrained(writing)
                     if config is not None and config.text.id is not None:
-                        keep_beside(config.text.id, model.language.model, writing / "language")
+                        copy_companion_files(config.text.id, model.language.model, writing / "language")
                 else:
-                    write_whole(model, writing, source)
+                    write_pretrained(model, writing, source)
                     if model.generators:
                         drawn = save_generators(writing, model.language, model.drawing)
                         _write_json(writing / GENERATORS, drawn)
@@ -174,11 +174,11 @@ def _write_settings(
         _write_json(file, {**content, part: {**content[part], **changes}})
 
 
-def load_exported(folder: Path) -> Exported:
+def load_exported(folder: Path) -> ExportedModel:
     """Read what `export_model` wrote. Raises UserError."""
     if (folder / "config.json").is_file():
         _, drawn = _read_conversation(folder)
-        return _load_drawing_whole(folder, drawn) if drawn else _load_whole(folder)
+        return _load_vlm_with_generators(folder, drawn) if drawn else _load_pretrained_vlm(folder)
     if (folder / "adapter_config.json").is_file():
         _read_conversation(folder)
         return _load_adapter(folder)
@@ -197,14 +197,14 @@ def load_exported(folder: Path) -> Exported:
             "marker": marker,
         }
         tower = model[name].model.config
-        if tower.model_type in MERGING_TOWERS:
-            units += units_of_merging(name, tower, **common)
+        if tower.model_type in PATCH_MERGER_ENCODERS:
+            units += units_of_patch_merger(name, tower, **common)
         else:
             units.append(media_unit(name, model[name].geometry, merge=model.encoders[name].merge, **common))
     ends = generation_ends(str(folder / LANGUAGE))
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE), ends=ends)
     encoding = Encoding(chat=chat, units=tuple(units), targets=_targets(model, drawn))
-    return Exported(model, model.tokenizer, encoding)
+    return ExportedModel(model, model.tokenizer, encoding)
 
 
 def _targets(model: MultimodalModel, drawn: Mapping[str, Mapping[str, str]]) -> tuple[ImageTarget, ...]:
@@ -221,7 +221,7 @@ def _targets(model: MultimodalModel, drawn: Mapping[str, Mapping[str, str]]) -> 
     )
 
 
-def _load_drawing_whole(folder: Path, drawn: Mapping[str, Mapping[str, str]]) -> Exported:
+def _load_vlm_with_generators(folder: Path, drawn: Mapping[str, Mapping[str, str]]) -> ExportedModel:
     """Load a pretrained VLM with generators into units of our own, as transformers' class does not know generators."""
     where = str(folder)
     tokenizer = load_tokenizer(where)
@@ -236,44 +236,44 @@ def _load_drawing_whole(folder: Path, drawn: Mapping[str, Mapping[str, str]]) ->
             f"{where!r} is not a whole export: {GENERATORS} does not fit {CONVERSATION}; make it again with "
             "`dilatant export RUN`"
         ) from None
-    whole = Whole.of(load_pretrained_config(where, where), where)
+    whole = PretrainedModel.of(load_pretrained_config(where, where), where)
     model = MultimodalModel({}, whole, tokenizer=tokenizer, seed=0, device="meta", generators=generators)
     weights = allocate(model.units)
     own = {weight.canonical for _, weight in model.weights_of_whole()}
     held = {name: Box.of(name, tuple(weights[name].shape)) for name in own}
     with torch.no_grad():
-        for name, tensor in read_whole(model, where, held).items():
+        for name, tensor in read_pretrained_vlm(model, where, held).items():
             weights[name].copy_(tensor)
     read_connectors(folder, model.language, {name: model[name] for name in generators})
     use_row_attention(model)
-    units = units_of_whole(whole, where, tokenizer)
+    units = units_of_pretrained(whole, where, tokenizer)
     chat = chat_tokenizer(tokenizer, processed=bool(units), ends=generation_ends(where))
     encoding = Encoding(chat=chat, units=units, targets=_targets(model, drawn))
-    return Exported(model, tokenizer, encoding)
+    return ExportedModel(model, tokenizer, encoding)
 
 
-def _load_adapter(folder: Path) -> Exported:
+def _load_adapter(folder: Path) -> ExportedModel:
     """Load an export of an adapter alone, on the pretrained model that it names."""
     base = adapter_settings(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(
             f"{str(folder)!r} is an adapter that names no model to lie on; export the merged model (model.lora.merge)"
         )
-    return _load_whole(folder, base)
+    return _load_pretrained_vlm(folder, base)
 
 
-def _load_whole(folder: Path, base: str | None = None) -> Exported:
+def _load_pretrained_vlm(folder: Path, base: str | None = None) -> ExportedModel:
     """Load an exported pretrained VLM. base: the model that the folder is an adapter of."""
     where = str(folder)
-    whole = Whole.of(load_pretrained_config(base or where, where), where)
+    whole = PretrainedModel.of(load_pretrained_config(base or where, where), where)
     tokenizer = load_tokenizer(where)
     with without_bars(folder):
-        model = WholeAnswers.open(base or where, whole, folder if base else None)
-    units = units_of_whole(whole, where, tokenizer)
+        model = PretrainedGeneration.open(base or where, whole, folder if base else None)
+    units = units_of_pretrained(whole, where, tokenizer)
     ends = generation_ends(where) or generation_ends(base)
     chat = chat_tokenizer(tokenizer, processed=bool(units), ends=ends)
     encoding = Encoding(chat=chat, units=units)
-    return Exported(model, tokenizer, encoding)
+    return ExportedModel(model, tokenizer, encoding)
 
 
 def _read_conversation(folder: Path) -> tuple[dict[str, str], dict[str, dict[str, str]]]:

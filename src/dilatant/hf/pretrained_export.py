@@ -29,9 +29,9 @@ from dilatant.hf.stored_weights import (
 )
 from dilatant.models.adapters.lora import main_dtype, tied_keys
 from dilatant.models.core.materialize import seeded
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.pretrained_keys import stored_keys
-from dilatant.models.families.pretrained_weights import load_whole, weights_of
+from dilatant.models.families.pretrained_weights import load_pretrained_weights, weights_of
 from dilatant.models.multimodal import MultimodalModel
 
 _UNREAD = "model-unread.safetensors"
@@ -45,7 +45,7 @@ _BESIDE = (
 """Files of a source that are copied unchanged."""
 
 
-def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> None:
+def write_pretrained(model: MultimodalModel, folder: Path, source: str | None) -> None:
     """Write `config.json`, the weights and the tokenizer. source: the id or folder that the model came from. Raises
     UserError, also if reading the files again does not give what was written."""
     whole = model.whole
@@ -60,7 +60,7 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
         model.tokenizer.save_pretrained(str(folder))
 
 
-def keep_beside(source: str, model: PreTrainedModel, folder: Path) -> None:
+def copy_companion_files(source: str, model: PreTrainedModel, folder: Path) -> None:
     """Keep in the export of a model what its source has besides: generation settings, weights that transformers leaves
     unread (for multi-token prediction), and rotary settings under the names of transformers 4, without which readers of
     that version take their own defaults. Raises UserError."""
@@ -93,14 +93,18 @@ def keep_beside(source: str, model: PreTrainedModel, folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str | None) -> None:
+def _write_model(model: MultimodalModel, whole: PretrainedModel, folder: Path, source: str | None) -> None:
     trained, frozen = weights_of(model.weights_of_whole(), whole)
     composite = whole.composite()
     expected = composite.state_dict()
     tied = tied_keys(composite)
     lacking = [key for key in expected if key not in trained and key not in tied]
     state = {key: tensor for key, tensor in trained.items() if key not in tied or tied[key] not in trained}
-    unread = _of_source(whole, source, lacking) if source is not None else _drawn(whole, lacking)
+    unread = (
+        _source_tensors(whole, source, lacking)
+        if source is not None
+        else _family_initial_values(whole, lacking)
+    )
     dtype: Any = main_dtype(trained.values())  # transformers types `to` wrongly
     for key in lacking:
         tensor = unread[key]
@@ -109,10 +113,10 @@ def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str
     composite.save_pretrained(folder, state_dict=state)
     _check(whole, folder, state, source, {*frozen, *lacking})
     if source is not None:
-        keep_beside(source, composite, folder)
+        copy_companion_files(source, composite, folder)
 
 
-def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:
+def _source_tensors(whole: PretrainedModel, source: str, keys: list[str]) -> dict[str, Tensor]:
     files = pretrained_files(source) or {}
     stored = stored_keys(whole, files) if files else {}
     found = {}
@@ -121,13 +125,13 @@ def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:
             with open_tensors(files[stored[key]]) as tensors:
                 found[key] = tensors.get_tensor(stored[key])
     if len(found) < len(keys):
-        everything = load_whole(whole, source)
+        everything = load_pretrained_weights(whole, source)
         found |= {key: everything[key] for key in keys if key not in found}
     return found
 
 
 @torch.no_grad()
-def _drawn(whole: Whole, keys: list[str]) -> dict[str, Tensor]:
+def _family_initial_values(whole: PretrainedModel, keys: list[str]) -> dict[str, Tensor]:
     """Return the family's initial values of the weights `keys`."""
     if not keys:
         return {}
@@ -143,7 +147,7 @@ def _drawn(whole: Whole, keys: list[str]) -> dict[str, Tensor]:
 
 
 def _check(
-    whole: Whole, folder: Path, state: Mapping[str, Tensor], source: str | None, unchanged: set[str]
+    whole: PretrainedModel, folder: Path, state: Mapping[str, Tensor], source: str | None, unchanged: set[str]
 ) -> None:
     """Raise UserError unless the files hold `state` bit for bit, and weights in `unchanged` are as in the source."""
     problems = _differences(whole, tensor_files(folder), state, "was not written as it is")
@@ -157,7 +161,7 @@ def _check(
 
 
 def _differences(
-    whole: Whole, files: Mapping[str, Path], state: Mapping[str, Tensor], what: str
+    whole: PretrainedModel, files: Mapping[str, Path], state: Mapping[str, Tensor], what: str
 ) -> list[str]:
     stored = stored_keys(whole, files)
     problems = []

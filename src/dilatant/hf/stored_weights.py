@@ -22,18 +22,18 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
 from dilatant.config.model import EncoderConfig, GeneratorConfig
 from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
-from dilatant.models.adapters.lora import MAGNITUDE, beside, is_adapter, magnitude_of, plain_key
+from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, magnitude_of, plain_key
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
 from dilatant.models.encoders.stored_projectors import misfit, stored_projector
 from dilatant.models.families.pretrained_keys import stored_keys
-from dilatant.models.families.pretrained_weights import load_whole
+from dilatant.models.families.pretrained_weights import load_pretrained_weights
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import pretrained_weights
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model
 from dilatant.plan.boxes import Box
-from dilatant.runtime.state.holders import part
+from dilatant.runtime.state.holders import slice_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -63,9 +63,9 @@ def read_pretrained(
     """
     given, held = held, _with_whole_rows(held)
     if config.is_whole:
-        whole = {} if config.id is None else read_whole(model, config.id, held)
+        whole = {} if config.id is None else read_pretrained_vlm(model, config.id, held)
         own = _with_magnitudes(whole, given)
-        return own | _of_generators(model, config, held) | read_adapters(model, config, held)
+        return own | _read_generators(model, config, held) | read_adapters(model, config, held)
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
     sources[language] = (config.text.id, config.text.trust_remote_code)
@@ -73,7 +73,7 @@ def read_pretrained(
     for name, (source, own_code) in sources.items():
         unit = model.units[name]
         if name in config.encoders:
-            weights |= _of_projector(unit, name, config.encoders[name], held)
+            weights |= _read_projector(unit, name, config.encoders[name], held)
         wanted = {
             weight.name: held[weight.name]
             for weight in unit.weights
@@ -88,13 +88,13 @@ def read_pretrained(
             with seeded(seed, name):
                 whole = load(source, f"model {name!r}", dtype=torch.float32).state_dict()
             found = {
-                w.name: part(whole[plain_key(w.key)], wanted[w.name])
+                w.name: slice_of(whole[plain_key(w.key)], wanted[w.name])
                 for w in unit.weights
                 if w.part == "model" and w.name in wanted
             }
         weights |= found
     weights = _with_magnitudes(weights, given)
-    return weights | _of_generators(model, config, held) | read_adapters(model, config, held)
+    return weights | _read_generators(model, config, held) | read_adapters(model, config, held)
 
 
 def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torch.dtype]:
@@ -143,23 +143,27 @@ def _check_ties(pairs: Iterable[tuple[str, str, Box]], files: Mapping[str, Path]
                 )
 
 
-def _of_projector(unit: Unit, name: str, entry: EncoderConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
+def _read_projector(
+    unit: Unit, name: str, entry: EncoderConfig, held: Mapping[str, Box]
+) -> dict[str, Tensor]:
     file = stored_projector(name, entry)
     if file is None or misfit(file, unit.get_submodule("projector")) is not None:  # a misfit was reported
         return {}
     return read_unit(unit, "projector", held, _keys(file))
 
 
-def _of_generators(model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
+def _read_generators(
+    model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]
+) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, entry in config.generators.items():
-        weights |= _of_generator(model, name, entry, held)
+        weights |= _read_generator(model, name, entry, held)
     return weights
 
 
 def _with_whole_rows(held: Mapping[str, Box]) -> dict[str, Box]:
     """Return `held` with all columns of the weights that DoRA magnitudes are computed from."""
-    names = [beside(name) for name in held if MAGNITUDE in name]
+    names = [adapted_key(name) for name in held if MAGNITUDE in name]
     wider = {
         name: Box(name, box.whole, (box.intervals[0], *Box.of(name, box.whole).intervals[1:]))
         for name in names
@@ -171,15 +175,15 @@ def _with_whole_rows(held: Mapping[str, Box]) -> dict[str, Box]:
 def _with_magnitudes(weights: dict[str, Tensor], held: Mapping[str, Box]) -> dict[str, Tensor]:
     """Return `weights`, those read with all columns cut to their boxes in `held`, with initial DoRA magnitudes."""
     found: dict[str, Tensor] = {}
-    for name in [name for name in held if MAGNITUDE in name and beside(name) in weights]:
-        whole, box = weights[beside(name)], held[beside(name)]
+    for name in [name for name in held if MAGNITUDE in name and adapted_key(name) in weights]:
+        whole, box = weights[adapted_key(name)], held[adapted_key(name)]
         found[name] = magnitude_of(whole)
         columns = Box("columns", tuple(whole.shape), (Box.of("", whole.shape).intervals[0], box.intervals[1]))
-        found[beside(name)] = part(whole, columns)
+        found[adapted_key(name)] = slice_of(whole, columns)
     return weights | found
 
 
-def _of_generator(
+def _read_generator(
     model: MultimodalModel, name: str, entry: GeneratorConfig, held: Mapping[str, Box]
 ) -> dict[str, Tensor]:
     """Read a generator's weights in `held`; diffusers reads the net whole, whatever part of it is held here."""
@@ -190,10 +194,10 @@ def _of_generator(
     if not wanted or not source.has_weights:
         return {}
     stored = pretrained_weights(source, where)
-    return {w.name: part(stored[w.key], held[w.name]) for w in wanted if w.key in stored}
+    return {w.name: slice_of(stored[w.key], held[w.name]) for w in wanted if w.key in stored}
 
 
-def read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:
+def read_pretrained_vlm(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:
     """Read the boxes in `held` of a pretrained VLM's own weights from a folder or id. Raises UserError."""
     whole = model.whole
     assert whole is not None
@@ -221,8 +225,8 @@ def read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> 
             for name in names:
                 weights[name] = _read(tensors, stored[wanted[name]], held[name])
     if len(weights) < len(wanted):
-        everything = load_whole(whole, source)
-        weights |= {n: part(everything[key], held[n]) for n, key in wanted.items() if n not in weights}
+        everything = load_pretrained_weights(whole, source)
+        weights |= {n: slice_of(everything[key], held[n]) for n, key in wanted.items() if n not in weights}
     return weights
 
 
@@ -251,12 +255,12 @@ def pretrained_files(source: str) -> Mapping[str, Path] | None:
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     index = cached_file(source, INDEX, **options)
     if index is not None:
-        return _Fetched(source, _shards(Path(index)))
+        return _LazyShards(source, _shards(Path(index)))
     single = cached_file(source, SINGLE, **options)
     return None if single is None else _keys(Path(single))
 
 
-class _Fetched(Mapping[str, Path]):
+class _LazyShards(Mapping[str, Path]):
     """Stored key → its shard, which is downloaded (or found in the cache) on first access."""
 
     def __init__(self, source: str, shards: Mapping[str, str]) -> None:

@@ -24,13 +24,13 @@ from dilatant.models.adapters.lora import inject_parts, is_adapter
 from dilatant.models.core.dtype import dtype_of_config
 from dilatant.models.core.four_bit_stages import four_bit_names, require_four_bit
 from dilatant.models.core.freeze import select, thaw
-from dilatant.models.core.geometry import MERGING_TOWERS, encoder_geometry
+from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.encoders.stored_projectors import kind_of_projector, misfit, stored_projector
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.generators.denoiser_source import source_of_entry
-from dilatant.models.generators.denoisers import PictureNet, build_diffusion, look_at
+from dilatant.models.generators.denoisers import InspectedDenoiser, build_diffusion, inspect_denoiser
 from dilatant.models.generators.diffusion import Objective
 from dilatant.models.generators.generator import Generator
 from dilatant.models.multimodal import MultimodalModel
@@ -59,7 +59,7 @@ def build_model(
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
     if config.is_whole:
-        return _build_whole(config, seed, vocab_size, tokenizer, attn_implementation, dtype, hollow)
+        return _build_pretrained(config, seed, vocab_size, tokenizer, attn_implementation, dtype, hollow)
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
     source = config.text
     language_options = {**options, "trust_remote_code": source.trust_remote_code}
@@ -68,7 +68,7 @@ def build_model(
     # Weights that a checkpoint lacks are drawn by the seed, so that all ranks draw the same.
     with seeded(seed, LANGUAGE):
         language_model = load_language_model(
-            _hollow(
+            _config_or_source(
                 _language_source(source, vocab_size, tokenizer),
                 LANGUAGE,
                 hollow,
@@ -84,7 +84,9 @@ def build_model(
         where = f"model.encoders.{name}"
         with seeded(seed, name):
             model = load_encoder(
-                _hollow(entry.id or entry.config, name, hollow, entry.trust_remote_code, reads_weights),
+                _config_or_source(
+                    entry.id or entry.config, name, hollow, entry.trust_remote_code, reads_weights
+                ),
                 where,
                 trust_remote_code=entry.trust_remote_code,
                 **options,
@@ -115,15 +117,15 @@ def build_model(
             unit.freeze_names(
                 frozenset(name for name, w in names.items() if w.part == "model" and not is_adapter(name))
             )
-        _train_besides(mllm, config.lora)
+        _unfreeze_extra_weights(mllm, config.lora)
     mllm.freeze(config.freeze)
     _mark_four_bit(mllm, config.lora)
     for name, entry in config.encoders.items():
-        _go_on(mllm.units[name].get_submodule("projector"), name, entry, reads=hollow is None)
+        _load_stored_projector(mllm.units[name].get_submodule("projector"), name, entry, reads=hollow is None)
     return mllm
 
 
-def _go_on(projector: nn.Module, name: str, entry: EncoderConfig, reads: bool) -> None:
+def _load_stored_projector(projector: nn.Module, name: str, entry: EncoderConfig, reads: bool) -> None:
     """Load the stored projector that training continues from, if any, with a warning that names the file. A file that
     does not fit is an error (UserError) if the config names it, otherwise a warning."""
     file = stored_projector(name, entry)
@@ -158,7 +160,7 @@ def _generators(
     generators: dict[str, Generator] = {}
     if config.id is not None and not config.generators and (Path(config.id) / "generators.json").is_file():
         warnings.warn(f"model.id: the generators of {config.id!r} are left out", stacklevel=3)
-    for name, seen in picture_nets(config).items():
+    for name, seen in inspect_denoisers(config).items():
         drawn, where = config.generators[name], f"model.generators.{name}"
         beside = Path(drawn.id or "").parent / "connectors" / f"{Path(drawn.id or '').name}.safetensors"
         if beside.is_file():
@@ -179,7 +181,7 @@ def _generators(
     return generators
 
 
-def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
+def _unfreeze_extra_weights(mllm: MultimodalModel, lora: LoraConfig) -> None:
     """Make weights of `lora.train` trainable. Raises UserError for a layer with an adapter: peft stores only one."""
     layers = {
         name.rpartition(".")[0]: name for name in select(mllm.units, lora.train) if not is_adapter(name)
@@ -199,16 +201,16 @@ def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
     thaw(mllm.units, lora.train)
 
 
-def picture_nets(config: ModelConfig) -> dict[str, PictureNet]:
+def inspect_denoisers(config: ModelConfig) -> dict[str, InspectedDenoiser]:
     """Inspect the denoiser of each generator without its weights. Raises UserError that names the key."""
     return {
-        name: look_at(source_of_entry(entry, where), where)
+        name: inspect_denoiser(source_of_entry(entry, where), where)
         for name, entry in config.generators.items()
         for where in [f"model.generators.{name}"]
     }
 
 
-def objective_of(entry: GeneratorConfig, seen: PictureNet) -> Objective:
+def objective_of(entry: GeneratorConfig, seen: InspectedDenoiser) -> Objective:
     """Return a generator's training objective: the user's, the source's, or "flow". Raises nothing."""
     return entry.objective or seen.source.objective or "flow"
 
@@ -229,15 +231,15 @@ def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) 
     return int(ids[0])
 
 
-def open_whole(config: ModelConfig, **options: Any) -> Whole:
+def open_pretrained(config: ModelConfig, **options: Any) -> PretrainedModel:
     """Open the pretrained multimodal model of `model.id` or `model.config` by its config alone. Raises UserError."""
     where = "model.id" if config.id is not None else "model.config"
     if config.id is not None:
-        return Whole.of(load_pretrained_config(config.id, where), where, **options)
-    return Whole.of(parse_config(config.config or {}, where), where, **options)
+        return PretrainedModel.of(load_pretrained_config(config.id, where), where, **options)
+    return PretrainedModel.of(parse_config(config.config or {}, where), where, **options)
 
 
-def _build_whole(
+def _build_pretrained(
     config: ModelConfig,
     seed: int,
     vocab_size: int | None,
@@ -247,7 +249,9 @@ def _build_whole(
     hollow: Collection[str] | None,
 ) -> MultimodalModel:
     own = None if config.attn_implementation == "dilatant" else config.attn_implementation
-    whole = open_whole(config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora)
+    whole = open_pretrained(
+        config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora
+    )
     if config.config is not None:
         said = {**config.config, **config.config.get("text_config", {})}
         for name, token in _ends_of(tokenizer).items():
@@ -268,7 +272,7 @@ def _build_whole(
     )
     _check_vocabulary(mllm.language.model, vocab_size)
     if config.lora is not None:
-        _train_besides(mllm, config.lora)
+        _unfreeze_extra_weights(mllm, config.lora)
     mllm.freeze(config.freeze)
     _mark_four_bit(mllm, config.lora)
     return mllm
@@ -278,7 +282,7 @@ def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
     """Return unit → the dtype in which its source, a pretrained id or a config, stores weights."""
     dtypes = dict.fromkeys(config.generators, torch.float32)
     if config.is_whole:
-        whole = open_whole(config)
+        whole = open_pretrained(config)
         return dtypes | dict.fromkeys((*whole.family.towers, LANGUAGE), dtype_of_config(whole.config))
     where = "model.language_model"
     language = config.text
@@ -291,7 +295,7 @@ def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def _hollow(
+def _config_or_source(
     source: Any, unit: str, hollow: Collection[str] | None, own_code: bool, reads_weights: bool
 ) -> Any:
     """Return the config of a pretrained model if this rank does not read the weights; otherwise `source` itself."""
@@ -325,6 +329,6 @@ def _check_vocabulary(language_model: Any, vocab_size: int | None) -> None:
 
 
 def _check_kind(where: str, entry: EncoderConfig, model: Any) -> None:
-    kind = MERGING_TOWERS.get(model.config.model_type) or encoder_geometry(model.config).kind
+    kind = PATCH_MERGER_ENCODERS.get(model.config.model_type) or encoder_geometry(model.config).kind
     if kind != entry.kind:
         raise UserError(f"{where}: kind is {entry.kind!r}, but {model.config.model_type} reads {kind}")

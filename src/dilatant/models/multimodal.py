@@ -32,9 +32,9 @@ from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder, build_encoder
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.pretrained import Whole
-from dilatant.models.families.pretrained_answers import WholeAnswers
-from dilatant.models.families.pretrained_weights import composite_of, load_whole
+from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.pretrained_answers import PretrainedGeneration
+from dilatant.models.families.pretrained_weights import composite_of, load_pretrained_weights
 from dilatant.models.families.training_proof import prove
 from dilatant.models.generators.generator import Generator, GeneratorUnit
 from dilatant.models.language.language import LanguageUnit
@@ -55,14 +55,14 @@ class MultimodalModel(nn.Module):
     """Encoders, a language model and generators, each a unit: `mllm.units`, `mllm["vision"]`, `mllm["language"]`.
     `mllm.graph` says which unit feeds which.
 
-    language_model: a transformers causal language model, a config (random weights), or an id or folder; or a `Whole`,
-    which includes its encoders. tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed:
-    determines random weights, independently per layer; without it torch's global generator draws them. device "meta":
-    units from configs stay on the meta device until `materialize` initialises some of their layers. media_attention:
-    the mask among the tokens of an image or clip (see `media_attention.MediaMasks`), by default "causal", or that of
-    the `Whole`; other masks take effect once attention is chosen, in `parallelize` or by
-    `row_attention.use_row_attention`. generators: see `Generator`; they run in training steps, not in `forward`. Raises
-    UserError for inconsistent parts.
+    language_model: a transformers causal language model, a config (random weights), or an id or folder; or a
+    `PretrainedModel`, which includes its encoders. tokenizer: saved with the model. before_language_model: see
+    `LanguageStage`. seed: determines random weights, independently per layer; without it torch's global generator
+    draws them. device "meta": units from configs stay on the meta device until `materialize` initialises some of
+    their layers. media_attention: the mask among the tokens of an image or clip (see `media_attention.MediaMasks`),
+    by default "causal", or that of the `PretrainedModel`; other masks take effect once attention is chosen, in
+    `parallelize` or by `row_attention.use_row_attention`. generators: see `Generator`; they run in training steps,
+    not in `forward`. Raises UserError for inconsistent parts.
     """
 
     units: dict[str, Unit]
@@ -80,7 +80,7 @@ class MultimodalModel(nn.Module):
         generators: Mapping[str, Generator] | None = None,
     ) -> None:
         super().__init__()
-        self.whole = language_model if isinstance(language_model, Whole) else None
+        self.whole = language_model if isinstance(language_model, PretrainedModel) else None
         if self.whole is None:
             self.media_attention = read_media_attention(media_attention, encoders)
         elif media_attention is None:
@@ -272,7 +272,7 @@ class MultimodalModel(nn.Module):
         rows and placeholders do not match.
         """
         if self.whole is not None and not self.generators:
-            answers = WholeAnswers(composite_of(self.weights_of_whole(), self.whole), self.whole)
+            answers = PretrainedGeneration(composite_of(self.weights_of_whole(), self.whole), self.whole)
             return answers.generate(
                 input_ids, encoder_inputs=encoder_inputs, attention_mask=attention_mask, **generation
             )
@@ -392,9 +392,9 @@ class MultimodalModel(nn.Module):
             text = load_language_model(source, dtype=dtype, attn_implementation=attn_implementation)
             return cls({}, text, tokenizer=tokenizer, seed=0)
         kind = dtype or dtype_of_config(config)
-        whole = Whole.of(config, source, dtype=kind, attn_implementation=attn_implementation)
+        whole = PretrainedModel.of(config, source, dtype=kind, attn_implementation=attn_implementation)
         model = cls({}, whole, tokenizer=tokenizer, seed=0, device="meta")
-        loaded, weights = load_whole(whole, source), allocate(model.units)
+        loaded, weights = load_pretrained_weights(whole, source), allocate(model.units)
         for unit, weight in model.weights_of_whole():
             weights[weight.canonical].copy_(loaded[whole.key_of(unit, weight)])
         return model

@@ -244,7 +244,7 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
         )
 
 
-def own_attention(model: PreTrainedModel) -> str | None:
+def explicit_attention(model: PreTrainedModel) -> str | None:
     """Return the name of the attention that was set explicitly for a model; None for transformers' default."""
     name = model.config._attn_implementation
     return None if name == ("sdpa" if model._supports_sdpa else "eager") else name

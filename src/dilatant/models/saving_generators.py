@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError
 from dilatant.models.generators.denoiser_source import read_source, scheduler_settings, write_json
-from dilatant.models.generators.denoisers import build_diffusion, look_at
+from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
 from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import Generator, GeneratorUnit
 from dilatant.models.language.language import LanguageUnit
@@ -79,7 +79,7 @@ def load_generators(
         drawn = folder / name / _TARGET
         encoder = str(drawn) if entry.get("features") else None
         size = entry.get("sample_size")
-        seen = look_at(read_source(where, str(folder / name), None, None, encoder, size), where)
+        seen = inspect_denoiser(read_source(where, str(folder / name), None, None, encoder, size), where)
         connector = entry["connector"] or connectors.get(name)
         if connector is None:
             raise UserError(

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from dilatant.config.errors import UserError, list_problems
-from dilatant.models.core.geometry import MERGING_TOWERS
+from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
 from dilatant.models.core.structure import DEPTH_KEYS
 from dilatant.models.families.families import FAMILIES
 
@@ -37,7 +37,7 @@ _UNLISTED = {
     ),
 }
 """Encoders that transformers' AutoModel does not list: module and class."""
-_TOWERS = ("vision_config", "audio_config")
+_ENCODER_CONFIG_KEYS = ("vision_config", "audio_config")
 
 
 def load_language_model(source: Any, where: str = "language_model", **options: Any) -> PreTrainedModel:
@@ -139,7 +139,7 @@ def _build_language_model(config: PreTrainedConfig, where: str, **options: Any) 
 
 
 def _build_encoder(config: PreTrainedConfig, where: str, **options: Any) -> PreTrainedModel:
-    tower = tower_config(config)
+    tower = encoder_config(config)
     encoder_class = _class_of(tower, where)
 
     def construct(config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
@@ -186,18 +186,18 @@ def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrai
 
 def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedModel:
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
-    tower = tower_config(config)
+    tower = encoder_config(config)
     if tower is not config:
-        return _told_of_missing(_class_of(tower, where), name, where, tower, options)
+        return _load_with_missing_weights_warning(_class_of(tower, where), name, where, tower, options)
     if type(config) not in MODEL_MAPPING and config.model_type in _UNLISTED:
-        return _told_of_missing(_class_of(config, where), name, where, config, options)
+        return _load_with_missing_weights_warning(_class_of(config, where), name, where, config, options)
     if not config.is_encoder_decoder:
-        return _told_of_missing(AutoModel, name, where, config, options)
+        return _load_with_missing_weights_warning(AutoModel, name, where, config, options)
     with torch.device("meta"):
         encoder_class = type(AutoModel.from_config(config).get_encoder())
     if encoder_class.__name__ in (config.architectures or ()):
-        return _told_of_missing(encoder_class, name, where, config, options)
-    return _told_of_missing(AutoModel, name, where, config, options).get_encoder()
+        return _load_with_missing_weights_warning(encoder_class, name, where, config, options)
+    return _load_with_missing_weights_warning(AutoModel, name, where, config, options).get_encoder()
 
 
 def _class_of(config: PreTrainedConfig, where: str) -> Any:
@@ -210,7 +210,7 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _told_of_missing(
+def _load_with_missing_weights_warning(
     loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
 ) -> PreTrainedModel:
     """Load an encoder, and warn once about weights that its files lack (often an unused pooler)."""
@@ -309,9 +309,9 @@ def without_bars(source: str | Path) -> Iterator[None]:
         transformers_logging.enable_progress_bar()
 
 
-def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the vision or audio config inside a composite config (CLIP, SigLIP); otherwise the config itself."""
-    towers = [getattr(config, key) for key in _TOWERS if getattr(config, key, None) is not None]
+    towers = [getattr(config, key) for key in _ENCODER_CONFIG_KEYS if getattr(config, key, None) is not None]
     return towers[0] if towers else config
 
 
@@ -323,7 +323,7 @@ def _check_language_model(model: PreTrainedModel, where: str) -> None:
 
 
 def _check_encoder(model: PreTrainedModel, where: str) -> None:
-    if model.main_input_name not in _ENCODER_INPUTS and model.config.model_type not in MERGING_TOWERS:
+    if model.main_input_name not in _ENCODER_INPUTS and model.config.model_type not in PATCH_MERGER_ENCODERS:
         raise UserError(
             f"{where}: {type(model).__name__} reads {model.main_input_name!r}, so it is not an encoder of images or "
             "audio"

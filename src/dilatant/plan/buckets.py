@@ -68,7 +68,7 @@ def make_buckets(
     return tuple(Bucket(tuple(boxes), ranks) for _, boxes, ranks in full)
 
 
-def shares(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
+def cut_shards(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
     """Cut a bucket's cells into `count` consecutive shards, at the row borders nearest to equal shards.
 
     Each end of a shard is less than a row away from the equal cut; a shard may be empty.
@@ -92,7 +92,7 @@ def shares(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketShare:
+class BucketShard:
     """A bucket from the point of view of its holder `rank`.
 
     sharing: the ranks, including this one, that divide the optimizer state; `sizes` are the numbers of elements in
@@ -127,7 +127,7 @@ class BucketShare:
         return sum(self.sizes[: self.sharing.index(self.rank)])
 
 
-def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> BucketShare:
+def shard_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> BucketShard:
     """Return the shard of `bucket` that `rank` holds under `zero`. node_of: rank → node."""
     sharing: tuple[int, ...]
     alike: tuple[int, ...]
@@ -149,14 +149,14 @@ def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
     else:
         alike = tuple(held[place] for held in nodes.values())
     speaks = bucket.ranks[0] in sharing
-    divided = shares(bucket.boxes, len(sharing))
+    divided = cut_shards(bucket.boxes, len(sharing))
     sizes = tuple(sum(box.size for box in share) for share in divided)
     own = divided[place]
     cells = tuple(
         next(i for i, cell in enumerate(bucket.boxes) if cell.name == box.name and cell.meet(box) == box)
         for box in own
     )
-    return BucketShare(bucket, rank, sharing, alike, sizes, own, cells, speaks, even)
+    return BucketShard(bucket, rank, sharing, alike, sizes, own, cells, speaks, even)
 
 
 def _border(boxes: Sequence[Box], target: int) -> int:

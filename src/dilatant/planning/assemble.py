@@ -22,12 +22,12 @@ from dilatant.data.sample import MediaUnit
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
-from dilatant.models.build import build_model, open_whole, picture_nets, token_of
-from dilatant.models.core.geometry import MERGING_TOWERS, encoder_geometry
-from dilatant.models.families.media_units import media_unit, units_of_merging, units_of_whole
+from dilatant.models.build import build_model, inspect_denoisers, open_pretrained, token_of
+from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
+from dilatant.models.families.media_units import media_unit, units_of_patch_merger, units_of_pretrained
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_as_configured, place_rows
-from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
+from dilatant.models.sources import encoder_config, load_pretrained_config, parse_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def load_model_tokenizer(config: ModelConfig) -> Any:
 def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
     """Return how each encoder sees its media, from configs alone: no weights are read. Raises UserError."""
     if config.is_whole:
-        return units_of_whole(open_whole(config), config.processor, tokenizer, config.id)
+        return units_of_pretrained(open_pretrained(config), config.processor, tokenizer, config.id)
     vocabulary = _vocabulary(config, len(tokenizer))
     return tuple(
         unit
@@ -183,10 +183,10 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
     """Return what each generator draws, from configs alone. Raises UserError that names the key."""
     if not config.generators:
         return ()
-    encoders = open_whole(config).family.towers if config.is_whole else config.encoders
+    encoders = open_pretrained(config).family.towers if config.is_whole else config.encoders
     first = _vocabulary(config, len(tokenizer)) + len(encoders)
     targets = []
-    for position, (name, seen) in enumerate(picture_nets(config).items()):
+    for position, (name, seen) in enumerate(inspect_denoisers(config).items()):
         entry = config.generators[name]
         token = token_of(entry, tokenizer, f"model.generators.{name}", position)
         targets.append(
@@ -228,7 +228,7 @@ def _tower_config(name: str, entry: EncoderConfig) -> Any:
         config = parse_config(entry.config, where)
     else:
         config = load_pretrained_config(str(entry.id), where, entry.trust_remote_code)
-    return tower_config(config)
+    return encoder_config(config)
 
 
 def _media_units(name: str, entry: EncoderConfig, placeholder_id: int) -> tuple[MediaUnit, ...]:
@@ -236,8 +236,10 @@ def _media_units(name: str, entry: EncoderConfig, placeholder_id: int) -> tuple[
     processor = entry.id if entry.processor is None else entry.processor
     try:
         config = _tower_config(name, entry)
-        geometry = None if config.model_type in MERGING_TOWERS else encoder_geometry(config, entry.features)
-        kind = MERGING_TOWERS[config.model_type] if geometry is None else geometry.kind
+        geometry = (
+            None if config.model_type in PATCH_MERGER_ENCODERS else encoder_geometry(config, entry.features)
+        )
+        kind = PATCH_MERGER_ENCODERS[config.model_type] if geometry is None else geometry.kind
         if kind != entry.kind:
             raise UserError(f"kind is {entry.kind!r}, but the encoder reads {kind}")
         common: dict[str, Any] = {
@@ -246,7 +248,7 @@ def _media_units(name: str, entry: EncoderConfig, placeholder_id: int) -> tuple[
             "marker": entry.marker,
         }
         if geometry is None:
-            return units_of_merging(name, config, **common)
+            return units_of_patch_merger(name, config, **common)
         return (media_unit(name, geometry, merge=entry.merge, **common),)
     except UserError as error:
         text = str(error)

@@ -85,7 +85,7 @@ def choose_plan(
         say(console, "one device: nothing to plan")
         return None
     if continues:
-        kept, why = _kept_plan(folder, devices.count)
+        kept, why = _previous_plan(folder, devices.count)
         if kept is not None:
             say(console, f"trains on as it was planned before ({folder.path / 'plan.json'})")
             return kept
@@ -111,7 +111,7 @@ def choose_plan(
     return TrainingPlan.from_json(chosen.plan_json)
 
 
-def _kept_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None, str]:
+def _previous_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None, str]:
     """Return the plan that this run trained with before, or why it does not fit this many devices."""
     path = folder.path / "plan.json"
     try:

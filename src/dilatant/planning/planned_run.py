@@ -95,7 +95,7 @@ def plan_report(
     )
 
 
-def held_report(report: PlanReport, layout: str = "") -> PlanReport:
+def fixed_plan_report(report: PlanReport, layout: str = "") -> PlanReport:
     """Return the report of a plan that was not compared with all others: held to a layout, or timed as it is."""
     held = f"It is the fastest plan like {layout!r} that was simulated; others were not looked at."
     return replace(

@@ -27,19 +27,19 @@ from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.refusals import microbatch_sizes_for
 from dilatant.plan.search.search import search
 from dilatant.plan.search.search_result import SearchResult
-from dilatant.plan.search.why_not import AskedLayout, WhyNot, read_asked, why_not
+from dilatant.plan.search.why_not import AskedLayout, WhyNot, parse_asked_layout, why_not
 from dilatant.plan.validate import validate
 from dilatant.planning.assemble import Samples, recompute_by_unit
-from dilatant.planning.measuring.cost_cache import keep_costs, kept_costs
+from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
 from dilatant.planning.measuring.decode_costs import DecodeCost, decode_cost
 from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.planning.measuring.step_costs import described_costs
 from dilatant.planning.problem.dense_rows import dense_rows
-from dilatant.planning.problem.describe_model import ModelDescription, describe_model, skeleton
-from dilatant.planning.problem.planned_degrees import offering
+from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
+from dilatant.planning.problem.planned_degrees import with_requested_degrees
 from dilatant.planning.problem.planned_hardware import Target, target_of_run
 from dilatant.planning.problem.planned_samples import PlannedSamples, planned_samples
-from dilatant.planning.searched_zeros import searched_zeros
+from dilatant.planning.searched_zeros import zero_variants
 from dilatant.report.text.why_not_text import no_plan_text
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import FAMILIES, plan_scorer, predict
@@ -124,10 +124,12 @@ def planning_problem(
     same layers on this hardware stand in when `plan.measure_seconds` are over; without `measure_again` they count at
     once, and only what they lack is measured. like: a layout whose degrees are tried, too. Raises UserError."""
     _searched_sizes(config, target_of_run(config))  # before anything is measured
-    whole = skeleton(config, len(samples.tokenizer))
+    whole = build_meta_model(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     if like is not None:
-        config = offering(config, model, target_of_run(config), read_asked(like, [*whole.units]))
+        config = with_requested_degrees(
+            config, model, target_of_run(config), parse_asked_layout(like, [*whole.units])
+        )
     sampled = planned_samples(config, samples, model, progress)
     problem = model_problem(config, model, sampled, say, measure_again)
     return replace(problem, decoding=decode_cost(samples, config.seed, config.train.global_batch_size))
@@ -144,7 +146,7 @@ def model_problem(
     target = target_of_run(config)
     _searched_sizes(config, target)
     measures = config.plan.costs is None and target.is_local and not target.groups
-    kept = kept_costs(model, target, (), config.data.max_length) if measures else None
+    kept = cached_costs(model, target, (), config.data.max_length) if measures else None
     measured = layer_costs(config, model, target, say, kept, measure_again)
     from_before = kept is not None and all(
         cost == kept.layers[kind].get(degree)
@@ -157,7 +159,7 @@ def model_problem(
             raise list_problems("context-parallel degrees (plan.context_parallel):", problems)
         measured = measured.mapped(_without_context)  # a cost file may know more than this model can do
     if measures and not from_before:
-        keep_costs(measured, model, kept)
+        store_costs(measured, model, kept)
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
     workload = replace(sampled.workload, dense=dense_rows(model, costs))
     sampled = replace(sampled, workload=workload)
@@ -253,7 +255,7 @@ def _searched_chunks(config: Config) -> Sequence[int]:
 
 
 def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
-    config, zeros = problem.config, searched_zeros(problem.config, problem.target, fault_tolerance)
+    config, zeros = problem.config, zero_variants(problem.config, problem.target, fault_tolerance)
     problem = problem.sharing(zeros.searched[0])
     target = problem.target
     return search(
@@ -293,7 +295,7 @@ def searched_row_tokens(config: Config) -> Sequence[int]:
 def _splits(config: Config) -> bool:
     """Return True if the search tries a schedule that splits backwards; published systems' searches try none."""
     named = config.parallel.schedule
-    return config.plan.mode == Mode.BEST if named is None else named in plan_scorer.SPLIT
+    return config.plan.mode == Mode.BEST if named is None else named in plan_scorer.SPLIT_BACKWARD_FAMILIES
 
 
 def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
@@ -398,8 +400,11 @@ def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
     named = _families(problem)
     if named is not None:
         return tuple(named)
-    rounds = tuple(plan_scorer.ROUNDS) if max(problem.config.plan.chunks) > 1 else ()
-    return (*(plan_scorer.TRIED if _splits(problem.config) else plan_scorer.WHOLE), *rounds)
+    rounds = tuple(plan_scorer.INTERLEAVED_FAMILIES) if max(problem.config.plan.chunks) > 1 else ()
+    return (
+        *(plan_scorer.CANDIDATE_FAMILIES if _splits(problem.config) else plan_scorer.WHOLE_BACKWARD_FAMILIES),
+        *rounds,
+    )
 
 
 def searched_counts(problem: PlanningProblem, pipelines: int) -> tuple[int, ...]:

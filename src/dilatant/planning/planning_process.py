@@ -21,8 +21,8 @@ from dilatant.comm.fork_server import (
     NO_GUARD,
     NO_GUARD_EXIT,
     heed_launcher,
-    own_folder,
-    remove_behind_parent,
+    multiprocessing_folder,
+    remove_orphaned_folder,
     warm_up,
 )
 from dilatant.comm.launch import WorkerFailed
@@ -71,7 +71,9 @@ def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> Chosen
     warm_up()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, job, own_folder()), name="dilatant-plan")
+    process = context.Process(
+        target=_serve, args=(theirs, job, multiprocessing_folder()), name="dilatant-plan"
+    )
     process.start()
     theirs.close()
     try:
@@ -114,7 +116,7 @@ def _end_with_launcher(shared: str | None) -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
-    remove_behind_parent(shared)
+    remove_orphaned_folder(shared)
     os._exit(1)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from dilatant.config import UserError
 from dilatant.config.files.durable import LEFTOVERS, write_durably
 from dilatant.config.files.own_files import open_in_place, open_regular, require_plain
-from dilatant.config.files.trust import note_word
+from dilatant.config.files.trust import record_trust
 
 if TYPE_CHECKING:
     from dilatant.config import Config
@@ -105,7 +105,7 @@ class RunFolder:
     def write_config(self, config: Config) -> None:
         """Save the resolved config, whose code the user has allowed to run (see `config/files/trust.py`)."""
         self.write_text(self.config.name, config.to_yaml())
-        note_word(self.path, config.model_dump(mode="json"))
+        record_trust(self.path, config.model_dump(mode="json"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         """Save `value` as `name` in the folder; readers never see a partial file."""

@@ -40,12 +40,12 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
             code = run_agent(launched_agent(config, place))
             return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)
         address = (place.host if is_loopback(place.host) else ""), coordinator_port(place)
-    from dilatant.resilience.processes.machines import Leading, lead
+    from dilatant.resilience.processes.machines import LeaderAddresses, run_leader
 
     assert address is not None
     name = address[0] if place is None else place.host
-    leading = Leading(*address, name, trains_here=place is not None)
+    leading = LeaderAddresses(*address, name, trains_here=place is not None)
     nodes = config.cluster.nodes if place is None else place.size
     launcher = "resilience.listen" if place is None else place.launcher
-    resilient = Resilient(partial(lead, leading), nodes, launcher)
+    resilient = Resilient(partial(run_leader, leading), nodes, launcher)
     return train_once(config, overwrite=overwrite, show=show, resilient=resilient)

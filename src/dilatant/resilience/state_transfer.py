@@ -20,11 +20,11 @@ from dilatant.training.checkpoints.boxes import BoxPiece
 _HASH_BYTES = 16
 
 
-class Lost(Exception):
+class StateLost(Exception):
     """No rank in this generation holds some of the state; the message names it."""
 
 
-class Corrupted(RuntimeError):
+class TransferCorrupted(RuntimeError):
     """Received data differs from what was sent."""
 
 
@@ -67,7 +67,7 @@ def plan_copies(
                     sent[source] += cell.size * num_bytes
     if lost:
         names = list(lost)
-        raise Lost(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+        raise StateLost(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
     return tuple(copies)
 
 
@@ -127,7 +127,7 @@ def transfer(comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece]) -
     for source, buffer in buffers.items():
         data = buffer[:-_HASH_BYTES]
         if _hash(data) != buffer[-_HASH_BYTES:].numpy().tobytes():
-            raise Corrupted(f"state from rank {source} was changed on its way")
+            raise TransferCorrupted(f"state from rank {source} was changed on its way")
         start = 0
         for cell in incoming[source]:
             target = target_of(cell)

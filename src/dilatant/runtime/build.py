@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
-from dilatant.models.core.dtype import hold_in
+from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.four_bit_stages import quantize, require_shape
 from dilatant.models.core.freeze import check
 from dilatant.models.core.materialize import materialize
@@ -22,8 +22,8 @@ from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holdings
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.state.owned_weights import OwnedWeights
-from dilatant.runtime.state.shared_unit import SharedUnit
-from dilatant.runtime.state.shared_weights import SharedWeights, share_weights
+from dilatant.runtime.state.shared_unit import ShardedUnit
+from dilatant.runtime.state.shared_weights import BucketedWeights, bucket_weights
 
 
 def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:
@@ -56,7 +56,7 @@ def build_stages(
     """
     own = [placed for placed in plan.stages() if comm.rank in placed.stage.ranks]
     shared = {
-        placed.unit: SharedUnit(model.units[placed.unit], comm, placed.stage, boxes)
+        placed.unit: ShardedUnit(model.units[placed.unit], comm, placed.stage, boxes)
         for placed in own
         if max(placed.stage.tp, placed.stage.ep) > 1 and model.units[placed.unit].structure is not None
     }
@@ -68,7 +68,7 @@ def build_stages(
             materialize(model.units[placed.unit], first, end, seed, weights.keys())
     if precision is not None:  # after drawing, so that draws do not depend on `precision`
         for unit in model.units.values():
-            hold_in(unit, precision)
+            cast_weights(unit, precision)
     for name in dict.fromkeys(placed.unit for placed in own):
         model.units[name].set_frozen(model.units[name].frozen)
     stages = {}
@@ -105,7 +105,7 @@ def _context(placed: PlacedStage, unit: Unit, comm: Comm) -> Context:
     return Context(place // stage.tp, stage.cp, group)
 
 
-def build_shared(
+def build_bucketed_weights(
     model: MultimodalModel,
     plan: Plan,
     comm: Comm,
@@ -117,8 +117,8 @@ def build_shared(
     exact: Mapping[str, Tensor] | None = None,
     masters: bool = True,
     before: OwnedWeights | None = None,
-) -> SharedWeights:
-    """Group the trainable weights of `stages` into buckets, identically on all ranks; see `share_weights`."""
+) -> BucketedWeights:
+    """Group the trainable weights of `stages` into buckets, identically on all ranks; see `bucket_weights`."""
     everything: dict[str, Tensor] = {}
     frozen: set[str] = set()
     for unit_plan in plan.units:
@@ -137,6 +137,6 @@ def build_shared(
             if name in formats:
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
-    return share_weights(
+    return bucket_weights(
         comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact, masters, before
     )

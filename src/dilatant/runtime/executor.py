@@ -19,10 +19,10 @@ from dilatant.config.errors import UserError
 from dilatant.models.core.stage import Boundary, StageOutput, StepData
 from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.local_stage import LocalStage
-from dilatant.runtime.partial_step.unfinished_step import Ledger, set_aside
+from dilatant.runtime.partial_step.unfinished_step import Ledger, mask_gradients
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.state.gradient_sync import GradientSync
-from dilatant.runtime.state.weight_gradients import Deferred, accumulate
+from dilatant.runtime.state.weight_gradients import DelayedGradient, accumulate
 from dilatant.runtime.step.agreement import Agreement, Diverged
 from dilatant.runtime.step.recorder import Recorder
 from dilatant.runtime.step.row_owners import RowOwners
@@ -42,16 +42,16 @@ class _Piece:
     inputs: dict[str, Tensor]
     rows: dict[str, Tensor]
     losses: Mapping[str, Tensor]
-    deferred: list[Deferred] = field(default_factory=list)
+    deferred: list[DelayedGradient] = field(default_factory=list)
     samples: tuple[int, ...] | None = None
 
 
-Covered = Callable[[int, tuple[int, ...]], Sequence[nn.Parameter]]
+AlreadyAccumulated = Callable[[int, tuple[int, ...]], Sequence[nn.Parameter]]
 """Function (stage, samples) → weights for which the gradients of these samples already exist on some rank."""
 PieceKey = tuple[int, int, tuple[int, ...] | None]
 
 
-def nothing_covered(stage: int, samples: tuple[int, ...]) -> tuple[nn.Parameter, ...]:
+def nothing_accumulated(stage: int, samples: tuple[int, ...]) -> tuple[nn.Parameter, ...]:
     """Return no weights: a step that starts from scratch has no recovered gradients."""
     return ()
 
@@ -81,7 +81,7 @@ class Executor:
         self._agreement: Agreement
         self._owners: RowOwners
         self._ledger = Ledger()
-        self._covered: Covered = nothing_covered
+        self._covered: AlreadyAccumulated = nothing_accumulated
 
     def run(
         self,
@@ -91,7 +91,7 @@ class Executor:
         agreement: Agreement,
         owners: RowOwners,
         ledger: Ledger | None = None,
-        covered: Covered = nothing_covered,
+        covered: AlreadyAccumulated = nothing_accumulated,
     ) -> list[ForwardOutcome]:
         """Run `actions` and return the losses of their forwards, or predictions if `data` requests predictions (all
         `actions` are then forwards, and no gradients are computed).
@@ -282,7 +282,7 @@ class Executor:
     def _adding(self, number: int, covered: Sequence[nn.Parameter]) -> Iterator[None]:
         """Accumulate gradients of a stage inside, but leave those of `covered` weights unchanged."""
         if self._exact is None:
-            with self._ledger.adding(number), set_aside(covered):
+            with self._ledger.adding(number), mask_gradients(covered):
                 yield
             return
         parameters = [p for _, p in self._stages[number].module.named_logical_parameters() if p.requires_grad]

@@ -11,7 +11,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.routes import stages_before
 from dilatant.runtime.state.weight_gradients import (
-    Replaced,
+    ReplacedLayers,
     WeightGradients,
     replace_linears,
     restore_linears,
@@ -40,7 +40,7 @@ class LocalStage:
     speaks: bool = True
     leads: bool = True
     together: bool = False
-    replaced: Replaced | None = None
+    replaced: ReplacedLayers | None = None
 
     def close(self) -> None:
         """Restore the module's plain linear layers and remove hooks. May be called twice."""

@@ -103,8 +103,8 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
             received[consumer].append(message)
         giving, taking = stages[producer.stage], stages[consumer.stage]
         one_row = samples[producer] == samples[consumer]
-        for part, place in places_met(giving, taking, one_row):
-            for giver, taker in crossings(ranks_in(giving.stage, part), ranks_in(taking.stage, place)):
+        for part, place in context_parallel_pairs(giving, taking, one_row):
+            for giver, taker in transfer_pairs(ranks_in(giving.stage, part), ranks_in(taking.stage, place)):
                 link = giving.index, taking.index, giver, taker
                 if giver == rank:
                     outgoing[link].append(message)
@@ -113,7 +113,9 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
     return Routes(_frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples, turn)
 
 
-def places_met(giving: PlacedStage, taking: PlacedStage, one_row: bool) -> Iterator[tuple[int, int]]:
+def context_parallel_pairs(
+    giving: PlacedStage, taking: PlacedStage, one_row: bool
+) -> Iterator[tuple[int, int]]:
     """Yield (producer, consumer) pairs of context-parallel indices between which rows of a message may be sent.
 
     one_row: both stages pack the same samples into one row; stages of one unit with equal cp then split it identically.
@@ -129,7 +131,7 @@ def ranks_in(stage: Stage, place: int) -> tuple[int, ...]:
     return stage.ranks[place * stage.tp : (place + 1) * stage.tp]
 
 
-def crossings(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[int, int]]:
+def transfer_pairs(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (sender, receiver) pairs for rows that all ranks in `having` have and all ranks in `taking` need."""
     both = [rank for rank in taking if rank in having]
     if both:
@@ -154,7 +156,7 @@ def divide_rows(
     giver, taker = (number * len(both or ranks) // max(1, len(rows)) for ranks in (having, taking))
     return {
         (one, other): rows[(giver == (both or having).index(one)) & (taker == (both or taking).index(other))]
-        for one, other in crossings(having, taking)
+        for one, other in transfer_pairs(having, taking)
     }
 
 

@@ -23,23 +23,23 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
-from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
-from dilatant.runtime.executor import Covered, Executor, nothing_covered
+from dilatant.runtime.build import build_bucketed_weights, build_stages, derive_boundaries
+from dilatant.runtime.executor import AlreadyAccumulated, Executor, nothing_accumulated
 from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.local_stage import local_stages
-from dilatant.runtime.partial_step.salvage import Finished, LayerWeights, Salvage, Salvaged
-from dilatant.runtime.partial_step.unfinished_step import UnfinishedStep, speaking_layers, trained_by_layer
+from dilatant.runtime.partial_step.salvage import AccumulationReport, LayerWeights, PartialStep, ReusePlan
+from dilatant.runtime.partial_step.unfinished_step import UnfinishedStep, loss_layers, trained_by_layer
 from dilatant.runtime.state.exact_sums import ExactGradients
-from dilatant.runtime.state.holders import boxes_held_on, holdings_of, part, trainable_layers
+from dilatant.runtime.state.holders import boxes_held_on, holdings_of, slice_of, trainable_layers
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.step.agreement import Agreement, Diverged, digest
 from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.recorder import Recorder
 from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.runtime.step.step_end import StepEnd
-from dilatant.runtime.step.step_planner import PreparedStep, Sized, StepPlanner
-from dilatant.runtime.step.step_result import Predicted, StepResult
+from dilatant.runtime.step.step_planner import PreparedStep, SizedSample, StepPlanner
+from dilatant.runtime.step.step_result import SamplePredictions, StepResult
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.dependencies import messages
@@ -122,7 +122,7 @@ class Runtime:
         self.holdings = holdings_of(plan, model.units)
         self.boxes = boxes_held_on(self.holdings, comm.rank)
         weights = {
-            name: part(tensor, self.boxes[name]) if tensor.shape == self.boxes[name].whole else tensor
+            name: slice_of(tensor, self.boxes[name]) if tensor.shape == self.boxes[name].whole else tensor
             for name, tensor in (weights or {}).items()
             if name in self.boxes
         }
@@ -139,7 +139,7 @@ class Runtime:
             for module in modules.values()
             for name, parameter in module.named_logical_parameters()
         }
-        self._shared = build_shared(
+        self._shared = build_bucketed_weights(
             model,
             plan,
             comm,
@@ -161,7 +161,7 @@ class Runtime:
             comm.rank,
             self._placed,
             trained_by_layer(model.units),
-            speaking_layers(model.units),
+            loss_layers(model.units),
             model.graph.anchor,
             num_sources,
         )
@@ -227,7 +227,7 @@ class Runtime:
         return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
 
     def plan_step(
-        self, samples: Sequence[Sized], *, forwards: bool = False, step_number: int | None = None
+        self, samples: Sequence[SizedSample], *, forwards: bool = False, step_number: int | None = None
     ) -> PreparedStep:
         """Plan the step of a global batch and compile it for this rank. Reads only `sizes` and `draw` of the samples,
         does not communicate and keeps no state, so another thread may plan ahead.
@@ -246,7 +246,7 @@ class Runtime:
 
     def prepare(
         self,
-        samples: Sequence[Sized],
+        samples: Sequence[SizedSample],
         assignment: Assignment,
         schedule: Schedule,
         *,
@@ -290,7 +290,7 @@ class Runtime:
 
     def predict(
         self, samples: Sequence[EncodedSample], step: PreparedStep | None = None
-    ) -> dict[int, Predicted]:
+    ) -> dict[int, SamplePredictions]:
         """Return sample number → predictions for the samples whose last language-model stage is on this rank; called by
         all ranks.
 
@@ -307,10 +307,10 @@ class Runtime:
                 counts = [int((samples[number].labels[1:] != -100).sum()) for number in made.samples]
                 parts = zip(made.value.tokens.cpu().split(counts), made.value.losses.cpu().split(counts))
                 for number, (tokens, losses) in zip(made.samples, parts, strict=True):
-                    predicted[number] = Predicted(tokens.tolist(), losses.tolist())
+                    predicted[number] = SamplePredictions(tokens.tolist(), losses.tolist())
             return predicted
 
-    def take_up(self, salvage: Salvage, gradients: Mapping[str, Tensor]) -> None:
+    def take_up(self, salvage: ReusePlan, gradients: Mapping[str, Tensor]) -> None:
         """Adopt the recovered part of a failed step: when that step is planned and executed next, only its missing part
         runs. gradients: this rank's recovered gradients by logical name. A next step with other samples runs
         completely. Raises RuntimeError if a step is already planned, since it would run completely."""
@@ -323,7 +323,7 @@ class Runtime:
         """Unit → for each layer, the logical names of its trainable weights on all ranks."""
         return self._unfinished.weights
 
-    def finished(self) -> Finished | None:
+    def finished(self) -> AccumulationReport | None:
         """Return a report of what this rank has accumulated in the current step, including adopted gradients, or None.
         `local_gradients` returns the gradients."""
         self._executor.settle()
@@ -461,10 +461,10 @@ class Runtime:
         covered = self._covering(salvaged)
         return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)
 
-    def _covering(self, salvaged: Salvaged | None) -> Covered:
+    def _covering(self, salvaged: PartialStep | None) -> AlreadyAccumulated:
         """Return the function (stage, samples) → weights of the stage whose gradients have been recovered."""
         if salvaged is None:
-            return nothing_covered
+            return nothing_accumulated
         by_layer = salvaged.salvage.covered()
 
         def covered(stage: int, samples: tuple[int, ...]) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ from dilatant.comm.group import Group, Pending
 from dilatant.plan.plan import Stage
 from dilatant.runtime.routes import RouteLink, Routes
 from dilatant.runtime.state.shared_groups import tensor_group_of
-from dilatant.runtime.step.row_owners import Parcel, RowOwners, Rows
+from dilatant.runtime.step.row_owners import MessageSlice, RowOwners, Rows
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action
 
@@ -97,7 +97,7 @@ class Transport:
     def receive(self, message: Message) -> tuple[Tensor, int | None]:
         """Wait for this rank's rows of `message`; returns [rows, width] and a remote rank that sent some of them, or
         None. Each message is received once."""
-        parts: list[tuple[Parcel, Tensor]] = []
+        parts: list[tuple[MessageSlice, Tensor]] = []
         came_from = None
         for link in self._sources.get(message, ()):
             parcel = self._owners.parcel(message, link)
@@ -163,7 +163,7 @@ class Transport:
             [self._comm.generation, place, parcel.rows, parcel.width, int.from_bytes(samples[:7], "little")]
         )
 
-    def _joined(self, message: Message, parts: Sequence[tuple[Parcel, Tensor]]) -> Tensor:
+    def _joined(self, message: Message, parts: Sequence[tuple[MessageSlice, Tensor]]) -> Tensor:
         """Assemble the rows of a message that this rank receives from one or several source ranks."""
         for parcel, rows in parts:
             if parcel.at_target is None and (parcel.rows or len(parts) == 1):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule, whole
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule, read_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class MeasuredStep:
             return cls(
                 Assignment.from_json(json.dumps(document["assignment"])),
                 Schedule.from_json(json.dumps(document["schedule"])),
-                {unit: tuple(map(whole, tokens)) for unit, tokens in document["tokens"].items()},
+                {unit: tuple(map(read_count, tokens)) for unit, tokens in document["tokens"].items()},
                 tuple(MeasuredAction.from_row(row) for row in document["actions"]),
                 tuple(DataWait.from_row(row) for row in document.get("waits", ())),
             )

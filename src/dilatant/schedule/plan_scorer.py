@@ -18,7 +18,7 @@ from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.sync_time import SyncSeconds, sync_seconds
 from dilatant.plan.costs.workload import Workload
-from dilatant.plan.layouts.microbatch_counts import MANY
+from dilatant.plan.layouts.microbatch_counts import LARGE_CLUSTER
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.roles import roles_of
@@ -34,12 +34,16 @@ from dilatant.schedule.simulator.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
-WHOLE: Mapping[str, ScheduleFamily] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
-SPLIT: Mapping[str, ScheduleFamily] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
-TRIED = {**WHOLE, **SPLIT}
+WHOLE_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {
+    "1f1b": one_f_one_b,
+    "half-eager": half_eager,
+    "eager": eager,
+}
+SPLIT_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
+CANDIDATE_FAMILIES = {**WHOLE_BACKWARD_FAMILIES, **SPLIT_BACKWARD_FAMILIES}
 """The candidate families by their names in `schedule.FAMILIES`; a plan gets the fastest one that fits memory."""
 
-ROUNDS: Mapping[str, ScheduleFamily] = {"interleaved": interleaved}
+INTERLEAVED_FAMILIES: Mapping[str, ScheduleFamily] = {"interleaved": interleaved}
 """The candidate families for a plan whose ranks hold several stages of a replica (interleaved)."""
 
 PROMISING = ("eager", "zb-h2")
@@ -56,7 +60,7 @@ def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily
         for unit in plan.units
         for replica in unit.replicas
     )
-    return ROUNDS if goes_round else TRIED if splits else WHOLE
+    return INTERLEAVED_FAMILIES if goes_round else CANDIDATE_FAMILIES if splits else WHOLE_BACKWARD_FAMILIES
 
 
 def plan_scorer(
@@ -205,8 +209,10 @@ def best_steps(
     if FIRST in families:
         first = time_all(FIRST)
         whole, split = map(sum, zip(*map(least_seconds, quick[FIRST]), strict=True))
-        known = {name: split if name in SPLIT else whole for name in families} | {FIRST: first}
-    many = len(plan.ranks) > MANY
+        known = {name: split if name in SPLIT_BACKWARD_FAMILIES else whole for name in families} | {
+            FIRST: first
+        }
+    many = len(plan.ranks) > LARGE_CLUSTER
     queue = [
         (many and name not in PROMISING, known[name], number, name) for number, name in enumerate(families)
     ]

@@ -44,7 +44,7 @@ def order_within(offsets, key):
 
 
 @njit(cache=True, nogil=True)
-def most_held(rank, when, taken, num_ranks):
+def peak_by_rank(rank, when, taken, num_ranks):
     """Return each rank's peak of the running sum of `taken` (negative: released), by `when`; at equal times only the
     sum after all events is used."""
     offsets = np.zeros(num_ranks + 1, dtype=np.int64)

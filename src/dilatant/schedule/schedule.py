@@ -58,7 +58,7 @@ class Assignment:
     def from_json(cls, text: str) -> Assignment:
         return cls(
             {
-                unit: tuple(tuple(tuple(map(whole, batch)) for batch in replica) for replica in replicas)
+                unit: tuple(tuple(tuple(map(read_count, batch)) for batch in replica) for replica in replicas)
                 for unit, replicas in json.loads(text).items()
             }
         )
@@ -89,9 +89,9 @@ class Schedule:
                 int(rank): tuple(
                     Action(
                         ActionKind(kind),
-                        whole(stage),
-                        whole(microbatch),
-                        None if samples is None else tuple(map(whole, samples)),
+                        read_count(stage),
+                        read_count(microbatch),
+                        None if samples is None else tuple(map(read_count, samples)),
                     )
                     for kind, stage, microbatch, samples in actions
                 )
@@ -100,7 +100,7 @@ class Schedule:
         )
 
 
-def whole(value: Any) -> int:
+def read_count(value: Any) -> int:
     """Return a number (sample, stage, microbatch, count) read from a file. Raises ValueError unless 0 <= int < 2^31."""
     if type(value) is not int or not 0 <= value < 1 << 31:
         raise ValueError(f"{value!r} where a whole number from 0 on was expected")

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dilatant.comm.comm import Comm
-from dilatant.training.feeding.decoding import KeptPool
+from dilatant.training.feeding.decoding import PersistentPool
 
 
-class Gate(Protocol):
+class CommitBarrier(Protocol):
     """Commit barrier between gradients and update. Without one, a step counts as soon as `Runtime.execute` returns,
     since all ranks have its gradients then; a run that survives the loss of ranks lets one party decide."""
 
@@ -45,14 +45,14 @@ class RunMembership:
     generation: int = 0
     node_of: tuple[int, ...] | None = None
     weights_follow: bool = False
-    gate: Gate | None = None
+    gate: CommitBarrier | None = None
     opened: Callable[[Comm], None] = lambda comm: None
     reason: str = ""
     keeps_gradients: bool = False
-    pool: KeptPool | None = None
+    pool: PersistentPool | None = None
 
 
-ALONE = RunMembership()
+FIXED_MEMBERSHIP = RunMembership()
 """Membership in a run that ends when any rank is lost."""
 
 

@@ -18,7 +18,7 @@ from dilatant.plan.manual import Specs, cut_as_before, cut_by_seconds
 from dilatant.plan.plan import Plan
 from dilatant.planning.layout import MICROBATCHES
 from dilatant.planning.problem.dense_rows import dense_rows
-from dilatant.training.run_costs import costs_here
+from dilatant.training.run_costs import local_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Cutter:
         if kept is not None:
             return kept
         degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
-        here = costs_here(self.config, self.model, len(plan.ranks), degrees, self.targets)
+        here = local_costs(self.config, self.model, len(plan.ranks), degrees, self.targets)
         row, items = self.config.row_tokens, here.model.item_tokens
         tokens = {
             name: np.asarray(self.tokens.get(name, [items.get(name, row)]), dtype=np.float64)

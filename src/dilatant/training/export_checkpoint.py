@@ -12,7 +12,7 @@ from dilatant.hf.export import export_model
 from dilatant.hf.stored_weights import read_pretrained, stored_dtypes
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.build import source_dtypes
-from dilatant.models.core.dtype import hold_in
+from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
@@ -27,7 +27,7 @@ def export_checkpoint(
     dtypes = source_dtypes(config.model)
     of_source = stored_dtypes(model, config.model)
     for name, unit in model.units.items():
-        hold_in(unit, dtypes[name])
+        cast_weights(unit, dtypes[name])
         for own, parameter in unit.named_logical_parameters():
             kind = torch.float32 if is_adapter(own) else of_source.get(own, parameter.dtype)
             parameter.data = parameter.data.to(kind)

@@ -29,7 +29,7 @@ from dilatant.config.environment import place_from
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_parallel import with_weights
-from dilatant.models.row_attention import choose_attention, own_attention
+from dilatant.models.row_attention import choose_attention, explicit_attention
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.manual import Specs, plan_from_specs
 from dilatant.plan.plan import ParallelSpec
@@ -144,7 +144,7 @@ def parallelize(
             f"call this in a function that `launch(function, {len(plan.ranks)})` runs, and hand it the worker"
         )
     planned = TrainingPlan(plan, num_microbatches or 1, name or "1f1b", assignment or "balanced")
-    choose_attention(model, own_attention(model.language.model))
+    choose_attention(model, explicit_attention(model.language.model))
     comm = Comm(worker.store, worker.rank, worker.size, device=worker.device)
     if specs is auto and worker.size > 1:
         planned = _of_first_rank(comm, partial(_find_plan, model, config, batches, worker.size))

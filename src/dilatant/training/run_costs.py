@@ -16,7 +16,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.plan import Plan
 from dilatant.planning.assemble import recompute_by_unit
-from dilatant.planning.measuring.cost_cache import kept_costs
+from dilatant.planning.measuring.cost_cache import cached_costs
 from dilatant.planning.measuring.layer_costs import costs_in_use, read_costs
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.measuring.step_costs import described_costs
@@ -49,13 +49,13 @@ def costs_of_run(
             return planned
         note = "; the plan's own costs are of other frozen layers"
     degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
-    here = costs_here(config, model, len(plan.ranks), degrees, targets, zero)
+    here = local_costs(config, model, len(plan.ranks), degrees, targets, zero)
     found = described_costs(plan, here.model, here.costs, here.target)
     return replace(found, origin=f"{found.origin}{note}{here.note}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CostsHere:
+class LocalCosts:
     """Layer costs of a model as training meets them. note: why other costs were not used, for a reader."""
 
     model: ModelDescription
@@ -64,14 +64,14 @@ class CostsHere:
     note: str
 
 
-def costs_here(
+def local_costs(
     config: Config,
     model: MultimodalModel,
     ranks: int,
     degrees: Iterable[Degree],
     targets: float = 1.0,
     zero: Zero | None = None,
-) -> CostsHere:
+) -> LocalCosts:
     """Return the layer costs that a run on `ranks` ranks counts with, at the (tp, cp) of `degrees`; they are chosen as
     in `costs_of_run`, which explains targets and zero."""
     target = _target(config, ranks)
@@ -80,7 +80,7 @@ def costs_here(
     degrees = sorted(degrees)
     costs, note = _named_costs(config, described, target)
     if costs is None and target.is_local:
-        costs = kept_costs(described, target, degrees, config.data.max_length)
+        costs = cached_costs(described, target, degrees, config.data.max_length)
     if costs is None:
         costs = analytic_costs(
             layer_shapes(described, guess=True),
@@ -91,7 +91,7 @@ def costs_here(
         )
         note += f"; {_how_to_measure(config, target)}"
     in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)
-    return CostsHere(described, in_use, target, note)
+    return LocalCosts(described, in_use, target, note)
 
 
 def _target(config: Config, ranks: int) -> Target:

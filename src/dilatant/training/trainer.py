@@ -33,14 +33,14 @@ from dilatant.runtime.step.step_result import StepResult
 from dilatant.schedule.measured import DataWait
 from dilatant.training.checkpoints.boxes import Tensors
 from dilatant.training.checkpoints.checkpoint import load, stored_shapes
-from dilatant.training.checkpoints.run_state import held_state, state_tensors
+from dilatant.training.checkpoints.run_state import local_state, state_tensors
 from dilatant.training.checkpoints.saving import Saving
 from dilatant.training.checkpoints.writer import CheckpointWriter
-from dilatant.training.commit import ALONE, RunMembership, gradient_hashes
-from dilatant.training.evaluation.best_checkpoint import Best
+from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership, gradient_hashes
+from dilatant.training.evaluation.best_checkpoint import BestEvaluation
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.evaluation.evaluator import Evaluator
-from dilatant.training.feeding.feed import agree_on_bad, merge_found
+from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.inputs import RankInputs, Steps
 from dilatant.training.feeding.latents import with_latents
 from dilatant.training.feeding.steps import count_steps, seed_step
@@ -94,7 +94,7 @@ class Trainer:
         planned: TrainingPlan,
         worker: Worker,
         checkpoints: Path,
-        membership: RunMembership = ALONE,
+        membership: RunMembership = FIXED_MEMBERSHIP,
         before: Trainer | None = None,
     ) -> None:
         plan = planned.plan
@@ -240,7 +240,7 @@ class Trainer:
 
     def state(self) -> Tensors:
         """Return the weights and moments that this rank holds, by key; not copies."""
-        return held_state(self.runtime, self._optimizer.masters, self._optimizer, self._averages)
+        return local_state(self.runtime, self._optimizer.masters, self._optimizer, self._averages)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -286,7 +286,7 @@ class Trainer:
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._count_steps()
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
-        self.evaluator.best = Best.from_json(values.get("best"))
+        self.evaluator.best = BestEvaluation.from_json(values.get("best"))
         if "costs" in values:
             self.runtime.costs.from_json(values["costs"])
 
@@ -344,7 +344,7 @@ class Trainer:
         try:
             with self.done.telling(observe), self._begin_steps() as steps:
                 if self._config.data.on_error == "skip":
-                    steps.leave_out(agree_on_bad(self.comm, steps.found()))
+                    steps.leave_out(gather_bad_samples(self.comm, steps.found()))
                 while self.step < self.total_steps and not stop and not self.evaluator.ends_early:
                     metrics, stop = self._train_step(steps, should_stop)
                     self.done.add(metrics)
@@ -440,7 +440,7 @@ class Trainer:
         )
         self._say_if_slow()
         self._apply(result, batch)
-        steps.leave_out(merge_found([result.found]))
+        steps.leave_out(merge_bad_samples([result.found]))
         self._left_out = steps.left_out
         # If bad samples are skipped, this step also waits for the next step's samples, to find the bad ones.
         waited = steps.waited_seconds - waited

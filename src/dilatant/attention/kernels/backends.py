@@ -46,7 +46,7 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class MachineCapabilities:
     """Capabilities of the machine: compute `capability` of the GPU (None without one), whether Triton can be imported,
     and whether Triton's interpreter mode (kernels run on the CPU) is on."""
 
@@ -68,17 +68,17 @@ class Choice:
         return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.others.items()])
 
 
-def obstacle(name: str, request: AttentionCall, installed: Installed) -> str | None:
+def unsupported_reason(name: str, request: AttentionCall, installed: MachineCapabilities) -> str | None:
     """Return why backend `name` cannot run the request; None if it can."""
     return _OBSTACLES[name](request, installed)
 
 
-def choose_backend(request: AttentionCall, installed: Installed, wanted: str = "auto") -> Choice:
+def choose_backend(request: AttentionCall, installed: MachineCapabilities, wanted: str = "auto") -> Choice:
     """Return the backend for a request on a machine; a pure function, which `dilatant doctor` shows. Raises
     AttentionError if `wanted` is unknown or cannot run the request, with the reason and the alternatives."""
     if wanted != "auto" and wanted not in _OBSTACLES:
         raise AttentionError(f"unknown attention backend {wanted!r}; known are auto, {', '.join(PREFERENCE)}")
-    obstacles = {name: obstacle(name, request, installed) for name in PREFERENCE}
+    obstacles = {name: unsupported_reason(name, request, installed) for name in PREFERENCE}
     able = [name for name in PREFERENCE if obstacles[name] is None]
     if wanted != "auto" and obstacles[wanted] is not None:
         raise AttentionError(
@@ -97,7 +97,7 @@ def choose_backend(request: AttentionCall, installed: Installed, wanted: str = "
     return Choice(chosen, _REASONS[chosen], others)
 
 
-def choose_kernel(request: AttentionCall, installed: Installed, wanted: str = "auto") -> str:
+def choose_kernel(request: AttentionCall, installed: MachineCapabilities, wanted: str = "auto") -> str:
     """Return the backend among our own kernels, whose forward and backward can be called separately. Raises
     AttentionError if `wanted` is none of them or cannot run the request."""
     if wanted not in ("auto", *KERNELS):
@@ -105,7 +105,7 @@ def choose_kernel(request: AttentionCall, installed: Installed, wanted: str = "a
             f"attention backend {wanted!r} has no separate backward; use one of {', '.join(KERNELS)}"
         )
     for name in KERNELS:
-        if wanted == "auto" and obstacle(name, request, installed) is None:
+        if wanted == "auto" and unsupported_reason(name, request, installed) is None:
             return name
     return choose_backend(request, installed, wanted).name
 
@@ -161,9 +161,9 @@ def request_of(
     )
 
 
-def installed(device: torch.device) -> Installed:
+def installed(device: torch.device) -> MachineCapabilities:
     """Return what this machine offers for tensors on `device`."""
-    return Installed(
+    return MachineCapabilities(
         triton=_has_triton(),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         interpreter=interprets_triton(),
@@ -200,7 +200,7 @@ def explain_backend(
     return choose_backend(request, installed(torch.device(device)), wanted)
 
 
-def _triton(request: AttentionCall, installed: Installed) -> str | None:
+def _triton(request: AttentionCall, installed: MachineCapabilities) -> str | None:
     if not installed.triton:
         return "Triton is not installed (pip install 'dilatant[gpu]')"
     if request.device == "cpu" and not installed.interpreter:
@@ -222,13 +222,13 @@ def _triton(request: AttentionCall, installed: Installed) -> str | None:
     return None
 
 
-def _blockwise(request: AttentionCall, installed: Installed) -> str | None:
+def _blockwise(request: AttentionCall, installed: MachineCapabilities) -> str | None:
     if request.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return f"it takes floating-point tensors, not {request.dtype}"
     return None
 
 
-def _sdpa(request: AttentionCall, installed: Installed) -> str | None:
+def _sdpa(request: AttentionCall, installed: MachineCapabilities) -> str | None:
     if request.not_plain is not None:
         return f"SDPA knows only whole and causal samples, and {request.not_plain}"
     if request.softcap:
@@ -240,7 +240,7 @@ def _sdpa(request: AttentionCall, installed: Installed) -> str | None:
     return None
 
 
-_OBSTACLES: dict[str, Callable[[AttentionCall, Installed], str | None]] = {
+_OBSTACLES: dict[str, Callable[[AttentionCall, MachineCapabilities], str | None]] = {
     "sdpa": _sdpa,
     "triton": _triton,
     "blockwise": _blockwise,

@@ -23,7 +23,7 @@ LAST_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def joined(place: LaunchPlace, timeout_seconds: float) -> Iterator[Store]:
+def shared_store(place: LaunchPlace, timeout_seconds: float) -> Iterator[Store]:
     """Provide the store of all ranks for the duration of the context.
 
     timeout_seconds: time limit for rank 0 to be reachable. Raises UserError.

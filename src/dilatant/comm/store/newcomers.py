@@ -30,8 +30,8 @@ BACKLOG = 1024
 
 
 @dataclass(eq=False, slots=True)
-class Newcomer:
-    """A connection that has been sent a challenge. deadline: by the clock of its `Newcomers`."""
+class PendingConnection:
+    """A connection that has been sent a challenge. deadline: by the clock of its `PendingHandshakes`."""
 
     connection: socket.socket
     nonce: bytes
@@ -39,7 +39,7 @@ class Newcomer:
     arrived: bytearray = field(default_factory=bytearray)
 
 
-class Proved(NamedTuple):
+class AuthenticatedConnection(NamedTuple):
     """A connection whose peer has proved the token. nonce, theirs: the random bytes of server and client."""
 
     connection: socket.socket
@@ -47,7 +47,7 @@ class Proved(NamedTuple):
     theirs: bytes
 
 
-class Newcomers:
+class PendingHandshakes:
     """The server's half of the handshake (see `protocol`), for an event loop around `selector`, whose keys carry the
     pending connections as data. The loop calls `accept`, `read` and `expire`; none of them blocks."""
 
@@ -65,7 +65,7 @@ class Newcomers:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = most or min(MAX_NEWCOMERS, max(1, soft // 2))
         self._clock = clock
-        self._waiting: dict[Newcomer, None] = {}  # oldest first
+        self._waiting: dict[PendingConnection, None] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -88,7 +88,7 @@ class Newcomers:
         """Send a challenge and start its deadline."""
         if len(self._waiting) >= self._most:
             self.drop(next(iter(self._waiting)))
-        newcomer = Newcomer(connection, secrets.token_bytes(NONCE), self._clock() + self._seconds)
+        newcomer = PendingConnection(connection, secrets.token_bytes(NONCE), self._clock() + self._seconds)
         self._waiting[newcomer] = None
         self._selector.register(connection, selectors.EVENT_READ, newcomer)
         try:
@@ -97,7 +97,7 @@ class Newcomers:
         except OSError:
             self.drop(newcomer)
 
-    def read(self, newcomer: Newcomer) -> Proved | None:
+    def read(self, newcomer: PendingConnection) -> AuthenticatedConnection | None:
         """Read what has arrived. Return the connection once it is authenticated and unregistered."""
         if newcomer not in self._waiting:  # dropped after the selector reported it
             return None
@@ -123,7 +123,7 @@ class Newcomers:
             return None
         del self._waiting[newcomer]
         self._selector.unregister(newcomer.connection)
-        return Proved(newcomer.connection, newcomer.nonce, theirs)
+        return AuthenticatedConnection(newcomer.connection, newcomer.nonce, theirs)
 
     def expire(self) -> None:
         """Drop the connections whose deadline has passed."""
@@ -135,7 +135,7 @@ class Newcomers:
         """Return how long the selector may wait before `expire` has work; None: without limit."""
         return max(0.0, next(iter(self._waiting)).deadline - self._clock()) if self._waiting else None
 
-    def drop(self, newcomer: Newcomer) -> None:
+    def drop(self, newcomer: PendingConnection) -> None:
         if newcomer in self._waiting:
             del self._waiting[newcomer]
             self._selector.unregister(newcomer.connection)

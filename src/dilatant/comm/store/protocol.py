@@ -34,7 +34,7 @@ class ProtocolError(ValueError):
     """Bytes that are not a frame of this protocol."""
 
 
-class Refused(ConnectionError):
+class TokenMismatch(ConnectionError):
     """The two sides do not have the same token."""
 
 
@@ -101,7 +101,7 @@ def dial(host: str, port: int, token: bytes, seconds: float) -> tuple[socket.soc
             return connection, *_authenticate(connection, token, deadline)
         except BaseException as error:
             connection.close()
-            is_final = isinstance(error, Refused | ConnectionRefusedError) or not isinstance(
+            is_final = isinstance(error, TokenMismatch | ConnectionRefusedError) or not isinstance(
                 error, ConnectionError
             )
             if is_final or time.monotonic() > min(deadline, began + CROWDED_SECONDS):
@@ -117,7 +117,7 @@ def _authenticate(connection: socket.socket, token: bytes, deadline: float) -> t
     theirs, own = challenge[len(GREETING) :], secrets.token_bytes(NONCE_BYTES)
     connection.sendall(own + proof(token, b"client", theirs, own))
     if not proves(receive_exactly(connection, PROOF_BYTES, deadline), token, b"server", theirs, own):
-        raise Refused("the token of this process is not that of the run")
+        raise TokenMismatch("the token of this process is not that of the run")
     return theirs, own
 
 

@@ -1,6 +1,6 @@
 """Server of the rendezvous store: keys, values and queues of one run, for clients that hold its token.
 
-One thread and one selector serve all ranks. Imports no torch. `Newcomers` bounds the cost of unauthenticated
+One thread and one selector serve all ranks. Imports no torch. `PendingHandshakes` bounds the cost of unauthenticated
 connections.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from dilatant.comm.store import protocol as protocol
-from dilatant.comm.store.newcomers import BACKLOG, Newcomer, Newcomers
+from dilatant.comm.store.newcomers import BACKLOG, PendingConnection, PendingHandshakes
 
 MAX_STORED_BYTES = 1 << 30
 _LENGTH_BYTES = 4
@@ -61,7 +61,7 @@ class StoreServer:
         self._num_deadlines = 0
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._newcomers = Newcomers(token, self._selector)
+        self._newcomers = PendingHandshakes(token, self._selector)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="dilatant-store", daemon=True)
@@ -82,7 +82,7 @@ class StoreServer:
                     return
                 if key.fileobj is self._listener:
                     self._newcomers.accept(self._listener)
-                elif isinstance(key.data, Newcomer):
+                elif isinstance(key.data, PendingConnection):
                     if (proved := self._newcomers.read(key.data)) is not None:
                         self._admit(proved.connection)
                 elif (client := self._clients.get(cast(socket.socket, key.fileobj))) is not None:

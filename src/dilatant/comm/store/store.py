@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dilatant.comm.store import protocol as protocol
-from dilatant.comm.store.protocol import Refused
+from dilatant.comm.store.protocol import TokenMismatch
 from dilatant.comm.store.server import keep_alive
 from dilatant.comm.store.token import REMEDY
 from dilatant.config.errors import UserError
@@ -198,7 +198,7 @@ def connect(
     while True:
         try:
             return Store(server, "", _Connection(server))
-        except Refused:
+        except TokenMismatch:
             raise UserError(
                 f"the store of the run at {host}:{port} refused this process, or is not the run's: their tokens "
                 f"differ; {REMEDY}"

@@ -71,7 +71,7 @@ def open_in_place(path: Path) -> BinaryIO:
     raise OSError(0, f"{path.name} {what}; remove it, or put a copy in its place")
 
 
-def is_kept_safely(path: Path) -> bool:
+def is_trusted_cache_file(path: Path) -> bool:
     """Return True for a cache file that no other user can have placed: it is no link, and it belongs to this user or
     its folder is not writable by everybody."""
     try:

@@ -32,7 +32,7 @@ def run_folder_of(config: Path) -> Path | None:
     return folder if written else None
 
 
-def require_word(config: Path, tree: dict[str, Any], overrides: Iterable[str]) -> None:
+def require_trust(config: Path, tree: dict[str, Any], overrides: Iterable[str]) -> None:
     """Raise UserError, naming key and remedy, if a config found in a run folder names code that would run.
 
     tree: the whole config as plain values. overrides: `--set` options of this command, whose keys are trusted.
@@ -40,7 +40,7 @@ def require_word(config: Path, tree: dict[str, Any], overrides: Iterable[str]) -
     said = [override.partition("=")[0] for override in overrides]
     for key, what in _named_code(tree):
         by_override = any(f"{key}.".startswith(f"{own}.") or own.startswith(f"{key}.") for own in said)
-        if not by_override and not _is_noted(_note_of(config.parent, key, what)):
+        if not by_override and not _is_valid_record(_record_path(config.parent, key, what)):
             raise UserError(
                 f"{str(config)!r} names code to run in {key!r} ({what}), and may be somebody else's; look at it, then "
                 "give --trust-remote-code (in Python: load_config(..., trust_remote_code=True)) to run it"
@@ -52,11 +52,11 @@ def names_code(tree: dict[str, Any]) -> bool:
     return bool(_named_code(tree))
 
 
-def note_word(folder: Path, tree: dict[str, Any]) -> None:
+def record_trust(folder: Path, tree: dict[str, Any]) -> None:
     """Record that the user started a run that wrote the config `tree` into `folder`, so that commands on the run need
     no confirmation. Without the record, such commands require it."""
     for key, what in _named_code(tree):
-        note = _note_of(folder, key, what)
+        note = _record_path(folder, key, what)
         with suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -79,13 +79,13 @@ def _remote_code(node: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _remote_code(below, f"{key}{name}.")
 
 
-def _note_of(folder: Path, key: str, what: str) -> Path:
+def _record_path(folder: Path, key: str, what: str) -> Path:
     """Return the file that records trust in this code in this folder."""
     name = json.dumps([str(folder.resolve()), key, what])
     return state_folder() / "trusted" / hashlib.sha256(name.encode()).hexdigest()
 
 
-def _is_noted(note: Path) -> bool:
+def _is_valid_record(note: Path) -> bool:
     """Return True for a record that only this user can have written."""
     try:
         seen = [note.lstat(), note.parent.lstat()]

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from dilatant.data.errors import SampleError
-from dilatant.data.index.measure import Chosen
+from dilatant.data.index.measure import SampleSubset
 from dilatant.data.index.sizes import SizesIndex, blend_sizes
 from dilatant.data.order.blend import Blend, StreamBlend
-from dilatant.data.parallel_map import Progress, in_pieces, piece_bounds
+from dilatant.data.parallel_map import Progress, map_ranges, piece_bounds
 from dilatant.data.text.encode import find_problems
 from dilatant.data.text.encoding import Encoding
 
@@ -55,10 +55,10 @@ def lint(
     if deep:
         wanted |= index.tokens[:, 1:].any(axis=1)
     numbers = np.flatnonzero(wanted)
-    job = _LintJob(Chosen(blend, numbers), encoding, deep)
+    job = _LintJob(SampleSubset(blend, numbers), encoding, deep)
     pieces = piece_bounds(len(numbers), CHUNK)
     found: list[Problem] = []
-    for piece, problems in in_pieces(job, pieces, len(numbers), job.named, workers):
+    for piece, problems in map_ranges(job, pieces, len(numbers), job.named, workers):
         found += [replace(problem, index=int(numbers[problem.index])) for problem in problems]
         progress(int(numbers[piece[1] - 1]) + 1, total)
     progress(total, total)
@@ -67,7 +67,7 @@ def lint(
 
 @dataclass(frozen=True)
 class _LintJob:
-    samples: Chosen
+    samples: SampleSubset
     encoding: Encoding
     deep: bool
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.parallel_map import IndexRange, Progress, in_pieces, piece_bounds
+from dilatant.data.parallel_map import IndexRange, Progress, map_ranges, piece_bounds
 from dilatant.data.readers.records import Blocks
 from dilatant.data.sample import Frames, Media, Sample
 from dilatant.data.text.encode import measure_sample
@@ -32,7 +32,7 @@ class Measurable(Protocol):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampleSubset:
     """A subset of a data set, by sample numbers: int64 [chosen]."""
 
     samples: Measurable
@@ -50,7 +50,7 @@ FileState = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SampleMeasurements:
     """Result of measuring samples from headers and text. tokens: int64 [units, samples]; other arrays: int64 [samples].
 
     problems: sample → why it cannot be trained on at any length; unknown tokens are 0. media: sample with a problem →
@@ -65,9 +65,9 @@ class Measured:
     unused: dict[str, None] = field(default_factory=dict)
 
     @staticmethod
-    def none(units: int, samples: int) -> Measured:
+    def none(units: int, samples: int) -> SampleMeasurements:
         zeros = np.zeros((units + 2, samples), np.int64)
-        return Measured(zeros[:units], zeros[units], zeros[units + 1], {}, {})
+        return SampleMeasurements(zeros[:units], zeros[units], zeros[units + 1], {}, {})
 
 
 def measure(
@@ -78,7 +78,7 @@ def measure(
     name: str = "a source",
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
-) -> Measured:
+) -> SampleMeasurements:
     """Measure all samples with `measure_sample`: sizes, digests and problems.
 
     blocks: the blocks in which samples are read. name: the source's name in messages. workers: number of measuring
@@ -86,13 +86,13 @@ def measure(
     Raises UserError for an error of the source as a whole.
     """
     total = len(samples)
-    found = Measured.none(len(encoding.unit_names), total)
+    found = SampleMeasurements.none(len(encoding.unit_names), total)
     job = _MeasureJob(samples, encoding)
 
     def named(piece: IndexRange) -> str:
         return f"samples {piece[0]} to {piece[1] - 1} of {name}"
 
-    for (start, end), piece in in_pieces(job, _pieces(total, blocks), total, named, workers):
+    for (start, end), piece in map_ranges(job, _pieces(total, blocks), total, named, workers):
         found.tokens[:, start:end] = piece.tokens
         found.target_tokens[start:end] = piece.target_tokens
         found.content[start:end] = piece.content
@@ -121,10 +121,10 @@ class _MeasureJob:
     samples: Measurable
     encoding: Encoding
 
-    def __call__(self, piece: IndexRange) -> Measured:
+    def __call__(self, piece: IndexRange) -> SampleMeasurements:
         start, end = piece
         units = self.encoding.unit_names
-        found = Measured.none(len(units), end - start)
+        found = SampleMeasurements.none(len(units), end - start)
         for index in range(start, end):
             sample = None
             try:

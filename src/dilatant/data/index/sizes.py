@@ -21,7 +21,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.array_file import Arrays
 from dilatant.data.cache import Cache, open_cache
-from dilatant.data.index.measure import Chosen, Measured, file_state, measure
+from dilatant.data.index.measure import SampleMeasurements, SampleSubset, file_state, measure
 from dilatant.data.index.refusals import Refusals
 from dilatant.data.order.blend import Blend, StreamBlend
 from dilatant.data.parallel_map import Progress
@@ -165,7 +165,7 @@ def _source(
     return cache.kept(name, key, make, _media_unchanged)
 
 
-def _arrays(measured: Measured) -> Arrays:
+def _arrays(measured: SampleMeasurements) -> Arrays:
     arrays = {
         "tokens": measured.tokens,
         "target_tokens": measured.target_tokens,
@@ -186,8 +186,8 @@ def _media_unchanged(found: Arrays) -> bool:
 def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | None) -> Arrays:
     """Return the arrays with all refused samples measured again."""
     refused = before.arrays["samples"]
-    again = measure(Chosen(reader, refused), encoding, name=reader.name, workers=workers)
-    found = Measured(
+    again = measure(SampleSubset(reader, refused), encoding, name=reader.name, workers=workers)
+    found = SampleMeasurements(
         tokens=before.arrays["tokens"].copy(),
         target_tokens=before.arrays["target_tokens"].copy(),
         content=before.arrays["content"].copy(),

@@ -49,7 +49,7 @@ EncoderInput = NDArray | Pixels
 """An input of an encoder; the first dimension is items."""
 
 
-def joined(inputs: Sequence[EncoderInput]) -> EncoderInput:
+def concatenate_inputs(inputs: Sequence[EncoderInput]) -> EncoderInput:
     """Concatenate inputs along items; images stay uint8 if all have the same normalisation."""
     if len(inputs) == 1:
         return inputs[0]

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.media_header import media_size
-from dilatant.data.media.pixels import EncoderInput, joined
+from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.frame_choice import FrameChoice
 from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 SHAPES = "image_sizes"
 """Keyword for the shapes of items, int64 [items, 3]: height, width and `ALONE` or `AMONG` for an image; frames, 0 and
@@ -95,7 +95,7 @@ class AnyresImageUnit:
     shape: AnyresShape
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "image"
 
@@ -136,7 +136,7 @@ class AnyresClipUnit:
     processor: PixelProcessor
     choice: FrameChoice
     marker: str = "<video>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "video"
 
@@ -161,4 +161,7 @@ class AnyresClipUnit:
     def process(self, media: Media) -> dict[str, EncoderInput]:
         size = media_size(media)
         frames = decode_clip(media, self.choice.frames(size).tolist(), self.processor)
-        return {"pixel_values": joined([each["pixel_values"] for each in frames]), **self.grid(size)}
+        return {
+            "pixel_values": concatenate_inputs([each["pixel_values"] for each in frames]),
+            **self.grid(size),
+        }

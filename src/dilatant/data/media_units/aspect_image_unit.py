@@ -11,7 +11,7 @@ import numpy as np
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize
 
 RATIOS = "aspect_ratio_ids"
 """Keyword for the id of each image's tile layout: int64 [images, 1]."""
@@ -28,7 +28,7 @@ class AspectImageUnit:
     tokens_per_image: int
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "image"
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 
 class AudioProcessor(Protocol):
@@ -99,7 +99,7 @@ class AudioUnit:
     merged_per_window: int | None = None
     marker: str = "<audio>"
     merge: Literal["placeholder", "prepend"] = "placeholder"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     kind: MediaKind = "audio"
 
     @property

@@ -7,13 +7,13 @@ from typing import Literal
 
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.media_header import media_size
-from dilatant.data.media.pixels import EncoderInput, joined
+from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.frame_choice import FrameChoice
 from dilatant.data.media_units.frame_texts import FRAME_TEXTS
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.native_image_unit import NativeImageUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class FramedClipUnit:
     choice: FrameChoice
     texts: str
     marker: str = "<video>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "video"
 
@@ -47,7 +47,7 @@ class FramedClipUnit:
             return {}
         count = len(self.choice.frames(size))
         one = self.frame.grid(_of_frame(size))
-        return {name: joined([array] * count) for name, array in one.items()}
+        return {name: concatenate_inputs([array] * count) for name, array in one.items()}
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return len(self.choice.frames(size)) * self.frame.encoder_tokens(_of_frame(size))
@@ -57,7 +57,7 @@ class FramedClipUnit:
 
     def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
         """Return, for each frame, the text before its tokens, the number of its tokens, and the text after them."""
-        image = self.frame.written or Written("")
+        image = self.frame.written or MediaMarkup("")
         tokens = self.frame.merged_tokens(_of_frame(size))
         return [
             (before + image.opens, tokens, image.closes + after)
@@ -68,7 +68,7 @@ class FramedClipUnit:
         """Decode the frames into the inputs of images, concatenated."""
         frames = self.choice.frames(media_size(media))
         made = decode_clip(media, frames.tolist(), self.frame.see)
-        return {name: joined([each[name] for each in made]) for name in made[0]}
+        return {name: concatenate_inputs([each[name] for each in made]) for name in made[0]}
 
 
 def _of_frame(size: MediaSize) -> MediaSize:

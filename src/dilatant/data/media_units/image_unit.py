@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput, Pixels
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 RESAMPLE_NAMES: tuple[Resample, ...] = get_args(Resample)
@@ -114,7 +114,7 @@ class ImageUnit:
     merged_per_image: int | None = None
     marker: str = "<image>"
     merge: Literal["placeholder", "prepend"] = "placeholder"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     kind: MediaKind = "image"
 
     @property

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dilatant.config.errors import UserError
-from dilatant.config.files.own_files import is_kept_safely
+from dilatant.config.files.own_files import is_trusted_cache_file
 from dilatant.data.errors import MediaError, may_pass
 from dilatant.data.media.open_media import open_media
 from dilatant.data.sample import Media
@@ -47,7 +47,7 @@ class Latents:
 
     def find(self, key: str) -> NDArray[np.float32] | None:
         """Return the latents under a key; None if they are missing, damaged, or of another shape or item."""
-        if not is_kept_safely(path := self._path(key)):
+        if not is_trusted_cache_file(path := self._path(key)):
             return None
         try:
             with safe_open(path, framework="numpy") as file:

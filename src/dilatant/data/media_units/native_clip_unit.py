@@ -16,7 +16,7 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.frame_choice import moments
 from dilatant.data.media_units.native_image_unit import GRID, STEP, PatchProcessor
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class NativeClipUnit:
     time_scale: float | None = None
     apart: bool = False
     marker: str = "<video>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "video"
 

@@ -14,7 +14,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, Resample
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 GRID = "image_grid_thw"
 """Encoder keyword for the patches of every image: frames, rows, columns."""
@@ -128,7 +128,7 @@ class NativeImageUnit:
     placeholder_id: int
     processor: PatchProcessor
     marker: str = "<image>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "image"
 

@@ -55,7 +55,7 @@ def image_processor(
     """
     if source is None:
         return PixelProcessor(height=height, width=width, channels=channels)
-    settings = whole_settings(source, ("image_processor",)) if isinstance(source, str) else dict(source)
+    settings = pretrained_settings(source, ("image_processor",)) if isinstance(source, str) else dict(source)
     if isinstance(source, Mapping) and not any(key.endswith("_type") for key in settings):
         known = {item.name for item in fields(PixelProcessor)}
         unknown = sorted(set(settings) - known)
@@ -82,7 +82,9 @@ def audio_processor(source: str | ProcessorSettings | None, *, frames: int, mel_
     """
     if source is None:
         return LogMelProcessor(window_frames=frames, mel_bins=mel_bins)
-    settings = whole_settings(source, ("feature_extractor",)) if isinstance(source, str) else dict(source)
+    settings = (
+        pretrained_settings(source, ("feature_extractor",)) if isinstance(source, str) else dict(source)
+    )
     kind = settings.get("feature_extractor_type", "WhisperFeatureExtractor")
     if kind != "WhisperFeatureExtractor":
         raise UserError(
@@ -150,7 +152,7 @@ def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | N
     )
 
 
-def whole_settings(
+def pretrained_settings(
     name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")
 ) -> dict[str, Any]:
     """Return the saved image and sound processor settings of a model in a folder or on the hub:

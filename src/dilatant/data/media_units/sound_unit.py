@@ -13,7 +13,7 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.audio_unit import LogMelProcessor
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 FRAMES = "feature_lens"
 """Encoder keyword for the frames of every sound, without and with trailing frames: int64 [sounds, 2]."""
@@ -35,7 +35,7 @@ class SoundUnit:
     longest: int | None = None
     trailing: int = 0
     marker: str = "<audio>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "audio"
 

@@ -12,7 +12,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TiledImageUnit:
     row_shape: tuple[int, int, int]
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "image"
 

@@ -17,7 +17,7 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.sound_unit import FRAMES
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
 
 LONGEST_SECONDS = 30
 """Length to which the family's extractor cuts sounds."""
@@ -133,7 +133,7 @@ class UsmSoundUnit:
     placeholder_id: int
     processor: UsmMelProcessor
     marker: str = "<audio>"
-    written: Written | None = None
+    written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "audio"
 

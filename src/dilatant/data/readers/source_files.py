@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.array_file import Arrays
 from dilatant.data.cache import Cache
-from dilatant.data.parallel_map import IndexRange, in_pieces, piece_bounds
+from dilatant.data.parallel_map import IndexRange, map_ranges, piece_bounds
 
 FORMAT = 2
 SCAN_SECONDS = 3600.0
@@ -124,7 +124,7 @@ class SourceFiles:
         new = [at for at in filled if states[at] not in known]
         job = _ScanJob(tuple((*self._all[at], forms[at]) for at in new), self._scanner)
         pieces = piece_bounds(len(new), 1)
-        scanned = in_pieces(job, pieces, len(new), job.named, None, SCAN_SECONDS)
+        scanned = map_ranges(job, pieces, len(new), job.named, None, SCAN_SECONDS)
         found = {new[at]: scan for (at, _), scan in scanned}
         for (path, name), state in zip(self._all, self._states):
             if _state(path) != state:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.errors import MediaError, SampleError
-from dilatant.data.media.pixels import EncoderInput, as_array, joined
+from dilatant.data.media.pixels import EncoderInput, as_array, concatenate_inputs
 from dilatant.data.media_units.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
 from dilatant.data.sample import (
     EncodedSample,
@@ -192,7 +192,8 @@ def _encoded(
         for name, values in made.items():
             collected.setdefault(name, []).append(values)
     together = {
-        unit: {name: joined(values) for name, values in inputs.items()} for unit, inputs in media.items()
+        unit: {name: concatenate_inputs(values) for name, values in inputs.items()}
+        for unit, inputs in media.items()
     }
     ids, labels = layout.ids, layout.labels
     if parts is not None and QUESTION in parts:

@@ -15,9 +15,9 @@ from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
 from dilatant.data.sample import (
     MediaKind,
+    MediaMarkup,
     MediaUnit,
     Role,
-    Written,
 )
 from dilatant.data.text.chat import ChatTokenizer
 
@@ -89,7 +89,7 @@ class Encoding:
         clip's pieces include the latter themselves."""
         found: dict[tuple[str, MediaKind], tuple[str, str]] = {}
         for unit in self.units:
-            written = unit.written or Written(unit.marker)
+            written = unit.written or MediaMarkup(unit.marker)
             before, after = self.chat.template.around_media(unit.kind, written.token)
             opens, closes = ("", "") if isinstance(unit, IN_PIECES) else (written.opens, written.closes)
             found[unit.name, unit.kind] = before + opens, closes + after

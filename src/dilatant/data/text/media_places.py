@@ -32,7 +32,7 @@ class ClipTokens:
 
 
 @contextmanager
-def naming(sample: Sample, media: Media) -> Iterator[None]:
+def name_item_in_errors(sample: Sample, media: Media) -> Iterator[None]:
     """Context manager that converts errors of an item's header or size to SampleError."""
     try:
         yield
@@ -45,7 +45,7 @@ def naming(sample: Sample, media: Media) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class MarkerRules:
     """Rules for markers that are words of a text. listed: kinds of media that the sample lists outside its text; their
     markers are not words. tokens: tokens of the tokenizer, which a word must not become."""
 
@@ -58,10 +58,10 @@ class Words:
         return f"{before}{marker[0]}{BREAK}{marker[1:]}" if marker in self.tokens else written
 
 
-Placed = list[tuple[Media, EncodingUnit] | tuple[Media, EncodingUnit, ClipTokens]]
+PlacedMedia = list[tuple[Media, EncodingUnit] | tuple[Media, EncodingUnit, ClipTokens]]
 
 
-def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessage], Placed, Placed]:
+def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessage], PlacedMedia, PlacedMedia]:
     """Return messages with a `MEDIA` character for every item, those items in order, and the items that precede all
     text.
 
@@ -91,7 +91,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
     for target in encoding.targets:
         drawn_by.setdefault(target.kind, target)
     leading = tuple(media for media in sample.unplaced if media.kind not in marked)
-    words = Words(listed, encoding.chat.added)
+    words = MarkerRules(listed, encoding.chat.added)
     for media in leading:
         waiting[media.kind].popleft()
     given = {kind: len(media) for kind, media in waiting.items()}
@@ -99,8 +99,8 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
     first_user = next((at for at, turn in enumerate(sample.turns) if turn.role == "user"), 0)
 
     messages: list[TemplateMessage] = []
-    placed: Placed = []
-    prepended: Placed = []
+    placed: PlacedMedia = []
+    prepended: PlacedMedia = []
 
     def put(media: Media, unit: EncodingUnit | None) -> str:
         if unit is None:
@@ -121,7 +121,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
             return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
         before, after = encoding.around[unit.name, unit.kind]
         if isinstance(unit, IN_PIECES):
-            with naming(sample, media):
+            with name_item_in_errors(sample, media):
                 pieces = unit.pieces(media_size(media))
             placed.extend(
                 (media, unit, ClipTokens(tokens, number == 0)) for number, (_, tokens, _) in enumerate(pieces)
@@ -166,7 +166,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
 def _fill_markers(
     text: str,
     markers: tuple[re.Pattern[str], Mapping[str, EncodingUnit]] | None,
-    words: Words,
+    words: MarkerRules,
     waiting: Mapping[MediaKind, deque[Media]],
     used: dict[MediaKind, int],
     put: Callable[[Media, EncodingUnit], str],

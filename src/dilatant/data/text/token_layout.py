@@ -26,7 +26,7 @@ from dilatant.data.sample import (
     Sample,
 )
 from dilatant.data.text.encoding import NO_LOSS, Encoding, EncodingUnit
-from dilatant.data.text.media_places import ClipTokens, naming, place_media
+from dilatant.data.text.media_places import ClipTokens, name_item_in_errors, place_media
 
 _WITH_GRIDS = (
     *(NativeImageUnit, NativeClipUnit, FramedClipUnit, SoundUnit, UsmSoundUnit),
@@ -141,7 +141,7 @@ def _cut(ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, 
 def _sized(
     sample: Sample, media: Media, unit: EncodingUnit, piece: ClipTokens | None = None, *, alone: bool
 ) -> Item:
-    with naming(sample, media):
+    with name_item_in_errors(sample, media):
         if piece is not None and not piece.is_first:
             return Item(media, unit, 0, piece.tokens, {}, goes_on=True)
         size = replace(media_size(media), alone=alone)

@@ -18,7 +18,7 @@ from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import TASK_SECONDS, WorkerPool
 from dilatant.data.workers.pool import Dataset
-from dilatant.data.workers.prefetch import Ahead
+from dilatant.data.workers.prefetch import Prefetcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Loader:
             _EncodeJob(samples, encoding, parts), workers, named=_named, task_seconds=sample_seconds
         )
         batches = self._make_batches()
-        self._batches = Ahead(batches, "dilatant-loader") if workers else batches
+        self._batches = Prefetcher(batches, "dilatant-loader") if workers else batches
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         return self

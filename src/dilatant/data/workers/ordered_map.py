@@ -51,7 +51,7 @@ class WorkerError(RuntimeError):
     """A worker process died, or failed for a reason other than bad data."""
 
 
-class WithheldError(WorkerError, UserError):
+class UnreadableFileError(WorkerError, UserError):
     """A file could not be read from a disk or file server (or its cache). The user can repair this, so no stack trace
     is shown; the sample is not at fault and must not be skipped."""
 
@@ -102,7 +102,7 @@ class WorkerPool(Generic[T, R]):
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_work,
-                    args=(theirs, payload, fork_server.own_folder()),
+                    args=(theirs, payload, fork_server.multiprocessing_folder()),
                     name=f"dilatant-data-{number}",
                     daemon=True,
                 )
@@ -191,7 +191,7 @@ class WorkerPool(Generic[T, R]):
         process.join(timeout=5)
         code = process.exitcode
         if code == fork_server.NO_GUARD_EXIT:
-            return WithheldError(fork_server.NO_GUARD)
+            return UnreadableFileError(fork_server.NO_GUARD)
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
@@ -239,7 +239,7 @@ def begin_work() -> None:
         os.dup2(nowhere.fileno(), 2)
 
 
-def unpickled(payload: bytes) -> Any:
+def unpickle_job(payload: bytes) -> Any:
     """Unpickle a worker's job. Raises WorkerError, in one line, for a module that only the owner can import."""
     try:
         return pickle.loads(payload)
@@ -262,7 +262,7 @@ def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
             while True:
                 waiting.put(connection.recv())
         except BaseException:
-            fork_server.remove_behind_parent(shared)
+            fork_server.remove_orphaned_folder(shared)
             os._exit(0)
 
     job: Any = None
@@ -270,7 +270,7 @@ def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
     while True:
         number, task = waiting.get()
         try:
-            job = job if job is not None else unpickled(payload)
+            job = job if job is not None else unpickle_job(payload)
             reply = (number, "value", job(task))
         except UserError as error:
             reply = (number, "mistake", error)

@@ -16,7 +16,7 @@ from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import Encoding
-from dilatant.data.workers.ordered_map import WithheldError
+from dilatant.data.workers.ordered_map import UnreadableFileError
 
 T = TypeVar("T")
 
@@ -108,10 +108,10 @@ class InlineSource:
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
         request = self._asked.pop((dataset, draw), None)
         if request is None:
-            raise not_asked(dataset, draw)
+            raise unknown_request(dataset, draw)
         try:
             return make(request, self._datasets, self._encoding)
-        except WithheldError:
+        except UnreadableFileError:
             raise
         except UserError as refusal:
             return refusal
@@ -132,7 +132,7 @@ def add_once(known: dict[tuple[str, int], T], request: SampleRequest, value: T) 
     known[key] = value
 
 
-def not_asked(dataset: str, draw: int) -> ValueError:
+def unknown_request(dataset: str, draw: int) -> ValueError:
     return ValueError(f"draw {draw} of {dataset!r} was not asked for, or was taken already")
 
 
@@ -163,6 +163,6 @@ def make(
                 if isinstance(error, SampleError):
                     why, remedy = error.problem, error.remedy
                 remedy = remedy or "see to the disk or file server and resume the run"
-                raise WithheldError(f"{name} cannot be read{times}: {why}; {remedy}") from None
+                raise UnreadableFileError(f"{name} cannot be read{times}: {why}; {remedy}") from None
             time.sleep(IO_PAUSE_SECONDS * 10 ** (attempt - 1))
     raise AssertionError

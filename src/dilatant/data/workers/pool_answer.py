@@ -11,9 +11,9 @@ from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.text.encoding import Encoding
-from dilatant.data.workers.ordered_map import WithheldError, WorkerError
+from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import Dataset, SampleRequest, make
-from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused, lay_out, opened
+from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused, lay_out, unpack_sample
 
 PoolOutcome = EncodedSample | UserError | WorkerError
 """Result of a request, as the rank receives it."""
@@ -33,7 +33,7 @@ def answer(
         places, arrays, nbytes = lay_out(sample)
         sizes = {unit: int(tokens) for unit, tokens in sample.sizes.items()}
         return Encoded(ticket, sample.id, sizes, places, nbytes, sample.made_seconds), arrays
-    except WithheldError as error:
+    except UnreadableFileError as error:
         return Failed(ticket, str(error), is_withheld=True), []
     except SampleError as error:
         return PoolRefused(ticket, error.problem, error.sample, error.remedy), []
@@ -47,9 +47,9 @@ def outcome_of(message: Encoded | PoolRefused | Failed, draw: int, buffer: memor
     """Decode the reply to request `draw`. buffer: holds the arrays of an `Encoded` sample, which are copied. Raises
     ProtocolError if they do not fit."""
     if isinstance(message, Encoded):
-        return opened(message, draw, buffer)
+        return unpack_sample(message, draw, buffer)
     if isinstance(message, Failed):
-        return (WithheldError if message.is_withheld else WorkerError)(message.problem)
+        return (UnreadableFileError if message.is_withheld else WorkerError)(message.problem)
     if message.sample:
         return SampleError(message.sample, message.problem, message.remedy)
     return UserError(message.problem)

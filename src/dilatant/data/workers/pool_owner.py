@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from dilatant.comm.fork_server import NO_GUARD, NO_GUARD_EXIT, own_folder
+from dilatant.comm.fork_server import NO_GUARD, NO_GUARD_EXIT, multiprocessing_folder
 from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.files.durable import write_durably
 from dilatant.data.text.encoding import Encoding
@@ -159,7 +159,7 @@ class _Crew:
                 self.folder,
                 self._decode_seconds,
                 hand.deaths,
-                own_folder(),
+                multiprocessing_folder(),
             ),
             name=f"dilatant-data-{hand.number}",
             daemon=True,

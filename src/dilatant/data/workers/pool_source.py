@@ -29,7 +29,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.arena import Arena
-from dilatant.data.workers.ordered_map import WithheldError, WorkerError
+from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import SampleRequest, Waiting
 from dilatant.data.workers.pool_owner import REASON
 from dilatant.data.workers.pool_wire import (
@@ -47,8 +47,8 @@ from dilatant.data.workers.pool_wire import (
     PoolProtocolError,
     PoolRefused,
     ToRank,
-    framed,
     read_note,
+    to_frame,
     to_rank,
 )
 from dilatant.data.workers.request_queue import Awake, Entry, RequestQueue
@@ -148,7 +148,7 @@ class PoolSource:
             if not self._asked.entries:  # otherwise samples still being made are dropped on arrival
                 for link in self._links:
                     if link.entries:
-                        self._send(link, framed(Forget()))
+                        self._send(link, to_frame(Forget()))
 
     def close(self) -> None:
         self._asked.close()
@@ -240,7 +240,7 @@ class PoolSource:
             room = entry.charge if entry.slot is not None else 0
             ask = PoolAsk(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
                       entry.slot or 0, room)  # fmt: skip
-            self._send(link, framed(ask))
+            self._send(link, to_frame(ask))
 
     def _receive(self, link: _WorkerLink) -> None:
         assert link.connection is not None
@@ -297,7 +297,7 @@ class PoolSource:
             return
         link.connection = connection
         self._selector.register(connection, selectors.EVENT_READ, link)
-        self._send(link, framed(PoolHello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
+        self._send(link, to_frame(PoolHello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
 
     def _lose(self, link: _WorkerLink, why: str = "", is_late: bool = False) -> None:
         """Handle a lost worker; its place will get another process. why: reason, if it may live and is given up."""
@@ -410,7 +410,7 @@ class PoolSource:
         with suppress(OSError):
             reason = (self._folder / REASON).read_text(encoding="utf-8")
         if reason == NO_GUARD:
-            self._asked.fail(WithheldError(NO_GUARD))
+            self._asked.fail(UnreadableFileError(NO_GUARD))
         else:
             self._asked.fail(WorkerError(f"there are no data workers any more: {reason}"))
 

@@ -133,7 +133,7 @@ to_rank = msgspec.msgpack.Decoder(ToRank)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def framed(message: Struct) -> bytes:
+def to_frame(message: Struct) -> bytes:
     """Return the message with its length prefix. Raises ProtocolError if it is too large."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
@@ -238,14 +238,14 @@ def write(buffer: memoryview, places: list[ArrayPlace], arrays: list[np.ndarray]
             into[:] = array.reshape(-1).view(np.uint8)
 
 
-def packed(answer: Encoded, arrays: list[np.ndarray]) -> bytes:
+def pack_arrays(answer: Encoded, arrays: list[np.ndarray]) -> bytes:
     """Return the bytes of a sample's arrays, laid out by its places."""
     held = bytearray(answer.nbytes)
     write(memoryview(held), answer.places, arrays)
     return bytes(held)
 
 
-def opened(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
+def unpack_sample(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
     """Return the sample whose arrays are in `buffer`, copied. Raises ProtocolError if they are not valid."""
     if answer.nbytes > len(buffer):
         raise PoolProtocolError(f"{answer.sample} takes {answer.nbytes} bytes of {len(buffer)}")

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 
 from msgspec import MsgspecError
 
-from dilatant.comm.fork_server import remove_behind_parent
+from dilatant.comm.fork_server import remove_orphaned_folder
 from dilatant.data.sample import Sample
 from dilatant.data.text.encoding import Encoding
-from dilatant.data.workers.ordered_map import WorkerError, begin_work, unpickled
+from dilatant.data.workers.ordered_map import WorkerError, begin_work, unpickle_job
 from dilatant.data.workers.pool import Dataset, SampleRequest
 from dilatant.data.workers.pool_answer import answer
 from dilatant.data.workers.pool_wire import (
@@ -36,8 +36,8 @@ from dilatant.data.workers.pool_wire import (
     PoolFrames,
     PoolHello,
     PoolProtocolError,
-    framed,
-    packed,
+    pack_arrays,
+    to_frame,
     to_worker,
     write,
     write_note,
@@ -58,7 +58,7 @@ def work(
     shared: str | None = None,
 ) -> None:
     """Run a worker. job: pickled (data sets by name, encoding). folder: the pool's socket folder, removed when the
-    owner is gone. deaths: of this place's former workers. shared: see `remove_behind_parent`."""
+    owner is gone. deaths: of this place's former workers. shared: see `remove_orphaned_folder`."""
     begin_work()
     threading.Thread(target=_answer_owner, args=(owner, folder, shared), daemon=True).start()
     _Worker(listener, job, decode_seconds, deaths).serve()
@@ -72,7 +72,7 @@ def _answer_owner(owner: Connection, folder: str, shared: str | None) -> None:
             owner.send_bytes(PONG)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        remove_behind_parent(shared)
+        remove_orphaned_folder(shared)
     os._exit(0)
 
 
@@ -164,9 +164,11 @@ class _Worker:
                         raise PoolProtocolError("a note outside the arena")
                     rank.arena = mmap.mmap(descriptors[0] if descriptors else -2, message.arena_bytes)
                     rank.note = message.note
-                    rank.connection.sendall(framed(Greeting(os.getpid(), self._decode_seconds, self._deaths)))
+                    rank.connection.sendall(
+                        to_frame(Greeting(os.getpid(), self._decode_seconds, self._deaths))
+                    )
                 elif isinstance(message, Forget):
-                    rank.connection.sendall(framed(Forgotten([ask.ticket for ask in rank.asked])))
+                    rank.connection.sendall(to_frame(Forgotten([ask.ticket for ask in rank.asked])))
                     rank.asked.clear()
                 elif rank.arena is None or not 0 <= message.offset <= message.offset + message.room <= len(
                     rank.arena
@@ -192,7 +194,7 @@ class _Worker:
         request = SampleRequest(ask.draw, ask.index, frozenset(ask.parts), ask.dataset)
         try:
             if self._encoding is None:
-                self._datasets, self._encoding = unpickled(self._job)
+                self._datasets, self._encoding = unpickle_job(self._job)
             # Without a handler, which would wait for C code to return: the signal kills this process.
             signal.setitimer(signal.ITIMER_REAL, self._decode_seconds)
             try:
@@ -205,9 +207,9 @@ class _Worker:
                     with memoryview(rank.arena) as arena, arena[ask.offset : ask.offset + nbytes] as slot:
                         write(slot, message.places, arrays)
                 else:
-                    message.inline = packed(message, arrays)
-            return framed(message)
+                    message.inline = pack_arrays(message, arrays)
+            return to_frame(message)
         except WorkerError as error:
-            return framed(Failed(ask.ticket, f"a data worker failed: {error}"))
+            return to_frame(Failed(ask.ticket, f"a data worker failed: {error}"))
         except BaseException:
-            return framed(Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))
+            return to_frame(Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Iterate over `source` in a background thread, with one item ready and the next one in production.
 
     An exception of `source` is raised in the consumer at its position; the iterator is then exhausted.
@@ -25,7 +25,7 @@ class Ahead(Generic[T]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Ahead[T]:
+    def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> T:

@@ -12,7 +12,7 @@ from dilatant.config.environment import compute_in_one_thread
 from dilatant.data.media.freed_memory import keep_freed_memory
 from dilatant.data.workers.pool import SampleRequest
 from dilatant.data.workers.pool_answer import answer
-from dilatant.data.workers.pool_wire import Encoded, framed, packed
+from dilatant.data.workers.pool_wire import Encoded, pack_arrays, to_frame
 
 
 class Producer:
@@ -32,5 +32,5 @@ class Producer:
         """Return the reply as a pool worker frames it, and the bytes of a sample's arrays: uint8 [bytes]."""
         request = SampleRequest(draw, index, frozenset(parts), dataset)
         message, arrays = answer(0, request, self._datasets, self._encoding)
-        held = packed(message, arrays) if isinstance(message, Encoded) else b""
-        return framed(message), np.frombuffer(held, np.uint8)
+        held = pack_arrays(message, arrays) if isinstance(message, Encoded) else b""
+        return to_frame(message), np.frombuffer(held, np.uint8)

@@ -15,7 +15,7 @@ from typing import Any
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import SampleRequest, Waiting, add_once, not_asked
+from dilatant.data.workers.pool import SampleRequest, Waiting, add_once, unknown_request
 from dilatant.data.workers.pool_answer import PoolOutcome, outcome_of
 from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused
 
@@ -202,7 +202,7 @@ class RequestQueue:
             raise self.error
         entry = self.entries.get(key)
         if entry is None:
-            raise not_asked(*key)
+            raise unknown_request(*key)
         if not entry.is_urgent:
             entry.is_urgent = True
             if entry.holder is None and entry in self.queue:

@@ -41,7 +41,7 @@ def is_adapter(key: str) -> bool:
     return ".lora_A." in key or ".lora_B." in key or MAGNITUDE in key
 
 
-def beside(key: str) -> str:
+def adapted_key(key: str) -> str:
     """Return the plain key of a weight; for an adapter's weight, the key of the weight that it adapts."""
     return re.sub(r"\.lora_([AB]|magnitude_vector)\.", ".", plain_key(key))
 

@@ -29,7 +29,7 @@ STATES = "cross_attention_states"
 
 
 @dataclass(frozen=True, slots=True)
-class CrossRows:
+class CrossAttentionRows:
     """Encoder rows of a packed row, passed in place of a padded batch's rows. lengths: tokens of each sample. seen: for
     each sample with images, its rows [1, rows, hidden] and the family's two masks: the additive mask [1, 1, tokens,
     rows], and 1 for tokens that attend to any row, [1, 1, tokens, 1]. unseen: rows that only tokens of other ranks
@@ -41,7 +41,7 @@ class CrossRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class CrossAttentionLayout:
     """Cross-attention layout of a model. unit: the encoder. blocks: the cross-attention blocks, numbered in the whole
     model. rows_of_tile: encoder rows of each image tile."""
 
@@ -87,7 +87,7 @@ class Crossing:
 
     def look(
         self, rows: Tensor, samples: Sequence[EncodedSample], own_tokens: Sequence[NDArray[np.int64]]
-    ) -> CrossRows:
+    ) -> CrossAttentionRows:
         """Build the cross-attention inputs of a packed row of `samples` from their `rows`, [rows, hidden]. own_tokens:
         the tokens of each sample on this rank; a rank without any tokens runs one dummy token."""
         seen: list[tuple[Tensor, Tensor, Tensor] | None] = []
@@ -97,7 +97,7 @@ class Crossing:
                 seen.append(None)
                 continue
             tiles = np.asarray(sample.media[self.unit][TILES])
-            sees = torch.as_tensor(tiles_seen(sample.input_ids, self.placeholder_id, tiles)[here])
+            sees = torch.as_tensor(visible_tiles(sample.input_ids, self.placeholder_id, tiles)[here])
             sees = sees.flatten(1).repeat_interleave(self.rows_of_tile, 1).to(own.device)
             # The family's rule: a token before any image is not masked, and the block's feed-forward is zeroed for it.
             some = sees.any(1, keepdim=True)
@@ -108,7 +108,7 @@ class Crossing:
         if not any(lengths):
             lengths, seen = [*lengths, 1], [*seen, None]
         is_seen = any(one is not None for one in seen)
-        return CrossRows(tuple(lengths), tuple(seen), None if is_seen or not len(rows) else rows)
+        return CrossAttentionRows(tuple(lengths), tuple(seen), None if is_seen or not len(rows) else rows)
 
     def prepare(self, decoder: nn.Module, first: int) -> nn.Module:
         """Return a slice of the text model from block `first` on, with its cross-attention block numbers shifted."""
@@ -119,7 +119,7 @@ class Crossing:
 
 def gather_rows(own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: ContextRanks) -> Tensor:
     """All-gather the encoder rows of context-parallel ranks, [rows, hidden]; backward sums the gradients of all ranks.
-    of_rank: the indices held by each rank (see `Crossing.divide`)."""
+    of_rank: the indices held by each rank (see `CrossAttentionLayout.divide`)."""
     return _GatherRows.apply(own, of_rank, ranks)
 
 
@@ -148,7 +148,7 @@ class _GatherRows(torch.autograd.Function):
         return own[: len(ctx.places[ctx.ranks.index])].to(gradient.dtype), None, None
 
 
-def tiles_seen(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.int64]) -> NDArray[np.bool_]:
+def visible_tiles(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return the tiles that each token attends to, bool [tokens, images, tiles]: those of the last image before it and
     of images directly adjacent before that one. tiles: [images, tiles], 1 for existing tiles.
 
@@ -167,16 +167,16 @@ def tiles_seen(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.in
 
 def cross_layers(model: nn.Module) -> list[nn.Module]:
     """Return the cross-attention blocks of a model."""
-    return [module for module in model.modules() if is_crossing(module)]
+    return [module for module in model.modules() if is_cross_attention(module)]
 
 
-def is_crossing(block: nn.Module) -> bool:
+def is_cross_attention(block: nn.Module) -> bool:
     """Return True for a cross-attention block."""
     return hasattr(block, "cross_attn_attn_gate")
 
 
-def look_by_sample(model: nn.Module) -> None:
-    """Make the cross-attention of `model` accept `CrossRows`, with transformers' own SDPA attention."""
+def accept_cross_rows(model: nn.Module) -> None:
+    """Make the cross-attention of `model` accept `CrossAttentionRows`, with transformers' own SDPA attention."""
     for module in cross_layers(model):
         module.__class__ = _by_sample(cast(Any, type(module)))
         attention: Any = cast(Any, module).cross_attn
@@ -190,7 +190,7 @@ class _BySample:
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         run = cast(Any, super()).forward
         given = kwargs.pop(STATES, None)
-        if not isinstance(given, CrossRows):
+        if not isinstance(given, CrossAttentionRows):
             return run(hidden_states, **{STATES: given, **kwargs})
         kwargs = {name: each for name, each in kwargs.items() if name not in _OF_ROWS}
         made = []
@@ -228,8 +228,8 @@ def _is_row(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.repeat(kinds, np.stack([lengths, counts], 1).ravel()))
 
 
-def crossing_of(config: Any, unit: str, placeholder_id: int) -> Crossing:
+def cross_attention_layout(config: Any, unit: str, placeholder_id: int) -> CrossAttentionLayout:
     """Read the cross-attention layout from the config of a pretrained multimodal model."""
     vision = config.vision_config
     rows = (vision.image_size // vision.patch_size) ** 2 + 1
-    return Crossing(unit, placeholder_id, tuple(config.text_config.cross_attention_layers), rows)
+    return CrossAttentionLayout(unit, placeholder_id, tuple(config.text_config.cross_attention_layers), rows)

@@ -10,7 +10,7 @@ from dilatant.models.core.unit import Unit
 
 
 @torch.no_grad()
-def hold_in(unit: Unit, dtype: torch.dtype) -> None:
+def cast_weights(unit: Unit, dtype: torch.dtype) -> None:
     """Cast the weights of `unit` to `dtype`, including those on the meta device; Parameters stay the same objects.
 
     As in transformers, modules that the family always keeps in fp32 are not cast, nor are buffers (positions and

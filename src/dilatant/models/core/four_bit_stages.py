@@ -62,7 +62,7 @@ def quantize(
         model.get_submodule(parent)._modules[last] = made(linear, own)
 
 
-def forget(unit: Unit) -> None:
+def drop_four_bit(unit: Unit) -> None:
     """Replace the unit's four-bit layers by plain linear layers on the meta device."""
     for parent in list(unit.model.modules()):
         for last, layer in parent.named_children():

@@ -28,7 +28,7 @@ _LEADING_TOKENS = {
     "deit": 2,
 }
 
-MERGING_TOWERS: dict[str, Literal["image", "audio"]] = {
+PATCH_MERGER_ENCODERS: dict[str, Literal["image", "audio"]] = {
     "qwen2_vl_vision": "image",
     "qwen2_5_vl_vision": "image",
     "qwen3_5_vision": "image",

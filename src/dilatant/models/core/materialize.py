@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
 from dilatant.models.adapters.lora import reset_adapters
-from dilatant.models.core.four_bit_stages import forget
+from dilatant.models.core.four_bit_stages import drop_four_bit
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
 
@@ -49,9 +49,9 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
         id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
     }
     for layer, _, piece in fresh:
-        _give_memory(piece, layer)
+        _allocate_meta_tensors(piece, layer)
     if own:
-        _give_memory(model, unit.unit, own)
+        _allocate_meta_tensors(model, unit.unit, own)
         with seeded(seed, f"{unit.unit}.generator/model"):
             cast(Any, model).draw_weights(own)
     if any(_family_of(unit, path) is model for _, path, _ in fresh):
@@ -66,7 +66,7 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     held_here = dict(model.named_parameters(remove_duplicate=False))
     skipping = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
     skipped = {id(held_here[key]): held_here[key] for key in skipping}.values()  # a tied weight once
-    with kept(skipped):
+    with excluded_from_init(skipped):
         drawn = here  # a tied weight may have been drawn with another layer in an earlier call
         for layer, path, piece in fresh:
             with seeded(seed, f"{layer}/{path}"):
@@ -88,7 +88,7 @@ def allocate(units: Mapping[str, Unit], seed: int = 0) -> dict[str, Tensor]:
     Four-bit weights are drawn at random instead."""
     tensors: dict[str, Tensor] = {}
     for unit in units.values():
-        forget(unit)
+        drop_four_bit(unit)
         materialize(unit, 0, len(unit.layers), seed, {weight.name for weight in unit.weights} - unit.four_bit)
         tensors |= stage_tensors(unit)
     return tensors
@@ -107,7 +107,7 @@ def seeded(seed: int | None, name: str) -> Iterator[None]:
         yield
 
 
-def give_memory(module: nn.Module, names: Collection[str] | None = None) -> bool:
+def allocate_meta_tensors(module: nn.Module, names: Collection[str] | None = None) -> bool:
     """Allocate a module's own meta-device tensors (or those in `names`) on the CPU; return True if there were any. A
     tied weight that has memory through another layer keeps it."""
     lacking = False
@@ -139,14 +139,14 @@ def _of_own_making(
     }
 
 
-def _give_memory(piece: nn.Module, what: str, names: Collection[str] | None = None) -> None:
+def _allocate_meta_tensors(piece: nn.Module, what: str, names: Collection[str] | None = None) -> None:
     """Allocate all meta-device tensors of `piece` (or those in `names`); a tied weight that has memory through another
     layer keeps it. Raises UserError if the machine is out of memory."""
     try:
         for path, module in piece.named_modules():
             before = f"{path}." if path else ""
             own = None if names is None else [n[len(before) :] for n in names if n.startswith(before)]
-            give_memory(module, own)
+            allocate_meta_tensors(module, own)
     except RuntimeError as error:  # torch has no other exception for host memory
         if "allocate memory" not in str(error):
             raise
@@ -175,13 +175,13 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
     own = list(module.parameters(recurse=False))
     again = [parameter for parameter in own if id(parameter) in drawn]  # e.g. of a tied head with a bias
     if not own or len(again) < len(own):
-        with kept(again):
+        with excluded_from_init(again):
             models[id(module)]._init_weights(module)
         drawn |= {id(parameter) for parameter in own}
 
 
 @contextmanager
-def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def excluded_from_init(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Exclude these parameters from transformers' initialisation within the context."""
     marked = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
     for parameter in marked:

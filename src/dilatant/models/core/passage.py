@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dilatant.models.core.slicing import StandIn
+from dilatant.models.core.slicing import Placeholder
 
 
-class PassingBlock(StandIn):
+class PassingBlock(Placeholder):
     """Identity block for a stage that has no blocks.
 
     In some families a block returns hidden states, in others a tuple that begins with them. Therefore this block

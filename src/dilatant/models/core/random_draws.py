@@ -18,7 +18,7 @@ from dilatant.data.sample import EncodedSample
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SampleLayout:
     """The layout of a microbatch's samples in the tensors of a stage. lengths: for each sample, its tokens in a row [1,
     tokens, ...] if `packed`, else its items in [items, ...]."""
 
@@ -51,7 +51,7 @@ class KeyedDraws:
         self,
         seed: int,
         keys: Sequence[str],
-        spread: Spread,
+        spread: SampleLayout,
         own: NDArray[np.int64] | None = None,
         shards: Shards | None = None,
     ) -> None:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from dilatant.attention.recompute_cache import keep_attention
+from dilatant.attention.recompute_cache import attention_cache_contexts
 from dilatant.config.recompute import Recompute
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Factory of two contexts: one around the forward that runs now, one around its recomputation in backward."""
 
 _ADDED = "recompute_contexts"
-_CONTEXTS: dict[str, Contexts] = {"block": noop_context_fn, "block_keep_attention": keep_attention}
+_CONTEXTS: dict[str, Contexts] = {"block": noop_context_fn, "block_keep_attention": attention_cache_contexts}
 
 
 class Recomputed:

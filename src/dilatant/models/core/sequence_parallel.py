@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dilatant.attention.context_parallel import PendingRows
-from dilatant.attention.recompute_cache import exchange_kept
+from dilatant.attention.recompute_cache import cached_exchange
 
 
 class SequenceRanks(Protocol):
@@ -90,9 +90,9 @@ class TokenShards:
         if len(pieces) == 1:
             return self.gather(own), []
         gathered: list[list[Tensor]] = []
-        with _Travel(self.ranks, pieces) as travel:
-            for number, piece in enumerate(_Depart.apply(_rows(own), travel)):
-                hidden = _Await.apply(piece, travel, number)
+        with _ChunkTransfer(self.ranks, pieces) as travel:
+            for number, piece in enumerate(_StartAllGather.apply(_rows(own), travel)):
+                hidden = _WaitForChunk.apply(piece, travel, number)
                 gathered.append([hidden, *(product(hidden) for product in products)])
         hidden, *outputs = (_flat(torch.cat(parts, 1), self._whole()) for parts in zip(*gathered))
         return hidden, outputs
@@ -106,14 +106,14 @@ class TokenShards:
             if len(pieces) == 1:
                 return _Scatter.apply(product(input), self.ranks, made)
             rows = _padded(_rows(input), size).unflatten(0, (size, -1))
-            with _Travel(self.ranks, pieces, made) as travel:
+            with _ChunkTransfer(self.ranks, pieces, made) as travel:
                 parts = [
                     _SendProducts.apply(product(rows[:, first:end]), travel, number)
                     for number, (first, end) in enumerate(pieces)
                 ]
-                return _Arrive.apply(travel, *parts)
+                return _CollectReducedRows.apply(travel, *parts)
 
-        return _shaped(exchange_kept(exchange, input), input.ndim)
+        return _shaped(cached_exchange(exchange, input), input.ndim)
 
     def sum_parts(self, part: Tensor) -> Tensor:
         """Return this rank's rows of the sum over all ranks of `part`, [items, tokens, width]."""
@@ -133,7 +133,7 @@ class TokenShards:
     def own(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of a replicated tensor [items, tokens, ...]."""
         lead = len(self._whole())
-        return _own_rows(whole.flatten(0, lead - 1), self.ranks)[(None,) * (lead - 1)]
+        return _local_rows(whole.flatten(0, lead - 1), self.ranks)[(None,) * (lead - 1)]
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a block's forward that runs now and of its recomputation (see `recompute`)."""
@@ -171,7 +171,7 @@ def _shaped(rows: Tensor, dimensions: int) -> Tensor:
     return rows[(None,) * (dimensions - 2)]
 
 
-def _own_rows(rows: Tensor, ranks: SequenceRanks) -> Tensor:
+def _local_rows(rows: Tensor, ranks: SequenceRanks) -> Tensor:
     each = -(-len(rows) // ranks.size)
     own = rows[each * ranks.index : each * (ranks.index + 1)]
     missing = each - len(own)
@@ -179,7 +179,7 @@ def _own_rows(rows: Tensor, ranks: SequenceRanks) -> Tensor:
     return functional.pad(own, (0, 0) * (own.ndim - 1) + (0, missing)) if missing else own.clone()
 
 
-def _all_rows(own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...], what: str) -> Tensor:
+def _all_gather_rows(own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...], what: str) -> Tensor:
     """All-gather every rank's rows [rows, width] to [*shape, width]."""
     everybody, work = ranks.all_gather(own, what)
     work.wait()
@@ -196,7 +196,7 @@ def _padded(rows: Tensor, size: int) -> Tensor:
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def _sum_of_own_rows(part: Tensor, ranks: SequenceRanks, what: str) -> Tensor:
+def _reduce_scatter_rows(part: Tensor, ranks: SequenceRanks, what: str) -> Tensor:
     """Reduce-scatter [..., width]: return this rank's rows [rows, width] of the sum."""
     rows = _padded(_rows(part), ranks.size)
     own, work = ranks.reduce_scatter(rows.unflatten(0, (ranks.size, -1)), what)
@@ -208,33 +208,33 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ranks: SequenceRanks) -> Tensor:
         ctx.ranks, ctx.shape = ranks, tuple(hidden.shape[:-1])
-        return _shaped(_own_rows(_rows(hidden), ranks), hidden.ndim)
+        return _shaped(_local_rows(_rows(hidden), ranks), hidden.ndim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_rows(_rows(gradient), ctx.ranks, ctx.shape, "gradients of hidden states"), None
+        return _all_gather_rows(_rows(gradient), ctx.ranks, ctx.shape, "gradients of hidden states"), None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...]) -> Tensor:
         ctx.ranks = ranks
-        return _all_rows(_rows(own), ranks, shape, "hidden states")
+        return _all_gather_rows(_rows(own), ranks, shape, "hidden states")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _shaped(_own_rows(_rows(gradient), ctx.ranks), gradient.ndim), None, None
+        return _shaped(_local_rows(_rows(gradient), ctx.ranks), gradient.ndim), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...]) -> Tensor:
         ctx.ranks = ranks
-        return _all_rows(_rows(own), ranks, shape, "hidden states")
+        return _all_gather_rows(_rows(own), ranks, shape, "hidden states")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        own = _sum_of_own_rows(gradient, ctx.ranks, "gradients of hidden states")
+        own = _reduce_scatter_rows(gradient, ctx.ranks, "gradients of hidden states")
         return _shaped(own, gradient.ndim), None, None
 
 
@@ -242,14 +242,14 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: SequenceRanks, made: Tensor | None) -> Tensor:
         ctx.ranks, ctx.shape = ranks, tuple(part.shape[:-1])
-        return _sum_of_own_rows(part, ranks, "hidden states") if made is None else made.detach()
+        return _reduce_scatter_rows(part, ranks, "hidden states") if made is None else made.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _all_rows(gradient, ctx.ranks, ctx.shape, "gradients of hidden states"), None, None
+        return _all_gather_rows(gradient, ctx.ranks, ctx.shape, "gradients of hidden states"), None, None
 
 
-class _Travel:
+class _ChunkTransfer:
     """The chunks in flight of one all-gather or reduce-scatter. made: in recomputation, this rank's cached result of
     the first forward, which replaces communication."""
 
@@ -292,11 +292,11 @@ class _Travel:
         return torch.cat([self.take(number) for number in range(len(self.pieces))])
 
 
-class _Depart(torch.autograd.Function):
+class _StartAllGather(torch.autograd.Function):
     """Start the all-gather of all chunks; return this rank's chunks. Backward collects the reduced gradients."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, travel: _Travel) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, own: Tensor, travel: _ChunkTransfer) -> tuple[Tensor, ...]:
         ctx.travel = travel
         travel.gather(own, "hidden states")
         return tuple(own[first:end] for first, end in travel.pieces)
@@ -306,11 +306,12 @@ class _Depart(torch.autograd.Function):
         return ctx.travel.take_all(), None
 
 
-class _Await(torch.autograd.Function):
-    """Wait for a gathered chunk. Backward starts the reduce-scatter of its gradient, which `_Depart` collects."""
+class _WaitForChunk(torch.autograd.Function):
+    """Wait for a gathered chunk. Backward starts the reduce-scatter of its gradient, which `_StartAllGather`
+    collects."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, travel: _Travel, number: int) -> Tensor:
+    def forward(ctx: Any, own: Tensor, travel: _ChunkTransfer, number: int) -> Tensor:
         ctx.travel, ctx.number = travel, number
         return travel.take(number)
 
@@ -320,10 +321,11 @@ class _Await(torch.autograd.Function):
 
 
 class _SendProducts(torch.autograd.Function):
-    """Start the reduce-scatter of a chunk of products, for `_Arrive`. Backward waits for its gathered gradient."""
+    """Start the reduce-scatter of a chunk of products, for `_CollectReducedRows`. Backward waits for its gathered
+    gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, travel: _Travel, number: int) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, travel: _ChunkTransfer, number: int) -> Tensor:
         ctx.travel, ctx.number = travel, number
         if travel.made is not None:
             first, end = travel.pieces[number]
@@ -335,11 +337,11 @@ class _SendProducts(torch.autograd.Function):
         return ctx.travel.take(ctx.number), None, None
 
 
-class _Arrive(torch.autograd.Function):
+class _CollectReducedRows(torch.autograd.Function):
     """Collect this rank's rows from all chunks. Backward starts the all-gather of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, travel: _Travel, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, travel: _ChunkTransfer, *parts: Tensor) -> Tensor:
         ctx.travel = travel
         return travel.take_all() if travel.made is None else travel.made.detach()
 

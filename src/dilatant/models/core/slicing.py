@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from dilatant.models.core.structure import DEPTH_KEYS, PER_LAYER_KEYS, Structure
 
 
-class StandIn(nn.Module):
+class Placeholder(nn.Module):
     """Placeholder for a module that runs on another stage; it forwards attribute access (a dtype, a patch size).
 
     The caller adds an embedding table's output to its input, so the placeholder of an embedding returns 0; every other
@@ -67,7 +67,7 @@ def slice_model(
         if not keep:
             for path in paths:
                 parent, _, child_name = path.rpartition(".")
-                root.get_submodule(parent)._modules[child_name] = StandIn(model.get_submodule(path))
+                root.get_submodule(parent)._modules[child_name] = Placeholder(model.get_submodule(path))
     if not keep_before:
         # Parameters registered on a container itself (class tokens, position tables) belong to the embedding.
         for path in structure.containers:

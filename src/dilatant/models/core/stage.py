@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from dilatant.attention.context_parallel import ContextRanks
 from dilatant.config.errors import UserError
-from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, joined
+from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, concatenate_inputs
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.four_bit import is_four_bit
-from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.sequence_parallel import TokenShards
 from dilatant.models.core.weights import Weight
 
@@ -160,11 +160,11 @@ class Stage(nn.Module, ABC):
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
         """Return, by sample, the context-parallel rank (of `size`) that runs each item (for a language model: each
         token) of a microbatch. Items are equally long, so each rank gets a contiguous run of equally many."""
-        return share_evenly(self.spread(data, samples).lengths, size)
+        return assign_items_evenly(self.spread(data, samples).lengths, size)
 
     def item_owners(self, sizes: Sequence[Mapping[str, int]], size: int) -> list[NDArray[np.integer]]:
         """Return the same for an encoder or a generator, from the sizes of the samples alone."""
-        return share_evenly([self.items(each) for each in sizes], size)
+        return assign_items_evenly([self.items(each) for each in sizes], size)
 
     def own(self, data: StepData, samples: tuple[int, ...]) -> NDArray[np.int64] | None:
         """Return the indices of the items, or tokens, of a microbatch that this rank runs; None for all of them."""
@@ -178,7 +178,7 @@ class Stage(nn.Module, ABC):
         return sizes[self.unit]
 
     @abstractmethod
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
         """Return where each of `samples` is in the tensors of a forward."""
 
     @abstractmethod
@@ -239,7 +239,7 @@ def _quiet_frozen(module: nn.Module) -> None:
     quiet(module)
 
 
-def share_evenly(counts: Sequence[int], size: int) -> list[NDArray[np.integer]]:
+def assign_items_evenly(counts: Sequence[int], size: int) -> list[NDArray[np.integer]]:
     """Return, by sample, the rank (of `size`) of each of its items: contiguous and equally many per rank."""
     total = sum(counts)
     return np.split(np.arange(total) * size // max(1, total), np.cumsum(counts)[:-1])
@@ -287,7 +287,7 @@ def on_device(
 
     The result equals `Pixels.normalized` bit for bit on a device that rounds according to IEEE 754.
     """
-    together = joined(inputs) if all(isinstance(each, Pixels) for each in inputs) else None
+    together = concatenate_inputs(inputs) if all(isinstance(each, Pixels) for each in inputs) else None
     if not isinstance(together, Pixels):
         arrays = [torch.as_tensor(as_array(each)) for each in inputs]
         return _some(torch.cat(arrays), items).to(device, non_blocking=True)

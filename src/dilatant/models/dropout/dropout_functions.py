@@ -17,7 +17,7 @@ from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws
 
 
 @dataclass(slots=True)
-class Running:
+class ForwardState:
     """The state of a forward of one microbatch through a stage of `unit`.
 
     trains: layers with a trainable weight; other layers drop nothing. shapes: place → the shape per token or item seen
@@ -36,7 +36,7 @@ class Running:
     has_drawn: bool = False
     keeps_layers: bool = False
 
-    def again(self) -> Running:
+    def again(self) -> ForwardState:
         """Copy the current state, for the recomputation of a layer."""
         return replace(self, calls=dict(self.calls))
 
@@ -80,10 +80,10 @@ class Running:
         )
 
 
-class HearsDropout(TorchFunctionMode):
+class InterceptsDropout(TorchFunctionMode):
     """Context in which dropout functions draw keyed numbers, and other random functions raise UserError."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: ForwardState) -> None:
         super().__init__()
         self._running = running
 
@@ -116,7 +116,12 @@ def _scale(p: float) -> float:
 
 
 def _dropout(
-    running: Running, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    running: ForwardState,
+    func: Any,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Tensor:
     if not training or not 0 < p <= 1:
         return func(input, p, training, inplace)
@@ -126,7 +131,7 @@ def _dropout(
     return input.mul_(keep * _scale(p)) if inplace else _Masked.apply(input, keep, _scale(p))
 
 
-def _torch_dropout(running: Running, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+def _torch_dropout(running: ForwardState, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
     return _dropout(running, functional.dropout, input, p, train)
 
 
@@ -135,7 +140,12 @@ def _channels(shape: torch.Size) -> torch.Size:
 
 
 def _channel_dropout(
-    running: Running, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    running: ForwardState,
+    func: Any,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Tensor:
     if not training or not 0 < p <= 1:
         return func(input, p, training, inplace)
@@ -147,7 +157,7 @@ def _channel_dropout(
 
 def _alpha_dropout_by(cut: Callable[[torch.Size], torch.Size]) -> Any:
     def drop(
-        running: Running,
+        running: ForwardState,
         func: Any,
         input: Tensor,
         p: float = 0.5,
@@ -168,7 +178,7 @@ def _alpha_dropout_by(cut: Callable[[torch.Size], torch.Size]) -> Any:
 
 
 def _attention(
-    running: Running,
+    running: ForwardState,
     func: Any,
     query: Tensor,
     key: Tensor,
@@ -227,7 +237,7 @@ def _drop_weights(
 
 
 def _refuse(name: str) -> Any:
-    def refuse(running: Running, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def refuse(running: ForwardState, func: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         if running.keeps_layers and func is torch.rand and args == ([],):

@@ -19,7 +19,7 @@ from dilatant.models.core.random_draws import KeyedDraws
 from dilatant.models.core.recompute import add_contexts, remove_contexts
 from dilatant.models.core.stage import Stage, StepData
 from dilatant.models.core.unit import Unit
-from dilatant.models.dropout.dropout_functions import HearsDropout, Running
+from dilatant.models.dropout.dropout_functions import ForwardState, InterceptsDropout
 
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -56,7 +56,7 @@ class KeyedDropout:
         self._stage = stage
         self._trains = _training_layers(stage)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._running: Running | None = None
+        self._running: ForwardState | None = None
         self._is_first = True
         config = None if unit.structure is None else cast(Any, unit.model).config
         rates = [getattr(config, name, None) for name in _LAYERDROP]
@@ -89,7 +89,7 @@ class KeyedDropout:
         )
         if not draws.total:
             return nullcontext()
-        running = Running(
+        running = ForwardState(
             self._stage.unit, draws, self._trains, self._shapes, keeps_layers=self._keeps_layers
         )
         return self._around(running, data.device)
@@ -103,14 +103,14 @@ class KeyedDropout:
         self._hooks, self._hooked = [], []
 
     @contextmanager
-    def _around(self, running: Running, device: torch.device) -> Iterator[None]:
+    def _around(self, running: ForwardState, device: torch.device) -> Iterator[None]:
         before = None
         if self._is_first:
             _refuse_inside_torch(self._stage)
             before = _generators(device)
         self._running = running
         try:
-            with HearsDropout(running):
+            with InterceptsDropout(running):
                 yield
         finally:
             self._running = None
@@ -177,7 +177,7 @@ class KeyedDropout:
         """Return the contexts for a module's forward that runs now and for its recomputation (see `recompute`)."""
         if self._running is None:
             return nullcontext(), nullcontext()
-        return nullcontext(), HearsDropout(self._running.again())
+        return nullcontext(), InterceptsDropout(self._running.again())
 
 
 def _training_layers(stage: Stage) -> frozenset[str]:

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
-from dilatant.models.adapters.lora import beside
+from dilatant.models.adapters.lora import adapted_key
 from dilatant.models.core.family_probe import unused_parameters
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.slicing import slice_model
 from dilatant.models.core.stage import (
     Boundary,
@@ -92,8 +92,8 @@ class EncoderStage(Stage):
             output = self(None, inbound[self.unit].unflatten(0, (-1, self.geometry.encoder_tokens)))
         return StageOutput(output.flatten(0, -2))
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        return Spread(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
+        return SampleLayout(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
 
     def items(self, sizes: Mapping[str, int]) -> int:
         return sizes.get(self.unit, 0) // self.geometry.encoder_tokens
@@ -211,7 +211,7 @@ class EncoderUnit(Unit, EncoderStage):
         self.width = geometry.width
         self.width_out = width_out
         self.unused = frozenset(
-            weight.name for weight in weights if weight.part == "model" and beside(weight.key) in unused
+            weight.name for weight in weights if weight.part == "model" and adapted_key(weight.key) in unused
         )
         self._freeze_at_start(self.unused)
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.signatures import require_call
-from dilatant.models.core.geometry import MERGING_TOWERS, EncoderGeometry, Features, encoder_geometry
+from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry, Features, encoder_geometry
 from dilatant.models.core.stage import StageInputs
 from dilatant.models.encoders.encoder import Callbacks, EncoderUnit
 from dilatant.models.encoders.encoder_adapters import Adapter
-from dilatant.models.encoders.patch_merger import merging_part, refuse_options
+from dilatant.models.encoders.patch_merger import patch_merger_encoder, refuse_options
 from dilatant.models.encoders.projector import build_projector
 from dilatant.models.sources import load_encoder
 
@@ -73,8 +73,8 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         geometry = _stated_geometry(encoder, where)
     else:
         model = load_encoder(encoder.model, where)
-        if model.config.model_type in MERGING_TOWERS:
-            return _merging_part(name, model, encoder, hidden_size, where)
+        if model.config.model_type in PATCH_MERGER_ENCODERS:
+            return _build_patch_merger(name, model, encoder, hidden_size, where)
         geometry = encoder_geometry(model.config, encoder.features)
         _refuse_stated(encoder, where)
         if encoder.tokens_per_row is not None:
@@ -100,7 +100,7 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
     )
 
 
-def _merging_part(
+def _build_patch_merger(
     name: str, tower: PreTrainedModel, encoder: Encoder, hidden_size: int, where: str
 ) -> EncoderUnit:
     _refuse_stated(encoder, where)
@@ -119,7 +119,7 @@ def _merging_part(
         with torch.device("meta"):
             return build_projector(given, width, hidden_size, where)
 
-    return merging_part(name, tower, projector, hidden_size, encoder.placeholder_id)
+    return patch_merger_encoder(name, tower, projector, hidden_size, encoder.placeholder_id)
 
 
 def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:

@@ -16,14 +16,14 @@ from dilatant.data.media_units.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import grid_part
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.random_draws import Spread
-from dilatant.models.core.slicing import StandIn
+from dilatant.models.core.random_draws import SampleLayout
+from dilatant.models.core.slicing import Placeholder
 from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.weights import name_weights
 from dilatant.models.encoders.encoder import Callbacks, EncoderStage
 from dilatant.models.encoders.packed_encoder import PackedEncoderUnit
-from dilatant.models.parallel.shared_samples import SharesSamples
+from dilatant.models.parallel.shared_samples import SampleParallel
 
 MERGERS = ("merger", "deepstack_merger_list")
 """Encoder modules that merge patches into rows of the text."""
@@ -50,7 +50,7 @@ class Merger(nn.Module):
         # Not registered: the encoder is another part of the unit.
         self.__dict__["drawn_by"] = tower
         self.merger = model.merger
-        tower._modules["merger"] = StandIn(model.merger)
+        tower._modules["merger"] = Placeholder(model.merger)
         taps = getattr(model, "deepstack_merger_list", None)
         if taps is not None:
             self.deepstack_merger_list = taps
@@ -71,7 +71,7 @@ class _PassThrough(nn.Module):
         return hidden
 
 
-class NativeStage(SharesSamples, EncoderStage):
+class NativeStage(SampleParallel, EncoderStage):
     """Layers of an encoder and its merger, run on all patches of the samples in one row."""
 
     taps: tuple[int, ...] = ()
@@ -89,8 +89,8 @@ class NativeStage(SharesSamples, EncoderStage):
             return StageOutput(self(media_of(data, samples, self)))
         return StageOutput(self(media_of(data, samples, self, names=(GRID,)), inbound[self.unit]))
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        return Spread(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
+        return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         return self({self.geometry.input_name: value, **given}) if self.is_first else self(given, value)
@@ -139,7 +139,8 @@ class NativeStage(SharesSamples, EncoderStage):
 
 class NativeEncoderUnit(PackedEncoderUnit):
     """A native-resolution encoder: layers `embedding`, `layers.<i>`, `projector`. The projector is the encoder's merger
-    (see `merging` for Qwen's), or another module; in that case the merger is a separate layer `merger`."""
+    (see `native_encoder_with_merger` for Qwen's), or another module; in that case the merger is a separate layer
+    `merger`."""
 
     stage_type = NativeStage
 
@@ -250,7 +251,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         return stage
 
 
-def merging(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
+def native_encoder_with_merger(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
     """Build the unit of a Qwen encoder with its own language model; the projector is the encoder's merger."""
     config = cast(Any, tower).config
     side, frames = config.spatial_merge_size, config.temporal_patch_size
@@ -258,7 +259,7 @@ def merging(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
     return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, width_of_merged(config))
 
 
-def merging_inside(
+def native_encoder_with_projector(
     name: str, tower: PreTrainedModel, projector: nn.Module, hidden_size: int
 ) -> NativeEncoderUnit:
     """Build the unit of a Qwen encoder with another language model; `projector` takes merged rows."""

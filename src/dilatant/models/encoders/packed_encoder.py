@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.stage import StageOutput, StepData
 from dilatant.models.encoders.encoder import EncoderStage, EncoderUnit
-from dilatant.models.parallel.shared_samples import SharesSamples
+from dilatant.models.parallel.shared_samples import SampleParallel
 
 
-class PackedEncoderUnit(SharesSamples, EncoderUnit):
+class PackedEncoderUnit(SampleParallel, EncoderUnit):
     """A packing encoder unit; it runs as the stage that holds all layers."""
 
     packs = True
@@ -24,7 +24,7 @@ class PackedEncoderUnit(SharesSamples, EncoderUnit):
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         return self.whole_stage().run(data, samples, inbound)
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
         return self.whole_stage().spread(data, samples)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:

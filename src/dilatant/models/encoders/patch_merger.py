@@ -10,17 +10,25 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import list_problems
-from dilatant.models.core.geometry import MERGING_TOWERS
-from dilatant.models.encoders.native_encoder import NativeEncoderUnit, merging_inside, width_of_merged
+from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
+from dilatant.models.encoders.native_encoder import (
+    NativeEncoderUnit,
+    native_encoder_with_projector,
+    width_of_merged,
+)
 from dilatant.models.encoders.sound_encoder import SoundEncoderUnit
 
 
 def merged_width(config: Any) -> int:
     """Return the width of a row that the encoder outputs."""
-    return int(config.d_model) if MERGING_TOWERS[config.model_type] == "audio" else width_of_merged(config)
+    return (
+        int(config.d_model)
+        if PATCH_MERGER_ENCODERS[config.model_type] == "audio"
+        else width_of_merged(config)
+    )
 
 
-def merging_part(
+def patch_merger_encoder(
     name: str,
     tower: PreTrainedModel,
     projector: Callable[[int], nn.Module],
@@ -30,9 +38,9 @@ def merging_part(
     """Build the unit. projector: builds a projector from the width of the encoder's rows. hidden_size: the language
     model's. placeholder_id: id of the token that a row replaces in the text."""
     made = projector(merged_width(tower.config))
-    if MERGING_TOWERS[tower.config.model_type] == "audio":
+    if PATCH_MERGER_ENCODERS[tower.config.model_type] == "audio":
         return SoundEncoderUnit(name, tower, made, hidden_size, placeholder_id)
-    return merging_inside(name, tower, made, hidden_size)
+    return native_encoder_with_projector(name, tower, made, hidden_size)
 
 
 def refuse_options(where: str, **given: bool) -> None:

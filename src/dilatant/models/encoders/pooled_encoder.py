@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from dilatant.models.core.slicing import StandIn
+from dilatant.models.core.slicing import Placeholder
 from dilatant.models.core.stage import in_dtype_of
 from dilatant.models.encoders.native_encoder import NativeEncoderUnit, NativeStage
 
@@ -37,7 +37,7 @@ class PooledMerger(nn.Module):
         # Not registered: the encoder is another part of the unit.
         self.__dict__["drawn_by"] = tower
         end: Any = copy.copy(tower)
-        own = {"patch_embedder": StandIn(cast(Any, tower).patch_embedder), "encoder": _BlocksDone()}
+        own = {"patch_embedder": Placeholder(cast(Any, tower).patch_embedder), "encoder": _BlocksDone()}
         end.__dict__["_modules"] = {**own, "pooler": cast(Any, tower).pooler}
         end.__dict__["_parameters"] = {}
         end.__dict__["_buffers"] = {
@@ -100,7 +100,7 @@ class PooledEncoderUnit(NativeEncoderUnit):
     stage_type = PooledStage
 
 
-def pooling(
+def pooled_encoder_unit(
     name: str, tower: PreTrainedModel, embedder: tuple[str, nn.Module], out: int
 ) -> PooledEncoderUnit:
     """Build the unit of an encoder. embedder: its name, and the module that projects to `out` features."""

@@ -21,13 +21,13 @@ from dilatant.data.media_units.sound_unit import FRAMES
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import grid_part
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.weights import name_weights
 from dilatant.models.encoders.encoder import Callbacks, EncoderStage
 from dilatant.models.encoders.packed_encoder import PackedEncoderUnit
-from dilatant.models.parallel.shared_samples import SharesSamples
+from dilatant.models.parallel.shared_samples import SampleParallel
 
 FEATURES = "input_features"
 TYPICAL_FRAMES = 1000
@@ -51,7 +51,7 @@ class NamedModule(nn.Module):
         return self.get_submodule(self._name)(hidden)
 
 
-class SoundStage(SharesSamples, EncoderStage):
+class SoundStage(SampleParallel, EncoderStage):
     """Layers of an audio encoder and its projector, run on all frames of the samples in one row."""
 
     blocks_path = "layers"
@@ -64,8 +64,8 @@ class SoundStage(SharesSamples, EncoderStage):
             return StageOutput(self(media_of(data, samples, self)))
         return StageOutput(self(media_of(data, samples, self, names=(FRAMES,)), inbound[self.unit]))
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        return Spread(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
+        return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         return self({FEATURES: value, **given}) if self.is_first else self(given, value)

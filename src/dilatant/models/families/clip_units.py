@@ -21,8 +21,8 @@ from dilatant.data.media_units.native_clip_unit import (
 from dilatant.data.media_units.native_image_unit import NativeImageUnit, PatchProcessor, patch_processor
 from dilatant.data.media_units.soft_token_image_unit import SOFT_TOKENS, SoftTokenProcessor
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
-from dilatant.data.sample import MediaUnit, Written
-from dilatant.models.families.pretrained import Whole
+from dilatant.data.sample import MediaMarkup, MediaUnit
+from dilatant.models.families.pretrained import PretrainedModel
 
 ClipSettings = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ CLIP_KEYS = (*CLIP_SETTINGS, "num_frames", SOFT_TOKENS_OF_FRAMES)
 """Settings of a processor that affect clips only."""
 
 
-def check_clip_settings(whole: Whole, asked: ClipSettings) -> None:
+def check_clip_settings(whole: PretrainedModel, asked: ClipSettings) -> None:
     """Raise UserError for clip settings that this family does not use."""
     style = whole.family.clips
     known: tuple[str, ...] = () if style is None else COUNTS
@@ -50,7 +50,7 @@ def check_clip_settings(whole: Whole, asked: ClipSettings) -> None:
 
 
 def clip_unit(
-    whole: Whole, image: MediaUnit, asked: ClipSettings, saved: ClipSettings, tokenizer: Any
+    whole: PretrainedModel, image: MediaUnit, asked: ClipSettings, saved: ClipSettings, tokenizer: Any
 ) -> MediaUnit:
     """Build the clip unit that matches `image`, the same encoder's image unit. asked: the user's processor settings,
     including those of images; saved: the clip settings in the model's files. Raises UserError."""
@@ -60,7 +60,7 @@ def clip_unit(
         return _of_patches(whole, image.name, {**saved, **asked}, saved, tokenizer)
     counts = {key: value for key, value in asked.items() if key in (*COUNTS, SOFT_TOKENS_OF_FRAMES)}
     choice = frame_choice(style, saved, counts)
-    written = Written(_video_token(whole, tokenizer) or "<video>")
+    written = MediaMarkup(_video_token(whole, tokenizer) or "<video>")
     if style == "pooled":
         assert isinstance(image, AnyresImageUnit)
         processor = _square(image.shape.tile, image.shape.tile, image.processor.channels, {**asked, **saved})
@@ -115,7 +115,7 @@ def frame_choice(style: str, saved: ClipSettings, asked: ClipSettings) -> FrameC
 
 
 def _of_patches(
-    whole: Whole, name: str, settings: ClipSettings, saved: ClipSettings, tokenizer: Any
+    whole: PretrainedModel, name: str, settings: ClipSettings, saved: ClipSettings, tokenizer: Any
 ) -> NativeClipUnit:
     """Build the clip unit of a native-resolution encoder. saved, settings: as in `native_limits`."""
     apart = whole.family.frames_apart
@@ -160,7 +160,7 @@ def patches_of(vision: Any, settings: ClipSettings) -> PatchProcessor:
     )
 
 
-def _whole_frame(whole: Whole, image: MediaUnit, settings: ClipSettings) -> ImageUnit:
+def _whole_frame(whole: PretrainedModel, image: MediaUnit, settings: ClipSettings) -> ImageUnit:
     """Build the image unit of frames for a family that cuts images into tiles: one tile per frame."""
     geometry = whole.encoder(image.name).geometry
     return ImageUnit(
@@ -186,7 +186,7 @@ def _square(height: int, width: int, channels: int, settings: ClipSettings) -> P
     )
 
 
-def _video_token(whole: Whole, tokenizer: Any) -> str:
+def _video_token(whole: PretrainedModel, tokenizer: Any) -> str:
     """Return the chat template's token for a clip; empty if neither tokenizer nor config names one."""
     own = getattr(tokenizer, "video_token", None)
     return own or _token(getattr(whole.config, "video_token_id", None), tokenizer)
@@ -196,12 +196,12 @@ def _token(id_: int | None, tokenizer: Any) -> str:
     return "" if id_ is None or id_ >= len(tokenizer) else tokenizer.convert_ids_to_tokens(id_) or ""
 
 
-def _written_clip(whole: Whole, tokenizer: Any) -> Written:
+def _written_clip(whole: PretrainedModel, tokenizer: Any) -> MediaMarkup:
     """Return the text of a clip: the template's single token, or start and end tokens around each temporal patch."""
     opens, token, closes = (
         _token(getattr(whole.config, key, None), tokenizer)
         for key in ("vision_start_token_id", "video_token_id", "vision_end_token_id")
     )
     if whole.family.frames_apart:
-        return Written(f"{opens}{token}{closes}" or "<video>", opens, closes)
-    return Written(token or "<video>")
+        return MediaMarkup(f"{opens}{token}{closes}" or "<video>", opens, closes)
+    return MediaMarkup(token or "<video>")

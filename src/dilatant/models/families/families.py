@@ -20,7 +20,7 @@ around them (see `data.media_units.frame_texts`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tower:
+class PretrainedEncoder:
     """An encoder inside a pretrained multimodal model; paths are those of the ...ForConditionalGeneration class.
 
     path: the encoder's. projector: paths of the modules and parameters that project its rows for the text. token:
@@ -64,7 +64,7 @@ class Family:
     clips: layout of clips, if the family reads them (see `Clips`).
     """
 
-    towers: Mapping[str, Tower]
+    towers: Mapping[str, PretrainedEncoder]
     decoder: str = "model.language_model"
     spatial: bool = False
     media_attention: MediaAttention = "causal"
@@ -80,8 +80,8 @@ class Family:
         return self.clips == "patches apart"
 
 
-_PLAIN = Tower("model.vision_tower", ("model.multi_modal_projector",))
-_CONNECTED = Tower(
+_PLAIN = PretrainedEncoder("model.vision_tower", ("model.multi_modal_projector",))
+_CONNECTED = PretrainedEncoder(
     "model.vision_model",
     ("model.connector",),
     batched=True,
@@ -90,10 +90,10 @@ _CONNECTED = Tower(
     settings={"do_image_splitting": False},  # its tiles have texts between them
 )
 
-_VISUAL = Tower("model.visual", (), native=True)
+_VISUAL = PretrainedEncoder("model.visual", (), native=True)
 _QWEN = Family({"vision": _VISUAL}, spatial=True, clips="patches")
 _QWEN3 = replace(_QWEN, clips="patches apart")
-_SOUND = Tower(
+_SOUND = PretrainedEncoder(
     "model.audio_tower",
     ("model.multi_modal_projector",),
     token="audio_token_id",
@@ -143,7 +143,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4": Family(
         {
-            "vision": Tower(
+            "vision": PretrainedEncoder(
                 "model.vision_tower",
                 ("model.embed_vision",),
                 native=True,
@@ -166,7 +166,7 @@ FAMILIES: Mapping[str, Family] = {
     "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
     "mllama": Family(
         {
-            "vision": Tower(
+            "vision": PretrainedEncoder(
                 "model.vision_model",
                 ("model.multi_modal_projector",),
                 token="image_token_index",

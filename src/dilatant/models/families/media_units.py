@@ -21,15 +21,15 @@ from dilatant.data.media_units.processors import (
     clip_settings,
     fixed_size,
     image_processor,
+    pretrained_settings,
     sound_processor,
-    whole_settings,
 )
 from dilatant.data.media_units.soft_token_image_unit import soft_token_processor
 from dilatant.data.media_units.sound_unit import SoundUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.data.media_units.usm_sound_unit import UsmSoundUnit, usm_processor
-from dilatant.data.sample import MediaUnit, Written
-from dilatant.models.core.geometry import MERGING_TOWERS, EncoderGeometry
+from dilatant.data.sample import MediaMarkup, MediaUnit
+from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry
 from dilatant.models.encoders.conformer_encoder import mel_bins_of
 from dilatant.models.families.clip_units import (
     CLIP_KEYS,
@@ -38,7 +38,7 @@ from dilatant.models.families.clip_units import (
     native_limits,
     patches_of,
 )
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 
 
 def media_unit(
@@ -82,7 +82,7 @@ def media_unit(
     )
 
 
-def units_of_merging(
+def units_of_patch_merger(
     name: str,
     config: Any,
     *,
@@ -92,8 +92,8 @@ def units_of_merging(
 ) -> tuple[MediaUnit, ...]:
     """Build the `MediaUnit`s of a patch-merger encoder (see `merging_part`) with any language model: images and clips,
     or sounds. processor: as in `media_unit`. Raises UserError."""
-    settings = whole_settings(processor) if isinstance(processor, str) else dict(processor or {})
-    if MERGING_TOWERS[config.model_type] == "audio":
+    settings = pretrained_settings(processor) if isinstance(processor, str) else dict(processor or {})
+    if PATCH_MERGER_ENCODERS[config.model_type] == "audio":
         return (_sound_unit(name, placeholder_id, config, settings, marker, None),)
     plain = {key: value for key, value in (settings or {}).items() if key not in CLIP_SETTINGS}
     of_clips = clip_settings(processor) if isinstance(processor, str) else {}
@@ -108,8 +108,8 @@ def units_of_merging(
     )
 
 
-def units_of_whole(
-    whole: Whole,
+def units_of_pretrained(
+    whole: PretrainedModel,
     processor: str | Mapping[str, Any] | None,
     tokenizer: Any,
     source: str | None = None,
@@ -121,13 +121,13 @@ def units_of_whole(
     if processor is None:
         processor = source
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
-        processor = {**whole_settings(source), **processor}
-    settings = whole_settings(processor) if isinstance(processor, str) else processor
+        processor = {**pretrained_settings(source), **processor}
+    settings = pretrained_settings(processor) if isinstance(processor, str) else processor
     of_clips = {} if source is None else clip_settings(source)
     units: list[MediaUnit] = []
     for name, tower in whole.family.towers.items():
         own = {k: v for k, v in settings.items() if k not in CLIP_KEYS} if settings else settings
-        unit = _unit_of_tower(whole, name, own, tokenizer)
+        unit = _unit_of_encoder(whole, name, own, tokenizer)
         units.append(unit)
         if whole.family.clips is not None and tower.kind == "image":
             units.append(clip_unit(whole, unit, settings or {}, of_clips, tokenizer))
@@ -140,7 +140,7 @@ def _sound_unit(
     config: Any,
     settings: Mapping[str, Any] | None,
     marker: str,
-    written: Written | None,
+    written: MediaMarkup | None,
 ) -> SoundUnit:
     # An encoder with chunks has positions only inside them.
     longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
@@ -148,10 +148,12 @@ def _sound_unit(
     return SoundUnit(name, placeholder_id, mel, longest, 0 if longest is None else 2, marker, written)
 
 
-def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, tokenizer: Any) -> MediaUnit:
+def _unit_of_encoder(
+    whole: PretrainedModel, name: str, settings: Mapping[str, Any] | None, tokenizer: Any
+) -> MediaUnit:
     tower = whole.family.towers[name]
     marker = f"<{tower.kind}>"
-    written = _written(whole, name, tokenizer)
+    written = _markup_of(whole, name, tokenizer)
     placeholder = whole.placeholder_ids[name]
     if tower.kind == "audio":
         config = whole.config.audio_config
@@ -206,7 +208,7 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
     return replace(plain, written=written)
 
 
-def _written(whole: Whole, name: str, tokenizer: Any) -> Written:
+def _markup_of(whole: PretrainedModel, name: str, tokenizer: Any) -> MediaMarkup:
     tower = whole.family.towers[name]
 
     def text(form: str) -> str:
@@ -219,6 +221,6 @@ def _written(whole: Whole, name: str, tokenizer: Any) -> Written:
         return form
 
     marker = f"<{tower.kind}>"
-    return Written(
+    return MediaMarkup(
         text(tower.written or f"{{{tower.token}}}") or marker, text(tower.opens), text(tower.closes)
     )

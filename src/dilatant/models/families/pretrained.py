@@ -24,9 +24,9 @@ from dilatant.data.media_units.anyres_image_unit import CLIP, AnyresShape
 from dilatant.data.media_units.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import inject, plain_key
-from dilatant.models.core.cross_attention import Crossing, crossing_of
+from dilatant.models.core.cross_attention import CrossAttentionLayout, cross_attention_layout
 from dilatant.models.core.geometry import encoder_geometry, height_and_width
-from dilatant.models.core.slicing import StandIn, slice_model
+from dilatant.models.core.slicing import Placeholder, slice_model
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
@@ -34,18 +34,18 @@ from dilatant.models.encoders.anyres_encoder import AnyresEncoderUnit, images_of
 from dilatant.models.encoders.conformer_encoder import ConformerEncoderUnit
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
-from dilatant.models.encoders.native_encoder import MERGERS, merging
-from dilatant.models.encoders.pooled_encoder import OF_END, pooling
+from dilatant.models.encoders.native_encoder import MERGERS, native_encoder_with_merger
+from dilatant.models.encoders.pooled_encoder import OF_END, pooled_encoder_unit
 from dilatant.models.encoders.sound_encoder import NamedModule, SoundEncoderUnit
 from dilatant.models.encoders.tiled_encoder import TiledEncoderUnit
-from dilatant.models.families.families import Family, MediaAttention, Tower, family_of
+from dilatant.models.families.families import Family, MediaAttention, PretrainedEncoder, family_of
 from dilatant.models.language.packed_row import Positions
 from dilatant.models.language.positions import spatial_positions
-from dilatant.models.language.side_states import Carried, DeepStack, PerLayer
+from dilatant.models.language.side_states import DeepStack, PerLayer, SideStates
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class PretrainedModel:
     """A pretrained multimodal model: its config and family. attn_implementation: that of its text model. lora: settings
     of the adapters of its units; only adapters train."""
 
@@ -56,7 +56,7 @@ class Whole:
     lora: LoraConfig | None = None
 
     @classmethod
-    def of(cls, config: Any, where: str, **options: Any) -> Whole:
+    def of(cls, config: Any, where: str, **options: Any) -> PretrainedModel:
         """Recognise the family. Raises UserError for an unknown one. Omni is reduced to its thinker, without speech."""
         config = getattr(config, "thinker_config", config)
         return cls(config, family_of(config, where), **options)
@@ -113,14 +113,14 @@ class Whole:
             native = cast(PreTrainedModel, model.get_submodule(tower.path))
             if tower.pooled:
                 width = self.config.get_text_config().hidden_size
-                return pooling(name, native, _named(model, tower.projector[0]), width)
+                return pooled_encoder_unit(name, native, _named(model, tower.projector[0]), width)
             if tower.kind == "image":
-                return merging(name, native)
+                return native_encoder_with_merger(name, native)
             (place,) = tower.projector
             projector = model.get_submodule(place)
             last = place.rpartition(".")[2]
             if place.startswith(f"{tower.path}."):
-                native._modules[last] = StandIn(projector)
+                native._modules[last] = Placeholder(projector)
             held = NamedModule(last, projector, native)
             of_sounds = ConformerEncoderUnit if tower.conformer else SoundEncoderUnit
             width = self.config.get_text_config().hidden_size
@@ -195,11 +195,11 @@ class Whole:
         return partial(_spatial, units, merge, self.family.behind_time)
 
     @property
-    def crossing(self) -> Crossing | None:
+    def crossing(self) -> CrossAttentionLayout | None:
         """The cross-attention layout of the text model; None without cross-attention."""
         for name, tower in self.family.towers.items():
             if tower.crossing:
-                return crossing_of(self.config, name, self.placeholder_ids[name])
+                return cross_attention_layout(self.config, name, self.placeholder_ids[name])
         return None
 
     @property
@@ -258,7 +258,7 @@ class Whole:
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     @property
-    def carried(self) -> Carried | None:
+    def carried(self) -> SideStates | None:
         """The per-token side states of the text model (see `side_states`); None without any."""
         text = self.config.get_text_config()
         return DeepStack(self.taps, text.hidden_size) if self.taps else PerLayer.of(text)
@@ -288,7 +288,9 @@ class Projection(nn.Module):
     tokens, pooling and shuffles is the family's. The module's state has the composite's keys.
     """
 
-    def __init__(self, model: PreTrainedModel, tower: Tower, anyres: AnyresShape | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tower: PretrainedEncoder, anyres: AnyresShape | None = None
+    ) -> None:
         super().__init__()
         self.model = cast(PreTrainedModel, model.base_model)
         own = f"{model.base_model_prefix}."

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError
 from dilatant.models.adapters.lora import merged_by_peft
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.pretrained_inputs import composite_inputs
 
 
-class WholeAnswers:
+class PretrainedGeneration:
     """transformers' own model and `generate`, with the same inputs as `MultimodalModel.generate`."""
 
-    def __init__(self, model: Any, whole: Whole) -> None:
+    def __init__(self, model: Any, whole: PretrainedModel) -> None:
         self._model = model.eval()
         self._whole = whole
 
     @classmethod
-    def open(cls, source: str, whole: Whole, adapter: Path | None = None) -> Self:
+    def open(cls, source: str, whole: PretrainedModel, adapter: Path | None = None) -> Self:
         """Load the model of a folder or id, and merge the adapter of another folder into it. Raises UserError."""
         folder = source if adapter is None else adapter
         try:

@@ -13,14 +13,17 @@ from dilatant.data.media_units.anyres_image_unit import CLIP, SHAPES
 from dilatant.data.media_units.aspect_image_unit import RATIOS, TILES
 from dilatant.data.media_units.native_image_unit import GRID, STEP
 from dilatant.data.media_units.sound_unit import FRAMES
-from dilatant.models.core.cross_attention import tiles_seen
+from dilatant.models.core.cross_attention import visible_tiles
 from dilatant.models.encoders.anyres_encoder import images_of_samples
 from dilatant.models.encoders.pooled_encoder import padded_patches
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 
 
 def composite_inputs(
-    whole: Whole, input_ids: Tensor, encoder_inputs: Mapping[str, Mapping[str, Tensor]], dtype: torch.dtype
+    whole: PretrainedModel,
+    input_ids: Tensor,
+    encoder_inputs: Mapping[str, Mapping[str, Tensor]],
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Return the keywords, without the mask, for `input_ids` [batch, tokens]; floating ones in `dtype`."""
     given: dict[str, Tensor] = {"input_ids": input_ids}
@@ -64,14 +67,14 @@ def composite_inputs(
 
 
 def _looked_at(
-    whole: Whole, input_ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
+    whole: PretrainedModel, input_ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the image inputs of a cross-attention model; all prompts must have equally many images."""
     samples = len(input_ids)
     apart = {name: tensor.unflatten(0, (samples, -1)) for name, tensor in inputs.items()}
     (placeholder,) = whole.placeholder_ids.values()
     seen = [
-        tiles_seen(ids.cpu().numpy(), placeholder, tiles.cpu().numpy())
+        visible_tiles(ids.cpu().numpy(), placeholder, tiles.cpu().numpy())
         for ids, tiles in zip(input_ids, apart[TILES], strict=True)
     ]
     return {
@@ -83,7 +86,7 @@ def _looked_at(
 
 
 def _part_clips(
-    whole: Whole,
+    whole: PretrainedModel,
     given: dict[str, Tensor],
     kinds: Tensor,
     encoder_inputs: Mapping[str, Mapping[str, Tensor]],
@@ -114,7 +117,9 @@ def _part_clips(
     return kinds
 
 
-def _part_tiles(whole: Whole, given: dict[str, Tensor], shapes: list[list[int]]) -> dict[str, Tensor]:
+def _part_tiles(
+    whole: PretrainedModel, given: dict[str, Tensor], shapes: list[list[int]]
+) -> dict[str, Tensor]:
     """Separate the tiles of images from the frames of clips, as LLaVA-OneVision takes them, and mark clip tokens."""
     anyres, kinds = whole.anyres_shape, [kind for _, _, kind in shapes]
     tiles = given.pop("pixel_values").split([anyres.tiles_of(shape) for shape in shapes])
@@ -144,7 +149,7 @@ def _part_tiles(whole: Whole, given: dict[str, Tensor], shapes: list[list[int]])
     return {**given, "input_ids": ids, "pixel_values_videos": torch.stack(clips)}
 
 
-def _sounds(whole: Whole, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def _sounds(whole: PretrainedModel, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Pad sounds to one length, which is a fixed window if the encoder needs one."""
     config = whole.config.audio_config
     frames, given = inputs[FRAMES].T.tolist()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 
 
-def stored_keys(whole: Whole, stored: Iterable[str]) -> dict[str, str]:
+def stored_keys(whole: PretrainedModel, stored: Iterable[str]) -> dict[str, str]:
     """Map keys of the composite's state to the keys under which they are stored, without weights that transformers
     computes from several stored ones. If its conversion table cannot be read, only equal keys are mapped."""
     model = whole.composite()

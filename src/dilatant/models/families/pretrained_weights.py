@@ -10,16 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
-from dilatant.models.adapters.lora import beside, is_adapter, merged_state, plain_key
-from dilatant.models.core.materialize import give_memory, kept, models_of, seeded
+from dilatant.models.adapters.lora import adapted_key, is_adapter, merged_state, plain_key
+from dilatant.models.core.materialize import allocate_meta_tensors, excluded_from_init, models_of, seeded
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.sources import without_bars
 
 
 def weights_of(
-    weights: Iterable[tuple[Unit, Weight]], whole: Whole
+    weights: Iterable[tuple[Unit, Weight]], whole: PretrainedModel
 ) -> tuple[dict[str, Tensor], frozenset[str]]:
     """Return the weights by the composite's key, with adapters merged in, and the keys of frozen weights without
     adapter. weights: see `MultimodalModel.weights_of_whole`."""
@@ -28,7 +28,7 @@ def weights_of(
         (unit, part): merged_state(getattr(unit, part)) for unit, part in {(u, w.part) for u, w in held}
     }
     trains = {name for unit in {unit for unit, _ in held} for name in unit.trained_names}
-    adapted = {(unit, beside(weight.key)) for unit, weight in held if is_adapter(weight.key)}
+    adapted = {(unit, adapted_key(weight.key)) for unit, weight in held if is_adapter(weight.key)}
     state: dict[str, Tensor] = {}
     frozen = set()
     for unit, weight in held:
@@ -41,7 +41,7 @@ def weights_of(
     return state, frozenset(frozen)
 
 
-def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
+def load_pretrained_weights(whole: PretrainedModel, source: str) -> dict[str, Tensor]:
     """Load all weights of a pretrained model by its own keys, as transformers reads them. Raises UserError."""
     try:
         with without_bars(source):
@@ -60,7 +60,7 @@ def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: Whole) -> PreTrainedModel:
+def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: PretrainedModel) -> PreTrainedModel:
     """Build transformers' own model around the units' tensors, on their device; weights that no unit has (blocks after
     the feature layer) are initialised at random. Raises UserError."""
     composite = whole.composite()
@@ -69,9 +69,9 @@ def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: Whole) -> PreTra
     composite.tie_weights()
     given = [parameter for parameter in composite.parameters() if not parameter.is_meta]
     owners = models_of(composite)
-    with seeded(0, "unread"), kept(given):  # also computed buffers, such as rotary frequencies
+    with seeded(0, "unread"), excluded_from_init(given):  # also computed buffers, such as rotary frequencies
         for module in reversed([*composite.modules()]):
-            if give_memory(module):
+            if allocate_meta_tensors(module):
                 owners[id(module)]._init_weights(module)
     device: Any = given[0].device  # transformers types `to` wrongly
     return composite.to(device)

@@ -30,7 +30,7 @@ from dilatant.config.files.durable import write_durably
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.materialize import materialize, seeded
 from dilatant.models.core.stage import StepData
-from dilatant.models.families.pretrained import Whole
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.shrink import shrink, special_ids
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.proven_traits import Proof
@@ -46,7 +46,7 @@ or to that of all gradients. A wrong mask, position or scale causes changes of o
 
 def prove(
     unit: LanguageUnit,
-    whole: Whole | None,
+    whole: PretrainedModel | None,
     how: str,
     attach: Callable[[LanguageUnit], None] | None = None,
 ) -> Proof:
@@ -76,7 +76,7 @@ def prove(
 
 def _prove(
     unit: LanguageUnit,
-    whole: Whole | None,
+    whole: PretrainedModel | None,
     settings: Mapping[str, Any],
     attach: Callable[[LanguageUnit], None] | None,
 ) -> Proof:
@@ -104,7 +104,7 @@ def _prove(
     return Proof(packed, cut, differences=largest)
 
 
-def _copy_of(unit: LanguageUnit, whole: Whole | None, settings: Mapping[str, Any]) -> LanguageUnit:
+def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mapping[str, Any]) -> LanguageUnit:
     """Build the small model with random weights, perturbed so that no weight has a special value such as 0 or 1."""
     config = type(unit.model.config).from_dict(dict(settings))
     if whole is None:
@@ -133,7 +133,7 @@ def _attention(unit: LanguageUnit) -> str:
     return own if own in ("eager", "sdpa") else "sdpa" if unit.model._supports_sdpa else "eager"
 
 
-def _named(whole: Whole) -> str | None:
+def _named(whole: PretrainedModel) -> str | None:
     return whole.attn_implementation if whole.attn_implementation in ("eager", "sdpa") else None
 
 

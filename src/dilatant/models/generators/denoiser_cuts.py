@@ -18,7 +18,7 @@ BLOCKS = "transformer_blocks"
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class BlockInputs:
     """The values between blocks. patches: [items, patches, width]; condition: [items, k, width]; times: [items, n,
     width], the timestep embeddings for the blocks and the end."""
 
@@ -31,11 +31,11 @@ class Between:
 class DenoiserCut:
     """The cut of one family. enter(net, seen, times, rows, pooled): the part before the blocks; see `Family.say`.
     block(net, block, between): one block. leave(net, patches, times): the part after them, [items, patches, numbers per
-    patch]. last: modules and weights that only `leave` uses. moments: rows of `Between.times`. fits(config): True if
-    settings allow the cut."""
+    patch]. last: modules and weights that only `leave` uses. moments: rows of `BlockInputs.times`. fits(config):
+    True if settings allow the cut."""
 
-    enter: Callable[..., Between]
-    block: Callable[[Any, Any, Between], Between]
+    enter: Callable[..., BlockInputs]
+    block: Callable[[Any, Any, BlockInputs], BlockInputs]
     leave: Callable[[Any, Tensor, Tensor], Tensor]
     last: tuple[str, ...]
     moments: int
@@ -59,13 +59,13 @@ def unfolded(patches: Tensor, patch: int, shape: tuple[int, int, int]) -> Tensor
     return grid.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, shape[1], shape[2])
 
 
-def _enter_sd3(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Between:
+def _enter_sd3(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> BlockInputs:
     patches = net.pos_embed(seen).contiguous()
     moment = net.time_text_embed(times, pooled)
-    return Between(patches, net.context_embedder(rows), moment[:, None])
+    return BlockInputs(patches, net.context_embedder(rows), moment[:, None])
 
 
-def _block_sd3(net: Any, block: Any, between: Between) -> Between:
+def _block_sd3(net: Any, block: Any, between: BlockInputs) -> BlockInputs:
     condition, patches = block(
         hidden_states=between.patches, encoder_hidden_states=between.condition, temb=between.times[:, 0]
     )
@@ -78,14 +78,14 @@ def _leave_sd3(net: Any, patches: Tensor, times: Tensor) -> Tensor:
     return net.proj_out(net.norm_out(patches, times[:, 0]))
 
 
-def _enter_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Between:
+def _enter_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> BlockInputs:
     patches = net.pos_embed(seen)
     six, one = net.adaln_single(
         times, size_of_pictures(net, seen), batch_size=len(seen), hidden_dtype=patches.dtype
     )
     if net.caption_projection is not None:
         rows = net.caption_projection(rows)
-    return Between(patches, rows, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
+    return BlockInputs(patches, rows, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
 
 
 def size_of_pictures(net: Any, seen: Tensor) -> dict[str, Tensor | None]:
@@ -99,7 +99,7 @@ def size_of_pictures(net: Any, seen: Tensor) -> dict[str, Tensor | None]:
     }
 
 
-def _block_pixart(net: Any, block: Any, between: Between) -> Between:
+def _block_pixart(net: Any, block: Any, between: BlockInputs) -> BlockInputs:
     moment = between.times[:, :6].flatten(1)
     patches = block(between.patches, encoder_hidden_states=between.condition, timestep=moment)
     return replace(between, patches=patches)
@@ -110,15 +110,15 @@ def _leave_pixart(net: Any, patches: Tensor, times: Tensor) -> Tensor:
     return net.proj_out(net.norm_out(patches) * (1 + scale) + shift)
 
 
-def _enter_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Between:
+def _enter_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> BlockInputs:
     patches = net.patch_embed(seen)
     moments = times * net.config.timestep_scale
     six, one = net.time_embed(moments, batch_size=len(seen), hidden_dtype=patches.dtype)
     condition = net.caption_norm(net.caption_projection(rows))
-    return Between(patches, condition, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
+    return BlockInputs(patches, condition, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
 
 
-def _block_sana(net: Any, block: Any, between: Between) -> Between:
+def _block_sana(net: Any, block: Any, between: BlockInputs) -> BlockInputs:
     size, patch = net.config.sample_size, net.config.patch_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     moment = between.times[:, :6].flatten(1)

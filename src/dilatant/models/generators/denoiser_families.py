@@ -34,23 +34,23 @@ class DenoiserFamily:
     sample_size: int | None = None
 
 
-def _say_sd3(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+def _predict_sd3(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
     return net(
         seen, encoder_hidden_states=rows, pooled_projections=pooled, timestep=times, return_dict=False
     )[0]
 
 
-def _say_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+def _predict_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
     told = size_of_pictures(net, seen)
     return net(seen, encoder_hidden_states=rows, timestep=times, added_cond_kwargs=told, return_dict=False)[0]
 
 
-def _say_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+def _predict_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
     scale = net.config.timestep_scale
     return net(seen, encoder_hidden_states=rows, timestep=times * scale, return_dict=False)[0]
 
 
-def _say_flux(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+def _predict_flux(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
     """Call Flux; guidance-distilled models get guidance 1, which means no guidance."""
     height, width = (size // FOLDED for size in seen.shape[2:])
     sides = (torch.arange(side, dtype=torch.float32, device=seen.device) for side in (height, width))
@@ -68,7 +68,7 @@ def _say_flux(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tenso
     return F.pixel_shuffle(said.transpose(1, 2).unflatten(2, (height, width)), FOLDED)
 
 
-def _say_unet(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+def _predict_unet(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
     return net(seen, times, encoder_hidden_states=rows, return_dict=False)[0]
 
 
@@ -93,26 +93,26 @@ def _sana_problems(config: Any) -> list[str]:
 FAMILIES: dict[str, DenoiserFamily] = {
     "SD3Transformer2DModel": DenoiserFamily(
         lambda config: config.joint_attention_dim,
-        _say_sd3,
+        _predict_sd3,
         lambda config: config.pooled_projection_dim,
         cut=SD3,
     ),
     "PixArtTransformer2DModel": DenoiserFamily(
-        lambda config: config.caption_channels or config.cross_attention_dim, _say_pixart, cut=PIXART
+        lambda config: config.caption_channels or config.cross_attention_dim, _predict_pixart, cut=PIXART
     ),
     "SanaTransformer2DModel": DenoiserFamily(
-        lambda config: config.caption_channels, _say_sana, problems=_sana_problems, cut=SANA
+        lambda config: config.caption_channels, _predict_sana, problems=_sana_problems, cut=SANA
     ),
     "FluxTransformer2DModel": DenoiserFamily(
         lambda config: config.joint_attention_dim,
-        _say_flux,
+        _predict_flux,
         lambda config: config.pooled_projection_dim,
         problems=_flux_problems,
         folded=FOLDED,
         sample_size=128,
     ),
     "UNet2DConditionModel": DenoiserFamily(
-        lambda config: _one(config.cross_attention_dim), _say_unet, problems=_unet_problems
+        lambda config: _one(config.cross_attention_dim), _predict_unet, problems=_unet_problems
     ),
 }
 AUTOENCODERS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dilatant.models.generators.denoiser_cuts import (
     BLOCKS,
-    Between,
+    BlockInputs,
     DenoiserCut,
     net_width,
     patches_of,
@@ -24,7 +24,7 @@ from dilatant.models.generators.denoiser_cuts import (
 from dilatant.models.generators.diffusion import Diffusion
 
 
-class NetSlice(nn.Module):
+class DenoiserSlice(nn.Module):
     """Blocks `first <= block < end` of `whole`, sharing its weights. enters: includes the part before the blocks (and
     computes targets); leaves: includes the part after them. rows: (condition rows, rows between slices) per item."""
 
@@ -64,7 +64,7 @@ class NetSlice(nn.Module):
         else:
             *parts, target = value.split([*self._parts, value.shape[1] - sum(self._parts)], dim=1)
             # Contiguous as in the uncut denoiser: kernels round differently on strided memory.
-            between = Between(*(part.contiguous() for part in parts))
+            between = BlockInputs(*(part.contiguous() for part in parts))
         for block in getattr(self.net, BLOCKS).children():
             between = self._cut.block(self.net, block, between)
         if self.enters and not self.leaves:
@@ -74,12 +74,12 @@ class NetSlice(nn.Module):
         wanted = target if self.enters else unpack(target, self._whole[0].shape)
         return (self.leave(between) - wanted).square().flatten(1).mean(dim=1)
 
-    def enter(self, seen: Tensor, times: Tensor, rows: Tensor) -> Between:
+    def enter(self, seen: Tensor, times: Tensor, rows: Tensor) -> BlockInputs:
         """Return the input of the first block; see `Diffusion.say`."""
         pooled = None if self.pool is None else self.pool(rows.mean(dim=1))
         return self._cut.enter(self.net, seen.to(rows.dtype), times, rows, pooled)
 
-    def leave(self, between: Between) -> Tensor:
+    def leave(self, between: BlockInputs) -> Tensor:
         """Return the prediction, float32 [items, channels, height, width], without the second half of the channels (a
         learned variance)."""
         shape = self._whole[0].shape

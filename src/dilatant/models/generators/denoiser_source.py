@@ -23,7 +23,7 @@ _PREDICTIONS: dict[str, Objective] = {
 
 
 @dataclass(frozen=True, slots=True)
-class PictureSource:
+class DenoiserSource:
     """The source of a denoiser. settings, vae_settings: diffusers configs, with `_class_name`. folder, vae_folder:
     location of the pretrained weights, as (id or folder, subfolder); None initialises at random. features: the vision
     model whose features it generates, instead of an autoencoder's latents. objective: the pretraining's, if the source
@@ -51,10 +51,10 @@ def read_source(
     vae: str | Mapping[str, Any] | None,
     encoder: str | Mapping[str, Any] | None = None,
     sample_size: int | None = None,
-) -> PictureSource:
+) -> DenoiserSource:
     """Read the settings of a denoiser, from `config` or from the folder or hub id of a denoiser or a pipeline. vae: an
     id, a folder or settings; None takes the pipeline's autoencoder, if it has one. encoder: a vision model of
-    transformers, whose features are generated instead. sample_size: see `PictureSource`. Raises UserError."""
+    transformers, whose features are generated instead. sample_size: see `DenoiserSource`. Raises UserError."""
     if config is not None:
         settings, folder, objective, own_vae = dict(config), None, None, None
     else:
@@ -66,7 +66,7 @@ def read_source(
     vae_settings, vae_folder = None, None
     if encoder is not None:
         seen = FeatureSource.read(encoder, f"{where}.target.encoder")
-        return PictureSource(settings, folder, None, None, seen, objective, sample_size)
+        return DenoiserSource(settings, folder, None, None, seen, objective, sample_size)
     if isinstance(vae, str):
         vae_settings, vae_folder = _settings_of(f"{where}.vae", vae, ("vae",))
     elif vae is not None:
@@ -74,10 +74,10 @@ def read_source(
     elif own_vae is not None:
         assert id is not None
         vae_settings, vae_folder = own_vae, (id, "vae")
-    return PictureSource(settings, folder, vae_settings, vae_folder, None, objective, sample_size)
+    return DenoiserSource(settings, folder, vae_settings, vae_folder, None, objective, sample_size)
 
 
-def source_of_entry(entry: GeneratorConfig, where: str) -> PictureSource:
+def source_of_entry(entry: GeneratorConfig, where: str) -> DenoiserSource:
     """Read the source of a generator's config entry. Raises UserError."""
     encoder = None if entry.target is None else entry.target.encoder
     return read_source(where, entry.id, entry.config, entry.vae, encoder, entry.sample_size)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.generators.autoencoder import encode, latents_of, spread_of
 from dilatant.models.generators.denoiser_families import AUTOENCODERS, FAMILIES, DenoiserFamily
-from dilatant.models.generators.denoiser_source import PictureSource
+from dilatant.models.generators.denoiser_source import DenoiserSource
 from dilatant.models.generators.diffusion import Diffusion, Objective
 from dilatant.models.generators.image_features import features
 from dilatant.models.sources import MOST_BLOCKS
@@ -29,12 +29,12 @@ WIDEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PictureNet:
+class InspectedDenoiser:
     """A denoiser inspected without its weights. width: width of a condition row. pooled: width of the pooled condition,
     or None. shape: the shape of its output, [channels, height, width]; pixels: the picture's shape, the same without an
     autoencoder. learned_variance: True if it outputs twice the channels."""
 
-    source: PictureSource
+    source: DenoiserSource
     family: DenoiserFamily = field(repr=False)
     width: int = 0
     pooled: int | None = None
@@ -43,7 +43,7 @@ class PictureNet:
     learned_variance: bool = False
 
 
-def look_at(source: PictureSource, where: str) -> PictureNet:
+def inspect_denoiser(source: DenoiserSource, where: str) -> InspectedDenoiser:
     """Inspect a source by building the models on the meta device. Raises UserError that lists what does not fit, or if
     diffusers is not installed."""
     with torch.device("meta"):
@@ -87,7 +87,7 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
             f"{where}: {name} draws {channels} channels, which is no picture; name the autoencoder whose latents they "
             f"are: {where}.vae"
         )
-    return PictureNet(
+    return InspectedDenoiser(
         source, family, family.width(config), family.pooled(config), shape, pixels, out > channels
     )
 
@@ -130,7 +130,7 @@ def _pixels_of(vae: Any, shape: tuple[int, int, int], where: str) -> tuple[int, 
 
 
 def build_diffusion(
-    seen: PictureNet,
+    seen: InspectedDenoiser,
     where: str,
     objective: Objective,
     drop: float,
@@ -174,14 +174,14 @@ def build_diffusion(
     return module
 
 
-def _seen_by(source: PictureSource) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
+def _seen_by(source: DenoiserSource) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
     """Return the arguments `encode` and `of_spread` of a `Diffusion`."""
     if source.features is not None:
         return features, None
     return (None, None) if source.vae_settings is None else (encode, latents_of)
 
 
-def pretrained_weights(source: PictureSource, where: str) -> dict[str, Tensor]:
+def pretrained_weights(source: DenoiserSource, where: str) -> dict[str, Tensor]:
     """Load the stored weights of denoiser and encoder under the names of a `Diffusion`. Raises UserError."""
     weights: dict[str, Tensor] = {}
     net = _pretrained(source.settings, source.folder, where)
@@ -196,7 +196,7 @@ def pretrained_weights(source: PictureSource, where: str) -> dict[str, Tensor]:
 
 
 def pretrained_autoencoder(
-    source: PictureSource, where: str, dtype: torch.dtype = torch.float32
+    source: DenoiserSource, where: str, dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
     """Load the autoencoder with its stored weights; None if it has none. Raises UserError."""
     return _pretrained(source.vae_settings, source.vae_folder, where, dtype)

@@ -29,8 +29,8 @@ _BETAS = 0.00085, 0.012
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random numbers of items. moments: float32 [items], normal; `mix` converts them to timesteps. values: float32
-    [items, ...], normal. kept: bool [items], False if the item's condition is dropped. latent: the noise of a
+    """Random numbers of items. moments: float32 [items], normal; `add_noise` converts them to timesteps. values:
+    float32 [items, ...], normal. kept: bool [items], False if the item's condition is dropped. latent: the noise of a
     variational encoder, shaped like `values`, or None."""
 
     moments: Tensor
@@ -73,7 +73,7 @@ def alphas() -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
+class NoisedPictures:
     """Noised pictures. seen: the denoiser's input, target: its target, both shaped like the picture; times: float32
     [items], the timestep passed to it."""
 
@@ -82,7 +82,7 @@ class Mixed:
     times: Tensor
 
 
-def mix(objective: Objective, picture: Tensor, noise: Tensor, moments: Tensor) -> Mixed:
+def add_noise(objective: Objective, picture: Tensor, noise: Tensor, moments: Tensor) -> NoisedPictures:
     """Mix pictures with noise: [items, ...] all in float32, moments [items] normal.
 
     flow: a point on the straight line from picture to noise, whose direction is the target; timesteps are logit-normal
@@ -93,12 +93,12 @@ def mix(objective: Objective, picture: Tensor, noise: Tensor, moments: Tensor) -
     if objective == "flow":
         share = moments.sigmoid()
         t = share.view(each)
-        return Mixed((1 - t) * picture + t * noise, noise - picture, share * MOMENTS)
+        return NoisedPictures((1 - t) * picture + t * noise, noise - picture, share * MOMENTS)
     steps = (torch.special.ndtr(moments) * MOMENTS).long().clamp(0, MOMENTS - 1)
     left = torch.from_numpy(alphas()).to(picture)[steps].view(each)
     seen = left.sqrt() * picture + (1 - left).sqrt() * noise
     target = noise if objective == "epsilon" else left.sqrt() * noise - (1 - left).sqrt() * picture
-    return Mixed(seen, target, steps.to(torch.float32))
+    return NoisedPictures(seen, target, steps.to(torch.float32))
 
 
 class Diffusion(nn.Module):
@@ -170,7 +170,7 @@ class Diffusion(nn.Module):
         place: str,
         pixel_values: Tensor | None = None,
         latents: Tensor | None = None,
-    ) -> tuple[Mixed, Tensor]:
+    ) -> tuple[NoisedPictures, Tensor]:
         """Return the denoiser's input and target, and the condition rows: zeros for dropped conditions."""
         noise = draw_noise(seed, keys, self.shape, self.drop, place, self._of_spread is not None)
         device = rows.device
@@ -186,7 +186,7 @@ class Diffusion(nn.Module):
             raise UserError(
                 f"{place}: it draws {_times(self.shape)} numbers, but the target has {_times(picture.shape[1:])}"
             )
-        mixed = mix(self.objective, picture, noise.values.to(device), noise.moments.to(device))
+        mixed = add_noise(self.objective, picture, noise.values.to(device), noise.moments.to(device))
         return mixed, rows * noise.kept.to(rows)[:, None, None]
 
     @property

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
-from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights
 from dilatant.models.generators.connector import TransformerConnector, build_connector
 from dilatant.models.generators.denoiser_cuts import BLOCKS, DenoiserCut, net_width
-from dilatant.models.generators.denoiser_slice import NetSlice, rows_between
+from dilatant.models.generators.denoiser_slice import DenoiserSlice, rows_between
 from dilatant.models.generators.diffusion import Diffusion
 
 
@@ -128,8 +128,8 @@ class GeneratorStage(Stage):
         if problems:
             raise list_problems(f"the targets of {self.unit} do not fit:", problems[:8])
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        return Spread(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
+        return SampleLayout(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
 
     def items(self, sizes: Mapping[str, int]) -> int:
         return sizes.get(self.unit, 0) // self.tokens_per_item
@@ -144,7 +144,7 @@ class GeneratorStage(Stage):
         """Return the losses, [items]; a denoiser slice before the last returns rows for the next. rows: the items'
         rows, concatenated, after the connector. Raises UserError if the module does not return one loss per item."""
         assert self.model is not None
-        each = self.tokens_per_item if self.enters else cast(NetSlice, self.model).rows
+        each = self.tokens_per_item if self.enters else cast(DenoiserSlice, self.model).rows
         given = in_dtype_of(self.model, rows).unflatten(0, (-1, each))
         made = self.model(given, **targets)
         if not self.leaves:
@@ -185,9 +185,9 @@ class GeneratorUnit(Unit, GeneratorStage):
             layers = ["connector", "generator"]
             drawing = name_module_weights(name, {"generator": ("model", generator.model)})
         else:
-            count = len(net_blocks(generator.model))
+            count = len(denoiser_blocks(generator.model))
             layers = ["connector", "embedding", *(f"layers.{number}" for number in range(count)), "head"]
-            drawing = _net_weights(name, layers, generator.model, cut)
+            drawing = _denoiser_weights(name, layers, generator.model, cut)
         super().__init__(
             unit=name,
             layers=tuple(f"{name}.{layer}" for layer in layers),
@@ -232,7 +232,7 @@ class GeneratorUnit(Unit, GeneratorStage):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return [self.model] if self.cut is None else net_blocks(self.model)
+        return [self.model] if self.cut is None else denoiser_blocks(self.model)
 
     @property
     def first_block(self) -> int:
@@ -283,7 +283,7 @@ class GeneratorUnit(Unit, GeneratorStage):
         if self.cut is not None and model is not None and (first > 1 or end < len(self.layers)):
             count = len(self.blocks)
             begin, stop = (min(max(place - 2, 0), count) for place in (first, end))
-            model = NetSlice(
+            model = DenoiserSlice(
                 cast(Diffusion, self.model),
                 self.cut,
                 (self.tokens_per_item, self.rows_between),
@@ -304,12 +304,14 @@ class GeneratorUnit(Unit, GeneratorStage):
         )
 
 
-def net_blocks(model: nn.Module) -> list[nn.Module]:
+def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a `Diffusion` whose denoiser can be cut."""
     return list(model.get_submodule(f"net.{BLOCKS}").children())
 
 
-def _net_weights(unit: str, layers: Sequence[str], model: nn.Module, cut: DenoiserCut) -> tuple[Weight, ...]:
+def _denoiser_weights(
+    unit: str, layers: Sequence[str], model: nn.Module, cut: DenoiserCut
+) -> tuple[Weight, ...]:
     """Return every weight of a `Diffusion` whose denoiser is cut, in layer order."""
     found: dict[str, list[Weight]] = {layer: [] for layer in layers}
     for key in model.state_dict():

@@ -14,7 +14,7 @@ from dilatant.models.generators.diffusion import MOMENTS, Diffusion, alphas
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class SamplingSettings:
     """Sampling settings. steps: denoising steps. guidance: classifier-free guidance scale; 1 turns guidance off."""
 
     steps: int = 20
@@ -22,32 +22,36 @@ class Drawing:
 
 
 @torch.no_grad()
-def draw(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
+def draw(model: Diffusion, rows: Tensor, noise: Tensor, how: SamplingSettings) -> Tensor:
     """Sample pictures for the conditions `rows` [items, k, width] from `noise` [items, *model.shape]: pixels, float32
     [items, channels, height, width] in -1 to 1; for a denoiser of features, the features."""
-    latents = _flow(model, rows, noise, how) if model.objective == "flow" else _turns(model, rows, noise, how)
+    latents = (
+        _flow(model, rows, noise, how) if model.objective == "flow" else _ddim_steps(model, rows, noise, how)
+    )
     if model.draws_features:
         return latents.float()
     pixels = latents if model.encoder is None else decode(model.encoder, latents)
     return pixels.float().clamp(-1, 1)
 
 
-def _flow(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
+def _flow(model: Diffusion, rows: Tensor, noise: Tensor, how: SamplingSettings) -> Tensor:
     """Take Euler steps from noise to picture."""
     seen = noise.float()
     shares = np.linspace(1.0, 0.0, how.steps + 1)
     for share, following in itertools.pairwise(shares):
-        seen = seen + (following - share) * _said(model, seen, share * MOMENTS, rows, how.guidance)
+        seen = seen + (following - share) * _guided_prediction(
+            model, seen, share * MOMENTS, rows, how.guidance
+        )
     return seen
 
 
-def _turns(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
+def _ddim_steps(model: Diffusion, rows: Tensor, noise: Tensor, how: SamplingSettings) -> Tensor:
     """Take deterministic DDIM steps (Song, Meng and Ermon): predict picture and noise, then mix them for the next."""
     left = alphas()
     moments = (np.arange(how.steps) * (MOMENTS // how.steps)).round()[::-1].astype(int)
     seen = noise.float()
     for at, following in zip(moments, [*moments[1:], None]):
-        said = _said(model, seen, float(at), rows, how.guidance)
+        said = _guided_prediction(model, seen, float(at), rows, how.guidance)
         picture_part, noise_part = left[at] ** 0.5, (1 - left[at]) ** 0.5
         if model.objective == "epsilon":
             noise_said, picture = said, (seen - noise_part * said) / picture_part
@@ -59,7 +63,9 @@ def _turns(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tenso
     return seen
 
 
-def _said(model: Diffusion, seen: Tensor, moment: float, rows: Tensor, guidance: float) -> Tensor:
+def _guided_prediction(
+    model: Diffusion, seen: Tensor, moment: float, rows: Tensor, guidance: float
+) -> Tensor:
     times = torch.full((len(seen),), moment, dtype=torch.float32, device=seen.device)
     if guidance == 1:
         return model.say(seen, times, rows).float()

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from dilatant.attention.context_parallel import ContextParallelRow
 from dilatant.data.sample import EncodedSample
-from dilatant.models.core.cross_attention import Crossing, CrossRows, gather_rows
+from dilatant.models.core.cross_attention import CrossAttentionLayout, CrossAttentionRows, gather_rows
 from dilatant.models.language.packed_row import PackedRow
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class RowsHere:
+class LocalCrossRows:
     """The tokens and encoder rows of a packed row that are on this rank. tokens, counts: for each sample, its tokens
     here and the number of its encoder rows here. of_rank: the encoder rows that each context-parallel rank holds. rows:
     the encoder rows here, [rows, hidden]; None if no rank has any."""
 
-    crossing: Crossing
+    crossing: CrossAttentionLayout
     samples: Sequence[EncodedSample]
     tokens: Sequence[Numbers]
     counts: Sequence[int]
@@ -35,7 +35,7 @@ class RowsHere:
     rows: Tensor | None = None
 
     @classmethod
-    def of(cls, crossing: Crossing, samples: Sequence[EncodedSample], row: PackedRow) -> Self:
+    def of(cls, crossing: CrossAttentionLayout, samples: Sequence[EncodedSample], row: PackedRow) -> Self:
         """Derive the tokens and encoder rows from a rank's packed `row` of samples."""
         counts, share = [crossing.count(sample) for sample in samples], row.share
         if share is None:
@@ -70,7 +70,7 @@ class RowsHere:
             return hidden
         return self.crossing.join(hidden, self.rows, [len(tokens) for tokens in self.tokens], self.counts)
 
-    def look(self, first: int, end: int, always: bool) -> CrossRows | None:
+    def look(self, first: int, end: int, always: bool) -> CrossAttentionRows | None:
         """Build the cross-attention inputs of blocks `first <= block < end`. always: even without encoder rows."""
         rows = self.rows
         if not any(first <= block < end for block in self.crossing.blocks):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import TOKENS, grid_part
-from dilatant.models.core.cross_attention import Crossing, look_by_sample
+from dilatant.models.core.cross_attention import CrossAttentionLayout, accept_cross_rows
 from dilatant.models.core.passage import PassingBlock
 from dilatant.models.core.slicing import slice_model
 from dilatant.models.core.stage import Boundary, Loss
@@ -27,7 +27,7 @@ from dilatant.models.language.packed_row import PackedRow, Positions, token_plac
 from dilatant.models.language.proven_traits import Proof
 from dilatant.models.language.queries import Queries
 from dilatant.models.language.router_loss import count_routers, has_router_loss, router_weight
-from dilatant.models.language.side_states import Carried
+from dilatant.models.language.side_states import SideStates
 
 
 class LanguageUnit(Unit, LanguageStage):
@@ -57,13 +57,13 @@ class LanguageUnit(Unit, LanguageStage):
         decoder: str | None = None,
         positions: Positions | None = None,
         units_with_grids: Sequence[str] = (),
-        carried: Carried | None = None,
-        crossing: Crossing | None = None,
+        carried: SideStates | None = None,
+        crossing: CrossAttentionLayout | None = None,
     ) -> None:
         """queries: unit of `outputs` that uses learned queries → queries per item. units_with_grids: the units whose
         grids `positions` or `crossing` reads."""
         if crossing is not None:
-            look_by_sample(model)
+            accept_cross_rows(model)
         structure = find_structure(model)
         is_part = decoder is not None
         if (
@@ -229,7 +229,7 @@ def _tokens(unit: str, sample: EncodedSample) -> int:
     return sample.sizes.get(unit, 0)
 
 
-def _tokens_and_rows(unit: str, crossing: Crossing, sample: EncodedSample) -> int:
+def _tokens_and_rows(unit: str, crossing: CrossAttentionLayout, sample: EncodedSample) -> int:
     return sample.sizes.get(unit, 0) + crossing.count(sample)
 
 

@@ -16,10 +16,10 @@ from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.attention.masks.placement import place_row
 from dilatant.data.sample import EncodedSample
-from dilatant.models.core.cross_attention import STATES, Crossing
+from dilatant.models.core.cross_attention import STATES, CrossAttentionLayout
 from dilatant.models.core.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.core.passage import PassingBlock, run_between
-from dilatant.models.core.random_draws import Spread
+from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.stage import Predictions, Stage, StageInputs, StageOutput, StepData
 from dilatant.models.core.weights import Weight
 from dilatant.models.language.chunked_head import (
@@ -29,12 +29,12 @@ from dilatant.models.language.chunked_head import (
     head_of,
     logits_of,
 )
-from dilatant.models.language.cross_attention_rows import RowsHere
+from dilatant.models.language.cross_attention_rows import LocalCrossRows
 from dilatant.models.language.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.language.packed_row import PackedRow, Positions
 from dilatant.models.language.queries import Queries, number_queries
 from dilatant.models.language.router_loss import router_loss
-from dilatant.models.language.side_states import Carried, DeepStack, PerLayer
+from dilatant.models.language.side_states import DeepStack, PerLayer, SideStates
 from dilatant.models.parallel.tensor_parallel import VocabularyShard
 
 BeforeLanguageModel = Callable[[dict[str, Tensor], StageInputs], StageInputs]
@@ -124,8 +124,8 @@ class LanguageStage(Stage):
         decoder: str | None = None,
         positions: Positions | None = None,
         grids: frozenset[str] = frozenset(),
-        carried: Carried | None = None,
-        crossing: Crossing | None = None,
+        carried: SideStates | None = None,
+        crossing: CrossAttentionLayout | None = None,
         blocks_before: int = 0,
         blocks_path: str = "",
     ) -> None:
@@ -189,7 +189,7 @@ class LanguageStage(Stage):
             # Include units without rows on this rank, so that all ranks differentiate the same graph.
             having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
             given = {name: inbound[name] for name in having}
-        crossing = None if self.crossing is None else RowsHere.of(self.crossing, packed, row)
+        crossing = None if self.crossing is None else LocalCrossRows.of(self.crossing, packed, row)
         if crossing is not None:
             if self.is_first:
                 crossing.rows = given.pop(crossing.unit, None)
@@ -251,8 +251,10 @@ class LanguageStage(Stage):
         assert self.row_attention is not None
         return np.split(place_row(mask, size, self.row_attention.placement).owners, np.cumsum(lengths)[:-1])
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        return Spread(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
+        return SampleLayout(
+            packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples)
+        )
 
     @property
     def undeferred(self) -> tuple[nn.Module, ...]:

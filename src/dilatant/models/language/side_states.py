@@ -21,7 +21,7 @@ from dilatant.models.core.sequence_parallel import TokenShards
 from dilatant.models.parallel.tensor_regions import SplitPart
 
 
-class Carried(Protocol):
+class SideStates(Protocol):
     """The side states of one text model; `block` and stage borders count its blocks from 0."""
 
     def width(self, block: int) -> int:
@@ -138,7 +138,7 @@ class PerLayer:
         for kind, _, _, heads, width in self._held(first):
             pair = behind[..., at : at + 2 * heads * width].unflatten(-1, (2, heads, width))
             if shards is not None:
-                pair = _own_heads(pair, shards)
+                pair = _local_heads(pair, shards)
             states[kind] = tuple(each.transpose(1, 2) for each in pair.unbind(-3))
             at += 2 * heads * width
         keywords: dict[str, Any] = {"shared_kv_states": states}
@@ -168,7 +168,7 @@ class PerLayer:
         return model
 
 
-def _own_heads(pair: Tensor, shards: TokenShards) -> Tensor:
+def _local_heads(pair: Tensor, shards: TokenShards) -> Tensor:
     """Slice replicated keys and values of all heads, [..., heads, width], to those of this rank's queries."""
     ranks = shards.ranks
     first, end = SplitPart(pair.shape[-2]).interval(ranks.size, ranks.index)
@@ -176,7 +176,7 @@ def _own_heads(pair: Tensor, shards: TokenShards) -> Tensor:
 
 
 def _all_heads(pair: Tensor, heads: int, shards: TokenShards) -> Tensor:
-    """Invert `_own_heads` by a sum over ranks; if several ranks hold the same head, the first contributes it."""
+    """Invert `_local_heads` by a sum over ranks; if several ranks hold the same head, the first contributes it."""
     ranks, part = shards.ranks, SplitPart(heads)
     first, end = part.interval(ranks.size, ranks.index)
     if ranks.index and part.interval(ranks.size, ranks.index - 1) == (first, end):

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilatant.attention.recompute_cache import exchange_kept
+from dilatant.attention.recompute_cache import cached_exchange
 from dilatant.models.adapters.lora import ADAPTER
 
 Sum = Callable[[Tensor], Tensor]
 
 
-def share_magnitudes(layer: nn.Module, sum_of_ranks: Sum | None = None) -> None:
+def shard_magnitudes(layer: nn.Module, sum_of_ranks: Sum | None = None) -> None:
     """Make a peft layer compute norms over whole rows. sum_of_ranks: an all-reduce if a rank holds some columns of the
     weight; None if it holds whole rows. A layer without magnitudes is unchanged."""
     magnitudes: Any = getattr(layer, "lora_magnitude_vector", {})
@@ -49,7 +49,7 @@ class _Magnitudes(nn.Module):
         own = self._squares(base_layer, lora_A, lora_B, scaling, x.dtype)
         sum_of_ranks = self.sum_of_ranks
         if sum_of_ranks is not None:
-            own = exchange_kept(lambda made: sum_of_ranks(own) if made is None else made, own)
+            own = cached_exchange(lambda made: sum_of_ranks(own) if made is None else made, own)
         scale = self.weight / own.sqrt().to(x.dtype)
         bias: Any = base_layer.bias
         plain = base_result if bias is None else base_result - bias

@@ -12,7 +12,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.core.stage import Stage, StepData
 
 
-class SharesSamples(Stage):
+class SampleParallel(Stage):
     """Mixin for a stage or unit: all items of a sample stay on one rank, and ranks get about equally many tokens."""
 
     def items(self, sizes: Mapping[str, int]) -> int:

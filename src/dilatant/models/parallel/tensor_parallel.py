@@ -23,10 +23,10 @@ from dilatant.models.core.loss import IGNORED
 from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.core.recompute import add_contexts
 from dilatant.models.core.sequence_parallel import SequenceRanks, TokenShards
-from dilatant.models.core.slicing import StandIn
+from dilatant.models.core.slicing import Placeholder
 from dilatant.models.parallel.experts import group_experts
 from dilatant.models.parallel.linear_heads import count_linear_heads
-from dilatant.models.parallel.parallel_dora import share_magnitudes
+from dilatant.models.parallel.parallel_dora import shard_magnitudes
 from dilatant.models.parallel.tensor_regions import Experts, Region
 
 
@@ -96,11 +96,11 @@ def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter])
     """Return a copy of `model` with other parameters; the only modules that both share are placeholders."""
     memo: dict[int, Any] = {id(own): other for own, other in weights.items()}
     # Placeholders refer to modules of other stages, which must not be copied.
-    memo |= {id(module): module for module in model.modules() if isinstance(module, StandIn)}
+    memo |= {id(module): module for module in model.modules() if isinstance(module, Placeholder)}
     return copy.deepcopy(model, memo)
 
 
-def share_blocks(
+def shard_blocks(
     blocks: Sequence[nn.Module],
     regions: Sequence[Sequence[Region]],
     experts: Sequence[Sequence[Experts]],
@@ -116,28 +116,28 @@ def share_blocks(
         return None
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
-            share_heads(block, region, ranks.size)
+            set_local_heads(block, region, ranks.size)
     mixtures = [{one.mixture for one in of_block} for of_block in experts]
     within = [
         [r for r in of_block if r.whole or r.path.startswith(tuple(f"{path}." for path in paths))]
         for of_block, paths in zip(regions, mixtures, strict=True)
     ]
     beside = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
-    shards = share_tokens(blocks, beside, ranks, end)
+    shards = shard_tokens(blocks, beside, ranks, end)
     for block, paths, inner in zip(blocks, mixtures, within, strict=True):
         if any(region.whole for region in inner):  # runs sample by sample
-            block.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
-            block.register_forward_hook(_leaving(shards.split), prepend=True)
+            block.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
+            block.register_forward_hook(_output_hook(shards.split), prepend=True)
         for path in paths:  # routers run on all tokens on every rank
             mixture = block.get_submodule(path)
-            mixture.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
-            mixture.register_forward_hook(_leaving(shards.split))
+            mixture.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
+            mixture.register_forward_hook(_output_hook(shards.split))
         for region in inner:
-            _share_whole(block, region, ranks)
+            _shard_replicated_region(block, region, ranks)
     return shards
 
 
-def share_tokens(
+def shard_tokens(
     blocks: Sequence[nn.Module],
     regions: Sequence[Sequence[Region]],
     ranks: SequenceRanks,
@@ -148,17 +148,17 @@ def share_tokens(
     shards = TokenShards(ranks)
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
-            _share_region(block, region, shards)
+            _shard_region(block, region, shards)
         add_contexts(block, shards.recompute_contexts)
-    blocks[0].register_forward_pre_hook(_entering(shards.split), with_kwargs=True)
+    blocks[0].register_forward_pre_hook(_input_hook(shards.split), with_kwargs=True)
     if end is None:
-        blocks[-1].register_forward_hook(_leaving(shards.join))
+        blocks[-1].register_forward_hook(_output_hook(shards.join))
     else:
-        end.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
+        end.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
     return shards
 
 
-def share_experts(
+def shard_experts(
     blocks: Sequence[nn.Module],
     experts: Sequence[Sequence[Experts]],
     ranks: TensorGroup | None,
@@ -171,7 +171,7 @@ def share_experts(
             grouped.ranks, grouped.holders = ranks, holders
 
 
-def share_vocabulary(
+def shard_vocabulary(
     model: PreTrainedModel, rows: int, head_rows: int, ranks: TensorGroup
 ) -> VocabularyShard:
     """Make the slice's embedding and head, if it has them, vocabulary parallel, in place. Returns the head's shard.
@@ -193,15 +193,15 @@ def share_vocabulary(
     return of_head
 
 
-def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
+def _shard_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
     columns = [_local(plain_linear(block, path)) for path in region.columns]
     rows = [_local(plain_linear(block, path)) for path in region.rows]
     if region.exits:
-        _share_module(block, region, shards)
+        _shard_module(block, region, shards)
         return
     for linear in rows:
         linear.leave = shards.sum_products
-    _share_adapters(block, region, shards)
+    _shard_adapters(block, region, shards)
     if not region.path:
         for linear in columns:
             linear.enter = shards.gather
@@ -222,23 +222,23 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
             cast(ParallelLinear, plain_linear(block, path)).made = None
 
     entry = block.get_submodule(region.path)
-    entry.register_forward_pre_hook(_entering(enter), with_kwargs=True)
+    entry.register_forward_pre_hook(_input_hook(enter), with_kwargs=True)
     entry.register_forward_hook(forget, always_call=True)  # recomputation may stop inside
 
 
-def _share_module(block: nn.Module, region: Region, shards: TokenShards) -> None:
+def _shard_module(block: nn.Module, region: Region, shards: TokenShards) -> None:
     """Gather tokens before the module and reduce-scatter after it, for a region that runs its linear layers on parts of
     a row. Adapter outputs, too, are summands over ranks."""
     for path in (*region.columns, *region.rows):
         for linear in adapter_of(block, path) or ():
             _local(linear)
-    _share_magnitudes(block, region, shards.ranks)
+    _shard_dora_magnitudes(block, region, shards.ranks)
     module = block.get_submodule(region.path)
-    module.register_forward_pre_hook(_entering(shards.gather), with_kwargs=True)
-    module.register_forward_hook(_leaving(shards.sum_parts))
+    module.register_forward_pre_hook(_input_hook(shards.gather), with_kwargs=True)
+    module.register_forward_hook(_output_hook(shards.sum_parts))
 
 
-def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> None:
+def _shard_adapters(block: nn.Module, region: Region, shards: TokenShards) -> None:
     """Shard LoRA adapters like their layers. In a column-parallel layer the adapter's outputs are divided; in a
     row-parallel layer the output of lora_A is reduce-scattered, and lora_B runs on the rank's tokens."""
     for path in region.columns:
@@ -251,17 +251,17 @@ def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> No
         adapter = adapter_of(block, path)
         if adapter is not None:
             _local(adapter[0]).leave = shards.sum_products
-    _share_magnitudes(block, region, shards.ranks)
+    _shard_dora_magnitudes(block, region, shards.ranks)
 
 
-def _share_magnitudes(block: nn.Module, region: Region, ranks: SequenceRanks) -> None:
+def _shard_dora_magnitudes(block: nn.Module, region: Region, ranks: SequenceRanks) -> None:
     for path in region.columns:
-        share_magnitudes(block.get_submodule(path))
+        shard_magnitudes(block.get_submodule(path))
     for path in region.rows:
-        share_magnitudes(block.get_submodule(path), ranks.sum)
+        shard_magnitudes(block.get_submodule(path), ranks.sum)
 
 
-def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
+def _shard_replicated_region(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
     """Make a region with replicated inputs and outputs (no sequence parallelism) tensor parallel."""
     for path in region.columns:
         for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())):
@@ -269,14 +269,14 @@ def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
     for path in region.rows:
         for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())[:1]):
             _local(linear).leave = lambda input, product: ranks.sum(product(input))
-    _share_magnitudes(block, region, ranks)
+    _shard_dora_magnitudes(block, region, ranks)
     entry = block.get_submodule(region.path)
-    entry.register_forward_pre_hook(_entering(ranks.copy), with_kwargs=True)
+    entry.register_forward_pre_hook(_input_hook(ranks.copy), with_kwargs=True)
     if region.whole:
-        entry.register_forward_pre_hook(_looking(ranks.copy), with_kwargs=True)
+        entry.register_forward_pre_hook(_cross_states_hook(ranks.copy), with_kwargs=True)
 
 
-def share_heads(block: nn.Module, region: Region, size: int) -> None:
+def set_local_heads(block: nn.Module, region: Region, size: int) -> None:
     """Set the local numbers of heads in a block's attention that holds the weights of one of `size` ranks, in place."""
     if region.key_heads:
         count_linear_heads(block.get_submodule(region.path), size)
@@ -297,7 +297,7 @@ def _local(linear: nn.Module) -> ParallelLinear:
     return cast(ParallelLinear, linear)
 
 
-def _entering(take: Callable[[Tensor], Tensor]) -> Any:
+def _input_hook(take: Callable[[Tensor], Tensor]) -> Any:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (take(args[0]), *args[1:]), kwargs
@@ -306,7 +306,7 @@ def _entering(take: Callable[[Tensor], Tensor]) -> Any:
     return enter
 
 
-def _looking(take: Callable[[Tensor], Tensor]) -> Any:
+def _cross_states_hook(take: Callable[[Tensor], Tensor]) -> Any:
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = kwargs.get(STATES)
         return args, (kwargs if rows is None else {**kwargs, STATES: take(rows)})
@@ -314,7 +314,7 @@ def _looking(take: Callable[[Tensor], Tensor]) -> Any:
     return look
 
 
-def _leaving(give: Callable[[Tensor], Tensor]) -> Any:
+def _output_hook(give: Callable[[Tensor], Tensor]) -> Any:
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         return (give(output[0]), *output[1:]) if isinstance(output, tuple) else give(output)
 

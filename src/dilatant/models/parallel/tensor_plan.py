@@ -19,8 +19,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dilatant.models.adapters.four_bit import BLOCK
-from dilatant.models.adapters.lora import beside, has_adapter, is_adapter, layers_of, plain_key, plain_linear
-from dilatant.models.core.cross_attention import is_crossing
+from dilatant.models.adapters.lora import (
+    adapted_key,
+    has_adapter,
+    is_adapter,
+    layers_of,
+    plain_key,
+    plain_linear,
+)
+from dilatant.models.core.cross_attention import is_cross_attention
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.experts import fused_experts
 from dilatant.models.parallel.linear_heads import linear_paths, linear_refusals, linear_region
@@ -130,7 +137,7 @@ def tensor_plan(unit: Unit) -> TensorPlan:
             if (name := f"{layer}.{plain_key(path)}").startswith(within)
             and not name.startswith(alike)
             and name not in cuts
-            and not (is_adapter(name) and beside(name).removesuffix(".weight") in behind)
+            and not (is_adapter(name) and adapted_key(name).removesuffix(".weight") in behind)
         }
     return TensorPlan(
         {**cuts, **_vocabulary(unit)},
@@ -336,7 +343,7 @@ def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
     groups: dict[str, dict[str, str]] = {}
     for path, rule in _rules_of(block, rules).items():
         groups.setdefault(_entry(block, path), {})[path] = rule
-    whole = is_crossing(block)
+    whole = is_cross_attention(block)
     for entry, members in groups.items():
         columns = [path for path, rule in members.items() if rule in _COLUMNS]
         rows = [path for path, rule in members.items() if rule in _ROWS]

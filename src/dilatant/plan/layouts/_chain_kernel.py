@@ -45,7 +45,7 @@ def chain_times(
 
 
 @njit(cache=True, error_model="numpy")
-def room_behind(capacity, static, transient, kept, microbatches, chunks, unlimited):
+def max_following_stages(capacity, static, transient, kept, microbatches, chunks, unlimited):
     """Return how many stages may follow the chain before its microbatches in flight overflow memory; bytes [groups]."""
     groups = kept.size
     room = float(unlimited)

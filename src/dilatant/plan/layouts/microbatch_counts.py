@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import Mode
 
-MANY = 128
+LARGE_CLUSTER = 128
 """Number of devices above which the search does less.
 
 It simulates fewer plans than requested, but at least a handful, and cuts microbatches by tokens only where no number of
@@ -37,4 +37,4 @@ def _is_tried_by_tokens(space: Space, replicas: int, divides_none: bool) -> bool
     On many devices this requires that no size divides the batch, and the most pipelines of this size in devices.
     """
     devices = space.cluster.num_devices
-    return devices <= MANY or (divides_none and devices // replicas > devices // (replicas + 1))
+    return devices <= LARGE_CLUSTER or (divides_none and devices // replicas > devices // (replicas + 1))

@@ -25,9 +25,9 @@ class OptionTable:
         self.units = units
         self._capacity = capacity_bytes
         self._options: dict[tuple[object, ...], Option | None] = {}
-        self._free_cuts: dict[tuple[object, ...], _Laid] = {}
-        self._cuts: dict[tuple[object, ...], _Laid] = {}  # shared by tables of all ZeRO kinds
-        self._joined: dict[_Asked, MeanCosts] = {}
+        self._free_cuts: dict[tuple[object, ...], _ChainLayout] = {}
+        self._cuts: dict[tuple[object, ...], _ChainLayout] = {}  # shared by tables of all ZeRO kinds
+        self._joined: dict[_ChainRequest, MeanCosts] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
     def shared_by(self, replicas: int, devices: int) -> OptionTable:
@@ -81,7 +81,7 @@ class OptionTable:
         found: list[Option] = []
         for level in self.units.levels([unit, *extra]):
             known = unit, tp, cp, stages, samples, microbatches, tuple(extra), chunks, level, ep
-            asked = _Asked(*known, whole_items, balance is None)
+            asked = _ChainRequest(*known, whole_items, balance is None)
             option, is_free = self._chain(asked, behind, balance)
             if option is None:
                 continue
@@ -91,7 +91,7 @@ class OptionTable:
         return min(found, key=lambda one: one.total + (microbatches - 1) * one.slowest, default=None)
 
     def _chain(
-        self, asked: _Asked, behind: int, balance: NDArray[np.float64] | None
+        self, asked: _ChainRequest, behind: int, balance: NDArray[np.float64] | None
     ) -> tuple[Option | None, bool]:
         """Return the chain, and True if it has the fastest cut."""
         option = self._options.get(asked)
@@ -110,7 +110,7 @@ class OptionTable:
             )
         return self._options[bound], False
 
-    def _free_cut(self, asked: _Asked, balance: NDArray[np.float64] | None) -> _Laid:
+    def _free_cut(self, asked: _ChainRequest, balance: NDArray[np.float64] | None) -> _ChainLayout:
         """Return the cut with the fastest slowest stage, without a memory limit. The number of microbatches matters
         only with extra units, and only if there are more microbatches than stages."""
         more = bool(asked.extra) and asked.microbatches > asked.stages
@@ -123,7 +123,7 @@ class OptionTable:
             self._free_cuts[key] = self._cuts[key].holding(layers.static, asked)
         return self._free_cuts[key]
 
-    def _relaxed(self, asked: _Asked, option: Option, behind: int) -> Option:
+    def _relaxed(self, asked: _ChainRequest, option: Option, behind: int) -> Option:
         """Recompute fewer layers: in each stage, as many layers from the end as memory allows keep their activations.
         Memory must hold the largest number of microbatches in flight."""
         key = "relaxed", asked, tuple(option.cuts[asked.unit]), behind
@@ -169,7 +169,7 @@ class OptionTable:
         """Return the bytes that a device lacks under the most frugal chain of this shape; 0 if it fits."""
         level = self.units.levels([unit, *extra])[-1]
         ep = self.units.expert_degrees(unit, tp, cp)[-1]
-        asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), 1, level, ep)
+        asked = _ChainRequest(unit, tp, cp, stages, samples, microbatches, tuple(extra), 1, level, ep)
         layers = self._merged(asked)
         if stages > len(layers.seconds):
             return math.inf
@@ -180,7 +180,7 @@ class OptionTable:
         return 0.0
 
     def _memory(
-        self, layers: MeanCosts, asked: _Asked, behind: int
+        self, layers: MeanCosts, asked: _ChainRequest, behind: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[int], float]:
         """Return static bytes, bytes per microbatch, microbatches in flight per stage, and bytes available for both."""
         in_flight = [min(asked.stages - s + behind, asked.microbatches) for s in range(asked.stages)]
@@ -198,7 +198,7 @@ class OptionTable:
                     return None
                 cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
                 first, *others = [layers.by_stage(cuts[unit]) for unit, layers in zip(units, each)]
-                asked = _Asked(units[0], tp, cp, stages, samples, microbatches, (), 1, level)
+                asked = _ChainRequest(units[0], tp, cp, stages, samples, microbatches, (), 1, level)
                 again = (
                     {unit: self.units.recomputed(unit, level) for unit in units} if level != "none" else {}
                 )
@@ -209,7 +209,7 @@ class OptionTable:
                 return option
         return None
 
-    def _merged(self, asked: _Asked) -> MeanCosts:
+    def _merged(self, asked: _ChainRequest) -> MeanCosts:
         """Return the layers of the unit, the first of which includes all layers of the extra units."""
         degree = asked.tp, asked.cp, asked.samples, asked.level
         own = self.units.layers(asked.unit, *degree, asked.ep).on(asked.stages)
@@ -223,17 +223,17 @@ class OptionTable:
             self._joined[key] = own.ahead_of(others, more)
         return self._joined[key]
 
-    def _option(self, asked: _Asked, cuts: tuple[int, ...], stages: MeanCosts) -> Option:
+    def _option(self, asked: _ChainRequest, cuts: tuple[int, ...], stages: MeanCosts) -> Option:
         return self._laid(asked, cuts, stages).option(asked.microbatches, self._capacity)
 
-    def _laid(self, asked: _Asked, cuts: tuple[int, ...], stages: MeanCosts) -> _Laid:
+    def _laid(self, asked: _ChainRequest, cuts: tuple[int, ...], stages: MeanCosts) -> _ChainLayout:
         units = (asked.unit, *asked.extra) if asked.level != "none" else ()
         again = {unit: self.units.recomputed(unit, asked.level) for unit in units}
         return _laid({**dict.fromkeys(asked.extra, (0,)), asked.unit: cuts}, stages, asked, again)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Laid:
+class _ChainLayout:
     """A chain before its number of microbatches is known: `unlimited` assumes infinite memory.
     Bytes are [groups of devices], as in `MeanCosts`. Equal `room` gives the same option object."""
 
@@ -243,18 +243,18 @@ class _Laid:
     kept: NDArray[np.float64]
     _by_room: dict[int, Option] = field(default_factory=dict)
 
-    def holding(self, static: NDArray[np.float64], asked: _Asked) -> _Laid:
+    def holding(self, static: NDArray[np.float64], asked: _ChainRequest) -> _ChainLayout:
         """Return the same chain with `static` bytes [layers] for the unit's layers."""
         by_stage = np.add.reduceat(static, self.unlimited.cuts[asked.unit])
         held = by_stage.reshape(asked.chunks, -1).sum(axis=0)
-        return _Laid(self.unlimited, held, self.transient, self.kept, self._by_room)
+        return _ChainLayout(self.unlimited, held, self.transient, self.kept, self._by_room)
 
     def option(self, microbatches: int, capacity_bytes: float) -> Option:
         """Return the chain for this number of microbatches."""
-        from dilatant.plan.layouts._chain_kernel import room_behind
+        from dilatant.plan.layouts._chain_kernel import max_following_stages
 
         held, chunks = (self.static, self.transient, self.kept), self.unlimited.chunks
-        room = room_behind(float(capacity_bytes), *held, microbatches, chunks, UNLIMITED)
+        room = max_following_stages(float(capacity_bytes), *held, microbatches, chunks, UNLIMITED)
         if room == UNLIMITED:
             return self.unlimited
         if room not in self._by_room:
@@ -265,9 +265,9 @@ class _Laid:
 def _laid(
     cuts: Mapping[str, tuple[int, ...]],
     stages: MeanCosts,
-    asked: _Asked,
+    asked: _ChainRequest,
     recompute: Mapping[str, tuple[Recompute, ...]],
-) -> _Laid:
+) -> _ChainLayout:
     groups = len(stages.seconds) // asked.chunks
     sums = stages.work, stages.forward, stages.static, stages.kept, stages.gradient
     transient = stages.transient
@@ -294,10 +294,10 @@ def _laid(
         ep=asked.ep,
         degrees=dict.fromkeys(asked.extra, asked.degree_of_extra) if asked.whole_items else {},
     )
-    return _Laid(option, static, transient, kept)
+    return _ChainLayout(option, static, transient, kept)
 
 
-class _Asked(NamedTuple):
+class _ChainRequest(NamedTuple):
     """Parameters of a chain, which are its key in the tables."""
 
     unit: str

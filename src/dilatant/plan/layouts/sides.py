@@ -12,7 +12,7 @@ from dilatant.plan.layouts.option import Option
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
+class ParallelChains:
     """Chains that run in parallel, before or after the language model."""
 
     options: tuple[Option, ...] = ()
@@ -21,8 +21,8 @@ class Side:
     fill: float = 0.0
     stages: int = 0
 
-    def beside(self, option: Option) -> Side:
-        return Side(
+    def beside(self, option: Option) -> ParallelChains:
+        return ParallelChains(
             (*self.options, option),
             self.gpus + option.gpus,
             max(self.slowest, option.slowest),
@@ -31,24 +31,24 @@ class Side:
         )
 
 
-def side_by_side(each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
+def side_by_side(each: Sequence[Sequence[Option]], budget: int) -> list[list[ParallelChains]]:
     """Return [devices up to `budget`]: the Pareto-optimal combinations of one option of each list on at most that many
     devices."""
-    sides: Mapping[int, Sequence[Side]] = {0: [Side()]}
+    sides: Mapping[int, Sequence[ParallelChains]] = {0: [ParallelChains()]}
     for options in each:
         sides = _extended(sides, options, budget)
     return _cumulated(sides, budget)
 
 
 def _extended(
-    sides: Mapping[int, Sequence[Side]], options: Sequence[Option], budget: int
-) -> dict[int, list[Side]]:
+    sides: Mapping[int, Sequence[ParallelChains]], options: Sequence[Option], budget: int
+) -> dict[int, list[ParallelChains]]:
     """Return `sides` with one of `options` added to each, on at most `budget` devices; only Pareto-optimal results."""
     old = [side for group in sides.values() for side in group]
     gpus = np.add.outer([side.gpus for side in old], [option.gpus for option in options])
     slowest = np.maximum.outer([side.slowest for side in old], [option.slowest for option in options])
     fill = np.maximum.outer([side.fill for side in old], [option.total for option in options])
-    found: dict[int, list[Side]] = defaultdict(list)
+    found: dict[int, list[ParallelChains]] = defaultdict(list)
     least = np.full(budget + 1, np.inf)
     for flat in np.lexsort((fill.ravel(), slowest.ravel())).tolist():
         row, column = divmod(flat, len(options))
@@ -59,11 +59,11 @@ def _extended(
     return found
 
 
-def _cumulated(sides: Mapping[int, Sequence[Side]], budget: int) -> list[list[Side]]:
+def _cumulated(sides: Mapping[int, Sequence[ParallelChains]], budget: int) -> list[list[ParallelChains]]:
     """Return [devices up to `budget`]: the Pareto-optimal sides on at most that many devices.
     Of equal sides the one on the most devices is kept."""
-    result: list[list[Side]] = []
-    kept: list[Side] = []
+    result: list[list[ParallelChains]] = []
+    kept: list[ParallelChains] = []
     for devices in range(budget + 1):
         new = sides.get(devices, ())
         if new:

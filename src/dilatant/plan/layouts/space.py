@@ -19,11 +19,11 @@ from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.layouts.option import ChainTimes, Option
 from dilatant.plan.layouts.options import OptionTable
-from dilatant.plan.layouts.sides import Side, side_by_side
+from dilatant.plan.layouts.sides import ParallelChains, side_by_side
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.roles import Roles, roles_of
 
-FEW = 16
+SMALL_CLUSTER = 16
 """Up to this many devices in all groups, no candidate is omitted, so that more devices never make a plan slower."""
 
 
@@ -50,7 +50,7 @@ class Space:
     _chains: dict[tuple[int, int, int | None, bool], dict[tuple[object, ...], list[Option]]] = field(
         init=False, default_factory=dict
     )
-    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[Side]]] = field(
+    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[ParallelChains]]] = field(
         init=False, default_factory=dict
     )
     _heaviest: dict[int, float] = field(init=False, default_factory=dict)
@@ -138,7 +138,7 @@ class Space:
         tp, cp = self.table.units.degrees([unit])[0]
         return self.table.units.of_samples(unit, tp, cp).reshape(-1, self.global_batch)
 
-    def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
+    def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[ParallelChains]]:
         """Return [devices]: the Pareto-optimal combinations of one option of each list on at most that many devices."""
         key = budget, tuple(tuple(options) for options in each)
         if key not in self._sides:
@@ -194,4 +194,4 @@ def _all_trainable(model: ModelSpec) -> ModelSpec:
 
 def are_few(spaces: Sequence[Space]) -> bool:
     """Return True if the device groups, one space each, are small enough for a search without omissions."""
-    return sum(space.cluster.num_devices for space in spaces) <= FEW
+    return sum(space.cluster.num_devices for space in spaces) <= SMALL_CLUSTER

@@ -15,7 +15,7 @@ CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Way:
+class UnitLayout:
     """One layout of such a unit: `count` replicas of a chain.
     `uneven`: the fullest replica's seconds as a multiple of the mean, where several replicas share a microbatch."""
 
@@ -38,7 +38,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class JointLayout:
     """One combination of layouts of some of the units; `left`: free devices of each group."""
 
     options: tuple[Option, ...]
@@ -49,10 +49,10 @@ class Row:
     sync: float
     left: tuple[int, ...]
 
-    def beside(self, way: Way, place: int, is_encoder: bool) -> Row:
+    def beside(self, way: UnitLayout, place: int, is_encoder: bool) -> JointLayout:
         left = [*self.left]
         left[place] -= way.devices
-        return Row(
+        return JointLayout(
             (*self.options, way.option),
             (*self.counts, way.count),
             max(self.slowest, way.slowest),
@@ -63,11 +63,11 @@ class Row:
         )
 
 
-def undominated(own: Sequence[Way], alone: bool) -> list[Way]:
+def pareto_layouts(own: Sequence[UnitLayout], alone: bool) -> list[UnitLayout]:
     """Return the Pareto-optimal layouts by slowest stage, fill and, unless the unit is alone on its group, devices.
     Of equal layouts the one on the fewest devices is kept."""
     order = sorted(own, key=lambda one: (one.slowest, one.total, one.devices, one.times.exposed_sync))
-    kept: list[Way] = []
+    kept: list[UnitLayout] = []
     least: list[tuple[float, int]] = []  # (fill, devices) of the kept layouts
     for one in order:
         fill, devices = one.total, 0 if alone else one.devices
@@ -78,8 +78,13 @@ def undominated(own: Sequence[Way], alone: bool) -> list[Way]:
 
 
 def joined(
-    rows: Sequence[Row], own: Sequence[Way], place: int, is_encoder: bool, pruned: bool, last: bool
-) -> list[Row]:
+    rows: Sequence[JointLayout],
+    own: Sequence[UnitLayout],
+    place: int,
+    is_encoder: bool,
+    pruned: bool,
+    last: bool,
+) -> list[JointLayout]:
     """Return each row with each layout of one more unit that fits on the group `place`.
     If `pruned`, only rows that are Pareto-optimal by slowest stage, fills and, unless `last`, free devices."""
     devices = np.array([one.devices for one in own])
@@ -115,21 +120,21 @@ def _best(
     for first in range(0, len(order), CHUNK):
         chunk = order[first : first + CHUNK]
         if kept:
-            chunk = chunk[~_beaten(worth[chunk], worth[kept])]
+            chunk = chunk[~_dominated(worth[chunk], worth[kept])]
         known = len(kept)
         for row in chunk.tolist():
-            if not (len(kept) > known and _beaten(worth[[row]], worth[kept[known:]])[0]):
+            if not (len(kept) > known and _dominated(worth[[row]], worth[kept[known:]])[0]):
                 kept.append(row)
     return kept
 
 
-def _beaten(rows: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _dominated(rows: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return a mask of the rows that some other row equals or beats in every column."""
     return np.any(np.all(others[None] <= rows[:, None], axis=2), axis=1)
 
 
 def least_by_devices(
-    own: Sequence[Way], counts_devices: bool
+    own: Sequence[UnitLayout], counts_devices: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return (devices, least seconds of any layout on at most that many), ascending; devices are 0 if not counted."""
     order = sorted((one.devices if counts_devices else 0, one.times.least) for one in own)
@@ -138,7 +143,7 @@ def least_by_devices(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ways:
+class UnitLayouts:
     """Layouts of all such units together; arrays are [ways]. Seconds: slowest stage, fill of encoders (`before`) and of
     generators (`after`), and gradient sync (`sync`). at_home: devices used of the language model's group. `by_devices`:
     for each unit, `least_by_devices` of all its layouts."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from dilatant.config.recompute import Recompute
 from dilatant.plan.errors import PlanError
-from dilatant.plan.layouts.sides import Side
+from dilatant.plan.layouts.sides import ParallelChains
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.orchestration.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
@@ -78,7 +78,9 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
         estimate=estimate(
             space, language.replicas, count, fill, max(one.slowest for one in chains), chains, times
         ),
-        bound=bound(Side(chains[: len(roles.encoders)]), chains[len(roles.encoders)], chains, times),
+        bound=bound(
+            ParallelChains(chains[: len(roles.encoders)]), chains[len(roles.encoders)], chains, times
+        ),
         disaggregated=answer.seconds,
     )
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dilatant.plan.layouts.microbatch_counts import microbatch_counts
-from dilatant.plan.layouts.space import FEW, Space, are_few
+from dilatant.plan.layouts.space import SMALL_CLUSTER, Space, are_few
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.disaggregated import disaggregated
 from dilatant.plan.search.group_bound import least_seconds
 from dilatant.plan.search.mixed_pipelines import mixed_candidates
-from dilatant.plan.search.placed_units import own_replicas, placed_candidates
+from dilatant.plan.search.placed_units import placed_candidates, separate_replica_candidates
 from dilatant.plan.search.shapes import shapes
 
 FEWEST = 6
@@ -39,10 +39,10 @@ def enumerate_candidates(
     `far` or on more than FEW devices, candidates with separate replicas per unit that are not notably faster."""
     found = list(_candidates(space, mode, sizes, microbatches, most_seconds, far))
     if mode is Mode.BEST:
-        if far < math.inf or space.cluster.num_devices > FEW:
+        if far < math.inf or space.cluster.num_devices > SMALL_CLUSTER:
             best = min((candidate.estimate for candidate in found), default=math.inf)
             most_seconds = min(most_seconds, (WORTH if far < math.inf else NEAR) * best)
-        found += own_replicas(space, sizes, microbatches, most_seconds)
+        found += separate_replica_candidates(space, sizes, microbatches, most_seconds)
     if all_devices and found:
         most = max(candidate.gpus for candidate in found)
         found = [candidate for candidate in found if candidate.gpus == most]
@@ -105,7 +105,7 @@ def of_modes(
         yield enumerate_candidates(space, other, sizes, microbatches, all_devices, most_seconds)
 
 
-def across(
+def spanning_candidates(
     spaces: Sequence[Space],
     alone: Sequence[Sequence[PlanCandidate]],
     sizes: Sequence[int],
@@ -140,5 +140,5 @@ def all_candidates(
         [one.in_group(group) for one in enumerate_candidates(space, mode, *asked)]
         for group, space in enumerate(spaces)
     ]
-    both = across(spaces, alone, *asked) if mode is Mode.BEST else []
+    both = spanning_candidates(spaces, alone, *asked) if mode is Mode.BEST else []
     return sorted([*itertools.chain(*alone), *both], key=lambda one: (one.estimate, -one.gpus))

@@ -13,7 +13,7 @@ from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.sync_time import least_sync
 from dilatant.plan.layouts.option import ChainTimes, Option
-from dilatant.plan.layouts.sides import Side
+from dilatant.plan.layouts.sides import ParallelChains
 from dilatant.plan.layouts.space import Space
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
@@ -121,7 +121,9 @@ def computed_seconds(
     return whole - larger(0.0, whole - split) * min(1.0, 3 * late)
 
 
-def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
+def bound(
+    before: ParallelChains, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]
+) -> float:
     """Return seconds that no schedule beats; the language model waits at least for the encoders' lightest sample."""
     ahead = max((one.lightest for one in before.options), default=0.0)
     ahead_split = max((one.lightest_split for one in before.options), default=0.0)

@@ -21,7 +21,7 @@ from dilatant.plan.rank_mapping import RankOrder, map_ranks
 from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.recomputation import more_recomputed, recomputing
 from dilatant.plan.search.refusals import rejection
-from dilatant.plan.search.spare_devices import promising, with_leftovers
+from dilatant.plan.search.spare_devices import promising, with_extra_pipeline
 from dilatant.plan.templates.copies import copies_on_nodes
 
 
@@ -140,7 +140,7 @@ class Finals:
             (candidate, filled)
             for candidate in promising(self._space, found, self.best)
             for plan in sorted(self._plans(candidate), key=self._travel)[:1]
-            for filled in with_leftovers(plan, candidate, self._space)
+            for filled in with_extra_pipeline(plan, candidate, self._space)
         )
         for candidate, plan in itertools.islice(filled, most):
             self._score(candidate, plan)

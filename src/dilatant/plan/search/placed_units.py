@@ -16,7 +16,7 @@ from dilatant.plan.modes import Mode
 from dilatant.plan.roles import Roles
 from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.shapes import shapes
-from dilatant.plan.search.units_beside import UnitsBeside
+from dilatant.plan.search.units_beside import SeparateUnits
 
 
 def placed_candidates(
@@ -34,18 +34,18 @@ def placed_candidates(
         for where in itertools.product(range(len(spaces)), repeat=len(others)):
             away = {unit: group for unit, group in zip(others, where) if group != home}
             if away:
-                beside = UnitsBeside(spaces, home, away)
+                beside = SeparateUnits(spaces, home, away)
                 yield from _candidates(beside, sizes, microbatches, most_seconds)
 
 
-def own_replicas(
+def separate_replica_candidates(
     space: Space, sizes: Sequence[int], microbatches: int | None = None, most_seconds: float = math.inf
 ) -> Iterator[PlanCandidate]:
     """Yield candidates on one group whose encoders or generators have a different number of replicas."""
     others = _others(space)
     for count in range(1, len(others) + 1):
         for chosen in itertools.combinations(others, count):
-            beside = UnitsBeside([space], 0, dict.fromkeys(chosen, 0))
+            beside = SeparateUnits([space], 0, dict.fromkeys(chosen, 0))
             yield from _candidates(beside, sizes, microbatches, most_seconds)
 
 
@@ -54,7 +54,7 @@ def _others(space: Space) -> list[str]:
 
 
 def _candidates(
-    beside: UnitsBeside, sizes: Sequence[int], microbatches: int | None, most_seconds: float
+    beside: SeparateUnits, sizes: Sequence[int], microbatches: int | None, most_seconds: float
 ) -> Iterator[PlanCandidate]:
     space = beside.spaces[beside.home]
     here = Roles(

@@ -141,7 +141,7 @@ def rejection(
     )
 
 
-def nothing_survived(rejected: Sequence[tuple[float, str]], cluster: Cluster) -> PlanError:
+def no_plan_fits(rejected: Sequence[tuple[float, str]], cluster: Cluster) -> PlanError:
     if not rejected:
         return PlanError(
             f"no plan keeps its tensor groups inside nodes of {cluster.gpus_per_node} devices; profile other degrees"

@@ -16,19 +16,25 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScorer
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.errors import PlanError
-from dilatant.plan.layouts.microbatch_counts import MANY
-from dilatant.plan.layouts.space import FEW, Space, are_few, open_space
+from dilatant.plan.layouts.microbatch_counts import LARGE_CLUSTER
+from dilatant.plan.layouts.space import SMALL_CLUSTER, Space, are_few, open_space
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.modes import Mode
 from dilatant.plan.search.candidates import PlanCandidate
-from dilatant.plan.search.enumeration import FEWEST, across, best_of_fewer, enumerate_candidates, of_modes
+from dilatant.plan.search.enumeration import (
+    FEWEST,
+    best_of_fewer,
+    enumerate_candidates,
+    of_modes,
+    spanning_candidates,
+)
 from dilatant.plan.search.finals import Finals
 from dilatant.plan.search.group_bound import least_seconds
 from dilatant.plan.search.refusals import (
     check_devices,
     does_not_fit,
     microbatch_sizes_for,
-    nothing_survived,
+    no_plan_fits,
 )
 from dilatant.plan.search.search_result import (
     NoneFasterError,
@@ -40,9 +46,9 @@ from dilatant.plan.search.search_result import (
 )
 from dilatant.plan.search.zero_search import NO_OTHERS, search_zeros
 
-LEFTOVERS = 40
+MAX_EXTENDED_PLANS = 40
 """Most simulated plans with one more pipeline on idle devices; fewer on more than FEW devices."""
-PROOFS = 64
+MAX_PROOF_CANDIDATES = 64
 """Most candidates simulated because their bounds allow them to be the fastest; fewer on more than FEW devices."""
 CLOSE, FAR = 1.25, 2.0
 """Limits for candidates that span groups on many devices, as multiples of the best step on one group.
@@ -104,7 +110,7 @@ def search(
     """
     started = time.perf_counter()
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
-    how = _How(
+    how = _SearchSettings(
         mode, sizes, rules, finalists, num_microbatches, all_devices, copies, ranks_per_node, leftovers,
         proves=mode is Mode.BEST and len(cluster.groups) == 1,
     )  # fmt: skip
@@ -136,7 +142,7 @@ def search(
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class _SearchSettings:
     """The arguments of `search` with these names. ceiling: seconds of a known plan; only faster ones are accepted."""
 
     mode: Mode
@@ -160,18 +166,18 @@ class _How:
         """Return the largest multiple of the best estimate that is still enumerated; infinite if slow candidates may be
         needed."""
         all_count = self.mode is Mode.BEST and self.copies == 1 and not self.all_devices
-        return SLOW if all_count and devices > MANY else math.inf
+        return SLOW if all_count and devices > LARGE_CLUSTER else math.inf
 
     def finalists_on(self, devices: int) -> int:
         """Return how many candidates to simulate: fewer on many devices, where a simulation takes longer, and only a
         few for plans that must beat a known one."""
-        if self.knows and devices > FEW:
+        if self.knows and devices > SMALL_CLUSTER:
             return min(self.finalists, FEWEST)
-        return min(self.finalists, max(FEWEST, self.finalists * MANY // devices))
+        return min(self.finalists, max(FEWEST, self.finalists * LARGE_CLUSTER // devices))
 
 
 def _search_group(
-    space: Space, scorer: PlanScorer, how: _How, ceiling: float = math.inf
+    space: Space, scorer: PlanScorer, how: _SearchSettings, ceiling: float = math.inf
 ) -> tuple[list[PlanCandidate], SearchResult]:
     """Search equal devices: return the candidates, except surely slow ones, and the best plan.
     Only the most promising candidates are simulated if none can be faster than `ceiling` seconds. Raises PlanError;
@@ -188,7 +194,7 @@ def _search_group(
 
 
 def _search_within(
-    far: float, space: Space, scorer: PlanScorer, how: _How, ceiling: float
+    far: float, space: Space, scorer: PlanScorer, how: _SearchSettings, ceiling: float
 ) -> tuple[list[PlanCandidate], SearchResult]:
     """Search as `_search_group` does, among candidates within `far` times the best estimate."""
     cluster, mode, copies = space.cluster, how.mode, how.copies
@@ -204,12 +210,12 @@ def _search_within(
     most = far * found[0].estimate if found and far < math.inf else math.inf
     unseen = min(most, _simulate(finals, found, finalists, how.knows))
     simulated = len(finals.seconds)
-    for fewer in best_of_fewer(found) if cluster.num_devices <= MANY else ():
+    for fewer in best_of_fewer(found) if cluster.num_devices <= LARGE_CLUSTER else ():
         if len(finals.seconds) >= simulated + finalists:
             break
         if fewer not in finals.seconds and fewer.bound < finals.best:
             finals.simulate(fewer)
-    few = cluster.num_devices <= FEW
+    few = cluster.num_devices <= SMALL_CLUSTER
     least = least_seconds([space]) if ceiling < math.inf else 0.0
     for own in (
         of_modes(space, found, mode, *asked, most) if few or (not how.knows and least < ceiling) else ()
@@ -217,12 +223,14 @@ def _search_within(
         for one in own[:FEWEST]:
             if one.bound < min(ceiling, how.ceiling) and finals.simulate(one):
                 break
-        for one in best_of_fewer(own) if cluster.num_devices <= MANY else ():
+        for one in best_of_fewer(own) if cluster.num_devices <= LARGE_CLUSTER else ():
             if one not in finals.seconds and one.bound < finals.best:
                 finals.simulate(one)
                 break
-    if how.proves and cluster.num_devices <= MANY:
-        unseen = finals.prove(found, PROOFS * FEW // max(FEW, cluster.num_devices))
+    if how.proves and cluster.num_devices <= LARGE_CLUSTER:
+        unseen = finals.prove(
+            found, MAX_PROOF_CANDIDATES * SMALL_CLUSTER // max(SMALL_CLUSTER, cluster.num_devices)
+        )
     if not finals.ranked and how.knows:
         raise none_faster(found, finals, min(finals.skipped, unseen), how.rules.zero)
     if not finals.ranked and copies > 1 and not finals.rejected:
@@ -232,10 +240,12 @@ def _search_within(
             "nodes, or ask for fewer copies"
         )
     if not finals.ranked:
-        raise nothing_survived(finals.rejected, cluster)
+        raise no_plan_fits(finals.rejected, cluster)
     finals.reorder()
     if how.leftovers:
-        finals.fill_idle(found, max(FEWEST, LEFTOVERS * FEW // max(FEW, cluster.num_devices)))
+        finals.fill_idle(
+            found, max(FEWEST, MAX_EXTENDED_PLANS * SMALL_CLUSTER // max(SMALL_CLUSTER, cluster.num_devices))
+        )
     looked_at = list(dict.fromkeys([*found, *finals.seconds]))  # includes all that were simulated
     return found, answer_of(looked_at, finals, min(finals.skipped, unseen), mode, how.all_devices)
 
@@ -255,7 +265,9 @@ def _simulate(finals: Finals, found: Sequence[PlanCandidate], finalists: int, kn
     return float(remaining_bound[done]) if done < len(found) else math.inf
 
 
-def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer, how: _How) -> SearchResult:
+def _search_groups(
+    spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer, how: _SearchSettings
+) -> SearchResult:
     """Return the best plan over groups of different devices: on one of them, searched alone, or across groups.
     Modes of published systems search single groups only, as do searches on many devices that must beat a known plan."""
     if how.copies > 1:
@@ -263,7 +275,7 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
     alone: list[SearchResult] = []
     refused: list[PlanError] = []
     candidates: list[list[PlanCandidate]] = [[] for _ in spaces]
-    crosses = how.mode is Mode.BEST and not (how.knows and cluster.num_devices > MANY)
+    crosses = how.mode is Mode.BEST and not (how.knows and cluster.num_devices > LARGE_CLUSTER)
     # The fastest group comes first: its result reduces the simulations of slower groups.
     for group in sorted(range(len(spaces)), key=lambda group: least_seconds(spaces[group : group + 1])):
         space, first = spaces[group], cluster.firsts[group]
@@ -288,7 +300,7 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
     if crosses:
         asked = how.sizes, how.num_microbatches, how.all_devices
         close, far = (math.inf, math.inf) if are_few(spaces) else (CLOSE * best, FAR * best)
-        both = [one for one in across(spaces, candidates, *asked, far) if one.estimate <= close]
+        both = [one for one in spanning_candidates(spaces, candidates, *asked, far) if one.estimate <= close]
     finals = Finals(replace(spaces[0], cluster=cluster), how.rules, scorer, ceiling=best)
     answers = alone
     if both:

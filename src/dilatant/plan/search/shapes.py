@@ -12,7 +12,7 @@ from dilatant.plan.costs.stable_batch import feasible_allocations, minimum_stabl
 from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import UNLIMITED, Option
 from dilatant.plan.layouts.options import OptionTable
-from dilatant.plan.layouts.sides import Side
+from dilatant.plan.layouts.sides import ParallelChains
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.search.candidates import PlanCandidate
@@ -64,7 +64,7 @@ class _Shape:
     row_tokens: int | None
     most_seconds: float
     _known: dict[tuple[object, ...], list[Option]]
-    _sides: dict[tuple[object, ...], tuple[int, list[list[Side]]]] = field(default_factory=dict)
+    _sides: dict[tuple[object, ...], tuple[int, list[list[ParallelChains]]]] = field(default_factory=dict)
 
     def beside(
         self, budget: int, encoders_at: EncoderPosition, allocation: tuple[int, ...] | None = None
@@ -96,7 +96,9 @@ class _Shape:
                         shape = roles.language, tp, cp, stages, self.samples, self.microbatches, after.stages
                         option = self.table.chain(*shape, roles.encoders, ep=ep, whole_items=whole_items)
                         if option is not None:
-                            yield self._candidate(EncoderPosition.IN_LANGUAGE, Side(), option, after)
+                            yield self._candidate(
+                                EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after
+                            )
 
     def megatron(self, budget: int) -> Iterator[PlanCandidate]:
         """Yield one stage for all encoders, one for all generators, and the language model's degrees everywhere.
@@ -122,8 +124,8 @@ class _Shape:
             stage_seconds = np.add.reduceat(balance, language.cuts[roles.language])
             slowest = max([float(stage_seconds.max()), *(option.slowest for option in as_trained)])
             total = float(balance.sum()) + sum(option.total for option in as_trained)
-            before = Side().beside(sides[0]) if roles.encoders else Side()
-            behind = Side().beside(sides[-1]) if roles.generators else Side()
+            before = ParallelChains().beside(sides[0]) if roles.encoders else ParallelChains()
+            behind = ParallelChains().beside(sides[-1]) if roles.generators else ParallelChains()
             candidate = self._candidate(EncoderPosition.COLOCATED, before, language, behind)
             yield replace(candidate, estimate=total + (self.microbatches - 1) * slowest)
 
@@ -202,13 +204,17 @@ class _Shape:
                     found.append(option)
         return found
 
-    def _before(self, encoders_at: EncoderPosition, budget: int, behind: int, left: int) -> Sequence[Side]:
+    def _before(
+        self, encoders_at: EncoderPosition, budget: int, behind: int, left: int
+    ) -> Sequence[ParallelChains]:
         """Return the encoders' sides on at most `left` devices of the budget, with `behind` stages after the encoders.
         In a shared space, sides that are Pareto-optimal only for fewer devices are included."""
         sides = self._sides_before(encoders_at, budget, behind)
         return _all(sides[: left + 1]) if self.space.shared else sides[left]
 
-    def _sides_before(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[Side]]:
+    def _sides_before(
+        self, encoders_at: EncoderPosition, budget: int, behind: int
+    ) -> list[list[ParallelChains]]:
         """Return [devices]: the encoders' sides on at most that many devices, with `behind` stages after them."""
         for far in (0, behind):
             key = encoders_at, budget, far
@@ -234,12 +240,12 @@ class _Shape:
         ]
         return [[option for option in options if option is not None and option.room >= behind]]
 
-    def _after(self, budget: int) -> list[Side]:
+    def _after(self, budget: int) -> list[ParallelChains]:
         chains = [self._chains(unit, budget, 0) for unit in self.space.roles.generators]
         return _all(self.space.joined(chains, budget))
 
     def _candidate(
-        self, encoders_at: EncoderPosition, before: Side, language: Option, after: Side
+        self, encoders_at: EncoderPosition, before: ParallelChains, language: Option, after: ParallelChains
     ) -> PlanCandidate:
         options = (*before.options, language, *after.options)
         slowest = max(before.slowest, language.slowest, after.slowest)
@@ -258,5 +264,5 @@ class _Shape:
         )
 
 
-def _all(sides: Sequence[Sequence[Side]]) -> list[Side]:
+def _all(sides: Sequence[Sequence[ParallelChains]]) -> list[ParallelChains]:
     return list(dict.fromkeys(side for group in sides for side in group))

@@ -31,7 +31,7 @@ def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list
     return sorted(with_idle, key=lambda one: one.estimate * one.gpus)[:MOST_BASES]
 
 
-def with_leftovers(plan: Plan, candidate: PlanCandidate, space: Space) -> Iterator[Plan]:
+def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> Iterator[Plan]:
     """Yield the plan with one more pipeline on its idle devices, for all degrees that leave less than one group idle.
 
     The language model has one stage per group of ranks, cut independently, with all encoders in the first. Slower

@@ -10,27 +10,34 @@ from numpy.typing import NDArray
 
 from dilatant.plan.layouts.option import Option
 from dilatant.plan.layouts.space import Space, are_few
-from dilatant.plan.layouts.ways import Row, Way, Ways, joined, least_by_devices, undominated
+from dilatant.plan.layouts.ways import (
+    JointLayout,
+    UnitLayout,
+    UnitLayouts,
+    joined,
+    least_by_devices,
+    pareto_layouts,
+)
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.estimate import chain_times, computed_seconds
 
-MOST_WAYS = 4
+MAX_UNIT_LAYOUTS = 4
 """On many devices, most layouts of the units with separate replicas that are kept for each language-model layout."""
 
-SURELY = 1.0 - 1e-9
+SUM_TOLERANCE = 1.0 - 1e-9
 """Tolerance for sums in a different order."""
 
 
 @dataclass(eq=False)
-class UnitsBeside:
+class SeparateUnits:
     """Adds units with separate replicas to candidates of the language model's device group, `home`.
     `away`: unit → its device group, which may be `home` for devices left there. `spaces`: the spaces of all groups."""
 
     spaces: Sequence[Space]
     home: int
     away: Mapping[str, int]
-    _ways: dict[tuple[int, int, int | None, int], Ways | None] = field(default_factory=dict)
+    _ways: dict[tuple[int, int, int | None, int], UnitLayouts | None] = field(default_factory=dict)
     _known_chains: dict[tuple[str, int, int, bool, int], list[Option]] = field(default_factory=dict)
 
     def joined(self, near: PlanCandidate, most_seconds: float) -> Iterator[PlanCandidate]:
@@ -41,7 +48,7 @@ class UnitsBeside:
         if free < list(self.away.values()).count(self.home):
             return
         later = space.heaviest(near.replicas * near.num_microbatches)
-        if near.estimate * SURELY > most_seconds and near.num_microbatches >= later:
+        if near.estimate * SUM_TOLERANCE > most_seconds and near.num_microbatches >= later:
             return  # other units can only lengthen the step
         at = next(number for number, option in enumerate(near.options) if language in option.cuts)
         own, before, after = near.options[at], near.options[:at], near.options[at + 1 :]
@@ -64,7 +71,7 @@ class UnitsBeside:
             ways.sync, sums
         )
         estimates[ways.at_home > free] = np.inf
-        most = None if are_few(self.spaces) else MOST_WAYS
+        most = None if are_few(self.spaces) else MAX_UNIT_LAYOUTS
         bound, groups = max(near.bound, ways.least(free)), self._groups(near)
         for best in np.argsort(estimates, kind="stable")[:most].tolist():
             if estimates[best] > most_seconds or np.isinf(estimates[best]):
@@ -95,7 +102,7 @@ class UnitsBeside:
             return ()
         return (*(self.home for _ in near.options), *self.away.values())
 
-    def _known(self, near: PlanCandidate, behind: int) -> Ways | None:
+    def _known(self, near: PlanCandidate, behind: int) -> UnitLayouts | None:
         """Return the layouts of the other units next to such pipelines, with `behind` stages after the encoders."""
         ways = None
         for far in (0, behind):
@@ -107,11 +114,13 @@ class UnitsBeside:
                 break
         return ways
 
-    def _all(self, replicas: int, microbatches: int, row_tokens: int | None, behind: int) -> Ways | None:
+    def _all(
+        self, replicas: int, microbatches: int, row_tokens: int | None, behind: int
+    ) -> UnitLayouts | None:
         space, by_tokens = self.spaces[self.home], row_tokens is not None
         roles, shared = space.roles, 1 if by_tokens else space.global_batch // (replicas * microbatches)
         left = {group: self.spaces[group].cluster.num_devices for group in self.away.values()}
-        rows: list[Row] = [Row((), (), 0.0, 0.0, 0.0, 0.0, tuple(left.values()))]
+        rows: list[JointLayout] = [JointLayout((), (), 0.0, 0.0, 0.0, 0.0, tuple(left.values()))]
         least: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
         room = float("inf")
         for number, (unit, group) in enumerate(self.away.items()):
@@ -122,7 +131,7 @@ class UnitsBeside:
                 for count in counts
             }
             own = [
-                Way(
+                UnitLayout(
                     option, count, chain_times(self.spaces[group], count, microbatches, option), uneven[count]
                 )
                 for count in counts
@@ -135,14 +144,14 @@ class UnitsBeside:
             if unit in roles.encoders:
                 room = min([room, *(one.option.room for one in own)])
             alone = [*self.away.values()].count(group) == 1 and not (are_few(self.spaces) or at_home)
-            own = undominated(own, alone)
+            own = pareto_layouts(own, alone)
             place = [*left].index(group)
             last = number == len(self.away) - 1 and not (are_few(self.spaces) or self.home in left)
             rows = joined(rows, own, place, unit in roles.encoders, len(self.away) > 1, last)
         if not rows:
             return None
         home = [*left].index(self.home) if self.home in left else None
-        return Ways(
+        return UnitLayouts(
             options=[row.options for row in rows],
             counts=[row.counts for row in rows],
             slowest=np.array([row.slowest for row in rows]),

@@ -62,7 +62,7 @@ class WhyNot:
     bound: float = 0.0
 
 
-def read_asked(text: str, units: Sequence[str]) -> AskedLayout:
+def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
     """Parse a layout such as `vision: {pp: 2}, language: {tp: 4}, microbatch_tokens: 8192`.
     Raises UserError that lists every problem."""
     try:

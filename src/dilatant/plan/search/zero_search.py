@@ -12,11 +12,11 @@ from dilatant.cost.memory import Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScorer
 from dilatant.plan.errors import PlanError
-from dilatant.plan.layouts.microbatch_counts import MANY
+from dilatant.plan.layouts.microbatch_counts import LARGE_CLUSTER
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.search_result import NoneFasterError, SearchResult, best_of
 
-FAR = 2.0
+HOPELESS_FACTOR = 2.0
 """Plans this many times slower than the best cannot become faster by other sharding of optimizer state."""
 NO_OTHERS: Mapping[Zero, PlanScorer] = MappingProxyType({})
 
@@ -112,14 +112,14 @@ def _of_groups(answer: SearchResult, cluster: Cluster) -> list[RankedPlan]:
     found: dict[int, RankedPlan] = {}
     for one in (answer.winner, *answer.runners_up) if cluster.parts else ():
         groups = {cluster.group_of(rank) for rank in one.plan.ranks}
-        if len(groups) == 1 and one.score.seconds < FAR * answer.seconds:
+        if len(groups) == 1 and one.score.seconds < HOPELESS_FACTOR * answer.seconds:
             found.setdefault(groups.pop(), one)
     return [one for one in found.values() if one is not answer.winner]
 
 
 def _scored(one: RankedPlan, zero: Zero, scorer: PlanScorer, cluster: Cluster) -> RankedPlan | None:
     """Return the plan scored under this sharding of optimizer state; None if it does not fit."""
-    schedule = [one.score.schedule] if cluster.num_devices > MANY and one.score.schedule else []
+    schedule = [one.score.schedule] if cluster.num_devices > LARGE_CLUSTER and one.score.schedule else []
     score = scorer(one.plan, one.num_microbatches, one.row_tokens, *schedule)
     if cluster.overflow(one.plan.ranks, score.peak_bytes) > 0.0:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from dilatant.config import UserError
 from dilatant.config.environment import cache_folder
 from dilatant.config.files.durable import write_durably
-from dilatant.config.files.own_files import is_kept_safely
+from dilatant.config.files.own_files import is_trusted_cache_file
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs
 from dilatant.planning.measuring.layer_costs import misfits
@@ -24,7 +24,7 @@ REACH = 2
 hardly supported by measurements."""
 
 
-def keep_costs(costs: CostModel, model: ModelDescription, known: CostModel | None = None) -> None:
+def store_costs(costs: CostModel, model: ModelDescription, known: CostModel | None = None) -> None:
     """Keep measured costs, however rough, with those that were `known` before at other degrees. If the cache cannot be
     written, nothing is kept."""
     if costs.groups or costs.origin != "measured":
@@ -38,13 +38,13 @@ def keep_costs(costs: CostModel, model: ModelDescription, known: CostModel | Non
         write_durably(path, costs.to_yaml())  # never through a link in a shared cache
 
 
-def kept_costs(
+def cached_costs(
     model: ModelDescription, target: Target, degrees: Iterable[Degree], longest: int
 ) -> CostModel | None:
     """Return the costs kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows not
     much shorter than `longest` tokens; else None."""
     path = _path(target.hardware.name, target.dtype, model)
-    if not is_kept_safely(path):
+    if not is_trusted_cache_file(path):
         return None
     try:
         costs = load_costs(path, target.hardware.name)

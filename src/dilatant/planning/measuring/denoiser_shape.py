@@ -18,7 +18,7 @@ from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import GeneratorUnit
 
 
-def net_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
+def denoiser_layer_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
     """Return the shape of a layer of a generator's net, or of the whole net if it is one layer, per row of the language
     model: a picture's work over its rows. The autoencoder's work has no backward."""
     hollow = _hollow(unit)

@@ -244,7 +244,7 @@ def costs_in_use(
     if costs.groups:
         return costs.mapped(lambda own: costs_in_use(own, model, targets, row, chunk))
     heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
-    put_off = {entry.kind for entry in model.types if puts_off(entry)}
+    put_off = {entry.kind for entry in model.types if delays_weight_gradients(entry)}
 
     def used(kind: str, cost: LayerCost) -> LayerCost:
         if kind not in put_off:
@@ -267,7 +267,7 @@ def costs_in_use(
     )
 
 
-def puts_off(entry: LayerType) -> bool:
+def delays_weight_gradients(entry: LayerType) -> bool:
     """Return True if a split backward postpones most of a layer's weight gradients: those of linear layers and experts,
     but not those of the head, or of an embedding that may be tied to it (see `runtime.state.weight_gradients`)."""
     unit = entry.unit

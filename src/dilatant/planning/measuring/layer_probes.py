@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.attention.context_parallel import PendingRows
-from dilatant.attention.recompute_cache import keep_attention
+from dilatant.attention.recompute_cache import attention_cache_contexts
 from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.adapters.lora import is_adapter
-from dilatant.models.core.dtype import hold_in
+from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.four_bit_stages import quantize
 from dilatant.models.core.materialize import materialize
 from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import LanguageStage
-from dilatant.models.parallel.tensor_parallel import share_tokens
+from dilatant.models.parallel.tensor_parallel import shard_tokens
 from dilatant.models.parallel.tensor_plan import tensor_plan
 from dilatant.models.parallel.tensor_regions import Region
 from dilatant.planning.problem.describe_model import BLOCK, HEAD, LayerType
@@ -36,7 +36,7 @@ def layer_probe(
     return LayerProbe(
         kind=entry.kind,
         build=lambda: _build(entry, device, dtype),
-        keep=keep_attention,
+        keep=attention_cache_contexts,
         checkpoint_share=1 / entry.unit.shared_by if _regions(entry) else 1.0,
         before_chunks=_before_head if entry.role == HEAD else None,
         dense=_dense(entry, dense_tokens, device, dtype),
@@ -90,7 +90,7 @@ def _blocks(layer: nn.Module) -> Sequence[nn.Module]:
 def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLayer:
     unit: Unit = copy.deepcopy(entry.unit)
     materialize(unit, entry.index, entry.index + 1, seed=0)
-    hold_in(unit, dtype)
+    cast_weights(unit, dtype)
     unit.recompute("none")  # its cost, and that of loss chunks, follows from the whole
     if isinstance(unit, LanguageUnit):
         unit.loss_chunk = None
@@ -98,8 +98,8 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     if regions := _regions(entry):
         assert unit.structure is not None
         blocks = cast(Any, stage).model.get_submodule(unit.structure.blocks)
-        stage.shards = share_tokens(
-            [*blocks.children()], [regions], _Alone(unit.shared_by), stage.behind_blocks
+        stage.shards = shard_tokens(
+            [*blocks.children()], [regions], _SingleRankGroup(unit.shared_by), stage.behind_blocks
         )
     quantize(stage, unit.four_bit, device)
     adapted = any(is_adapter(weight.name) for weight in stage.weights)
@@ -125,7 +125,7 @@ def _regions(entry: LayerType) -> Sequence[Region]:
     return () if any(region.whole for region in found) else found
 
 
-class _Alone:
+class _SingleRankGroup:
     """Stand-in for a group of `size` ranks: it copies instead of communicating, which takes memory but hardly time."""
 
     index = 0

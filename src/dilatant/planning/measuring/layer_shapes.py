@@ -14,7 +14,7 @@ from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import GeneratorUnit
 from dilatant.models.parallel.experts import fused_experts
-from dilatant.planning.measuring.denoiser_shape import connector_shape, net_shape
+from dilatant.planning.measuring.denoiser_shape import connector_shape, denoiser_layer_shape
 from dilatant.planning.problem.describe_model import (
     CONNECTOR,
     EMBEDDING,
@@ -84,7 +84,7 @@ def _shape(entry: LayerType) -> LayerShape:
         return _projector(entry, parameters)
     if entry.role == GENERATOR and isinstance(entry.unit.model, Diffusion):
         assert isinstance(entry.unit, GeneratorUnit)
-        return net_shape(entry.unit, entry.index)
+        return denoiser_layer_shape(entry.unit, entry.index)
     if entry.role == CONNECTOR and isinstance(entry.unit, GeneratorUnit) and entry.unit.rows_see_each_other:
         return connector_shape(entry.unit)
     if entry.role in (ENCODER, CONNECTOR, GENERATOR):

@@ -98,7 +98,7 @@ class ModelDescription:
         }
 
 
-def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
+def build_meta_model(config: Config, vocab_size: int) -> MultimodalModel:
     """Build the config's model on the meta device, frozen as configured; reads only configs of pretrained models.
     Raises UserError."""
     model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)

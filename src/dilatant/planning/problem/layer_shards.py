@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from dilatant.config import list_problems
 from dilatant.cost.model import Degree
 from dilatant.models.core.unit import Unit
-from dilatant.models.parallel.tensor_parallel import share_heads, with_weights
+from dilatant.models.parallel.tensor_parallel import set_local_heads, with_weights
 from dilatant.models.parallel.tensor_plan import TensorPlan, degree_problems, dropout_problems, tensor_plan
 from dilatant.planning.problem.describe_model import ModelDescription
 
@@ -63,7 +63,7 @@ def tensor_shard(unit: Unit, degree: int) -> Unit:
         model.get_submodule(unit.structure.blocks).children(), plan.regions, strict=True
     ):
         for region in regions:
-            share_heads(block, region, degree)
+            set_local_heads(block, region, degree)
         for linear in block.modules():
             if isinstance(linear, nn.Linear):
                 linear.out_features, linear.in_features = linear.weight.shape

@@ -25,7 +25,9 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
     return [(tp, cp) for tp in tensor for cp in context if asked or tp * cp <= node or cp == 1 or tp == 1]
 
 
-def offering(config: Config, model: ModelDescription, target: Target, asked: AskedLayout) -> Config:
+def with_requested_degrees(
+    config: Config, model: ModelDescription, target: Target, asked: AskedLayout
+) -> Config:
     """Return a config whose plans may also have the degrees that a layout asks for; a cost file may still lack them."""
     offered = planned_degrees(config.plan, model, target)
     wanted = {(own.get("tp", 1), own.get("cp", 1)) for own in asked.units.values()}

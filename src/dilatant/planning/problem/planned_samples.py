@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config import Config, UserError
-from dilatant.data.index.measure import Chosen, measure
+from dilatant.data.index.measure import SampleSubset, measure
 from dilatant.data.index.sizes import SizesIndex, blend_sizes, known_sizes
 from dilatant.data.order.blend import Blend
 from dilatant.data.parallel_map import Progress
@@ -91,7 +91,7 @@ def _sizes(
     if index is not None:
         return order, index
     chosen, positions = np.unique(order, return_inverse=True)
-    part = measure(Chosen(blend, chosen), samples.encoding, progress=progress)
+    part = measure(SampleSubset(blend, chosen), samples.encoding, progress=progress)
     return positions.astype(np.int64), SizesIndex(
         samples.encoding.unit_names, part.tokens.T, part.target_tokens, part.content, part.problems
     )

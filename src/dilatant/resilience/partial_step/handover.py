@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
 
-from dilatant.runtime.partial_step.salvage import Finished
+from dilatant.runtime.partial_step.salvage import AccumulationReport
 from dilatant.runtime.runtime import Runtime
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
@@ -30,11 +30,11 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
 class PartialGradients:
     """A departed rank's export. gradients: its own sums by logical name, see `Runtime.local_gradients`."""
 
-    finished: Finished
+    finished: AccumulationReport
     gradients: Mapping[str, Tensor]
 
 
-def hand_over(folder: Path, generation: int, runtime: Runtime) -> None:
+def export_gradients(folder: Path, generation: int, runtime: Runtime) -> None:
     """Export this rank's gradients of the current step in `generation`. If it raises, no file is left."""
     finished = runtime.finished()
     if finished is None or all(
@@ -56,7 +56,9 @@ def hand_over(folder: Path, generation: int, runtime: Runtime) -> None:
         raise
 
 
-def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) -> list[PartialGradients]:
+def read_exported_gradients(
+    folder: Path, generation: int, step: int, rank: int, size: int
+) -> list[PartialGradients]:
     """Read the gradients that ranks of `generation` exported for a step and that `rank` of now `size` ranks must read
     (exporting rank modulo `size`); unreadable or corrupted files are ignored."""
     found = []
@@ -69,11 +71,11 @@ def handed_over(folder: Path, generation: int, step: int, rank: int, size: int) 
                 told = file.metadata() or {}
                 gradients = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if told["hash"] == _hash(gradients):
-                found.append(PartialGradients(Finished.from_json(told["finished"]), gradients))
+                found.append(PartialGradients(AccumulationReport.from_json(told["finished"]), gradients))
     return found
 
 
-def clear_handed_over(folder: Path) -> None:
+def delete_exported_gradients(folder: Path) -> None:
     """Delete all exported gradients."""
     shutil.rmtree(folder, ignore_errors=True)
 

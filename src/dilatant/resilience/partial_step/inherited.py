@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from dilatant.comm.gather import all_gather_object
-from dilatant.resilience.partial_step.handover import handed_over
-from dilatant.resilience.partial_step.salvage_exchange import salvage_step
+from dilatant.resilience.partial_step.handover import read_exported_gradients
+from dilatant.resilience.partial_step.salvage_exchange import adopt_partial_step
 from dilatant.resilience.state_transfer import transfer
 from dilatant.training.checkpoints.boxes import pieces_of
 from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.trainer import Trainer
 
 
-def take_over(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
+def inherit_state(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
     """Transfer the last generation's state to the ranks that hold it in this one; returns the bytes received. Raises
     Lost on all ranks."""
     newest = list_checkpoints(checkpoints)[:1] if trainer.rank == 0 else []
@@ -33,13 +33,15 @@ def take_over(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
     return copied
 
 
-def take_up(trainer: Trainer, old: Trainer | None, base: int, handed: Path) -> tuple[tuple[int, int], int]:
+def adopt_gradients(
+    trainer: Trainer, old: Trainer | None, base: int, handed: Path
+) -> tuple[tuple[int, int], int]:
     """Adopt the gradients of the unfinished step. Returns the numbers of its reused and missing (layer, sample) pairs,
     (0, 0) if nothing is reused, and the number of departed ranks of generation `base` whose exports in the folder
     `handed` are reused."""
     comm, step = trainer.comm, trainer.step
-    left = handed_over(handed, base, step, comm.rank, comm.size)
-    found = salvage_step(comm, step, None if old is None else old.runtime, trainer.runtime, left)
+    left = read_exported_gradients(handed, base, step, comm.rank, comm.size)
+    found = adopt_partial_step(comm, step, None if old is None else old.runtime, trainer.runtime, left)
     if found is None:
         return (0, 0), 0
     given = {move.source for move in found.moves if move.source >= comm.size}

@@ -12,14 +12,14 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.plan.boxes import Box
 from dilatant.resilience.partial_step.handover import PartialGradients
 from dilatant.resilience.state_transfer import transfer
-from dilatant.runtime.partial_step.salvage import Finished, Salvage, decide
+from dilatant.runtime.partial_step.salvage import AccumulationReport, ReusePlan, decide_reuse
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.checkpoints.boxes import BoxPiece
 
 
-def salvage_step(
+def adopt_partial_step(
     comm: Comm, step: int, old: Runtime | None, new: Runtime, left: Sequence[PartialGradients] = ()
-) -> Salvage | None:
+) -> ReusePlan | None:
     """Let `new` adopt the gradients of step `step` that ranks have; called by all ranks of `comm`. Returns the reused
     part, or None.
 
@@ -29,9 +29,13 @@ def salvage_step(
     own = None if old is None else old.finished()
     texts = [None if own is None else own.to_json(), *(each.finished.to_json() for each in left)]
     gathered = all_gather_object(comm, texts)
-    having = [None if first is None else Finished.from_json(first) for first, *_ in gathered]
-    gone = [(rank, Finished.from_json(text)) for rank, (_, *more) in enumerate(gathered) for text in more]
-    salvage = decide(having, step, new.plan, new.trained_by_layer, gone)
+    having = [None if first is None else AccumulationReport.from_json(first) for first, *_ in gathered]
+    gone = [
+        (rank, AccumulationReport.from_json(text))
+        for rank, (_, *more) in enumerate(gathered)
+        for text in more
+    ]
+    salvage = decide_reuse(having, step, new.plan, new.trained_by_layer, gone)
     if salvage is None:
         return None
     reader_of = [*range(comm.size), *(rank for rank, _ in gone)]
@@ -44,7 +48,7 @@ def salvage_step(
 
 def _moved(
     comm: Comm,
-    salvage: Salvage,
+    salvage: ReusePlan,
     local: Mapping[int, Mapping[str, Tensor]],
     reader_of: Sequence[int],
     new: Runtime,

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dilatant.comm.store.protocol import Refused
+from dilatant.comm.store.protocol import TokenMismatch
 from dilatant.comm.store.token import REMEDY, shared_token
 from dilatant.config.config import Config
 from dilatant.config.environment import LaunchPlace
@@ -82,10 +82,10 @@ def run_agent(options: AgentOptions) -> int:
     """
     token = shared_token()
     with ExitStack() as stack:
-        return _take_part_again(options, token, stack)
+        return _rejoin_until_over(options, token, stack)
 
 
-def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> int:
+def _rejoin_until_over(options: AgentOptions, token: bytes, stack: ExitStack) -> int:
     name = re.sub(r"[^A-Za-z0-9_-]", "-", options.name or socket.gethostname())
     following: tuple[str, int] | None = None
     for attempt in itertools.count():
@@ -107,7 +107,7 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
             stack.callback(Standby(job, options.host, options.port, token).close)
         following = job.next_address
         # A unique name: a lost node that returns is treated as a new node.
-        service = _take_part(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
+        service = _serve_as_node(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
         if service.ended in (FINISHED, ASKED) or service.leaves:
             return 0
         if service.ended == NO_COORDINATOR:
@@ -149,7 +149,7 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
                 return job
             reason = job.reason if isinstance(job, End) else "what answers there is none of ours"
             raise UserError(f"the run at {options.host}:{options.port} takes nobody: {reason}")
-        except Refused:
+        except TokenMismatch:
             raise UserError(
                 f"the coordinator at {options.host}:{options.port} refused this machine: their tokens differ; {REMEDY}"
             ) from None
@@ -162,7 +162,7 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
             time.sleep(0.2)
 
 
-def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> AgentService:
+def _serve_as_node(options: AgentOptions, job: Job, node: str, token: bytes) -> AgentService:
     """Serve as a node until service ends; the workers have then exited."""
     workers: list[subprocess.Popen[bytes]] = []
 

@@ -38,7 +38,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Leading:
+class LeaderAddresses:
     """The leader's addresses. host, port: where the coordinator listens; host "" for all addresses. name: host name for
     others. trains_here: this machine also has ranks."""
 
@@ -48,8 +48,8 @@ class Leading:
     trains_here: bool
 
 
-def lead(
-    leading: Leading,
+def run_leader(
+    leading: LeaderAddresses,
     config: Config,
     ranks: int,
     plan_json: str,
@@ -85,7 +85,7 @@ def lead(
             config.resilience.standby or "",
         )
         begin = ProcessStart(leading.host, leading.port, token.hex(), settings, str(folder), job=job)
-        led = _Led(_coordinator(begin), begin)
+        led = _CoordinatorSupervisor(_coordinator(begin), begin)
         stack.callback(led.close)
         agent = _own_agent(leading, stack) if leading.trains_here else None
         started(led.end)
@@ -114,7 +114,7 @@ def _coordinator(start: ProcessStart) -> Child:
     return child
 
 
-def _own_agent(leading: Leading, stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+def _own_agent(leading: LeaderAddresses, stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
     host = leading.host if is_loopback(leading.host) else LOOPBACK
     agent = subprocess.Popen(
         [sys.executable, "-P", "-m", "dilatant", "agent", "--coordinator", f"{host}:{leading.port}"],
@@ -132,7 +132,7 @@ def _own_agent(leading: Leading, stack: contextlib.ExitStack) -> subprocess.Pope
     return agent
 
 
-class _Led:
+class _CoordinatorSupervisor:
     """The coordinator process, restarted when it dies or hangs."""
 
     def __init__(self, child: Child, start: ProcessStart) -> None:

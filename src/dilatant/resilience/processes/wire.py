@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from dilatant.comm.store import protocol as store
-from dilatant.comm.store.newcomers import BACKLOG, Newcomers
+from dilatant.comm.store.newcomers import BACKLOG, PendingHandshakes
 from dilatant.comm.store.server import keep_alive
 from dilatant.resilience.processes.job import Job, JobRequest
 from dilatant.resilience.protocol import agent, values
@@ -187,7 +187,7 @@ def connect(host: str, port: int, token: bytes, timeout_seconds: float = 10.0) -
 def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.0) -> WireLink:
     """Authenticate one incoming connection. Raises OSError; the connection is closed then."""
     with selectors.DefaultSelector() as selector:
-        newcomers = Newcomers(token, selector, timeout_seconds)
+        newcomers = PendingHandshakes(token, selector, timeout_seconds)
         newcomers.greet(connection)
         while newcomers:
             for key, _ in selector.select(newcomers.seconds_to_deadline()):
@@ -266,7 +266,7 @@ class Connections:
     def _accept(self) -> None:
         self._listener.setblocking(False)
         with selectors.DefaultSelector() as selector:
-            newcomers = Newcomers(self._token, selector)
+            newcomers = PendingHandshakes(self._token, selector)
             selector.register(self._listener, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select(newcomers.seconds_to_deadline()):

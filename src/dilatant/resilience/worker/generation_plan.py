@@ -44,7 +44,7 @@ class GenerationPlans:
         key = _plan_key(order.generation)
         if rank == 0:
             planned = self._replan(order, store)
-            tell_plan(store, order.generation, planned, order.members, order.workers)
+            publish_plan(store, order.generation, planned, order.members, order.workers)
             return planned
         while True:
             if link.is_fenced:
@@ -87,7 +87,7 @@ class GenerationPlans:
         return replan(before, anchor, survivors, joined, tolerance, total, self._layer_seconds)
 
 
-def tell_plan(
+def publish_plan(
     store: Store, generation: int, planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]
 ) -> None:
     """Publish a generation's plan in the store, for the planning of the next one."""

@@ -23,19 +23,19 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.history import write_history
-from dilatant.resilience.partial_step.handover import clear_handed_over, hand_over
-from dilatant.resilience.partial_step.inherited import take_over, take_up
+from dilatant.resilience.partial_step.handover import delete_exported_gradients, export_gradients
+from dilatant.resilience.partial_step.inherited import adopt_gradients, inherit_state
 from dilatant.resilience.processes.wire import StoreAt
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
-from dilatant.resilience.state_transfer import Lost
+from dilatant.resilience.state_transfer import StateLost
 from dilatant.resilience.status import REBUILDS
-from dilatant.resilience.worker.generation_plan import GenerationPlans, tell_plan
+from dilatant.resilience.worker.generation_plan import GenerationPlans, publish_plan
 from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoints.checkpoint import newest_valid
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.commit import RunMembership
-from dilatant.training.feeding.decoding import KeptPool, decoding_of, stand_by
+from dilatant.training.feeding.decoding import PersistentPool, decoding_of, warm_up_next_owner
 from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
 from dilatant.training.stop_signal import StopSignal
@@ -132,7 +132,7 @@ class _ResilientRank:
             self._link.lost(str(error))
             raise
         self._folder = RunFolder(config.output_dir)
-        self._pool = KeptPool()
+        self._pool = PersistentPool()
         self._shown_plan: TrainingPlan | None = None
         self._held: HeldState | None = None
         self._pending: HeldState | None = None
@@ -198,7 +198,7 @@ class _ResilientRank:
         """Copy the model for building the next generation, write plan and history, and prepare the decoding workers."""
         if self._spare is None:
             self._spare = copy.deepcopy(self._prepared.model)
-        stand_by(comm, decoding_of(self._config.data))
+        warm_up_next_owner(comm, decoding_of(self._config.data))
         if comm.rank == 0:
             self._show_plan()
             write_history(self._folder.path, self._config.output_dir)
@@ -245,7 +245,7 @@ class _ResilientRank:
         self._store_at = at
         self._worker = replace(self._worker, store=store)
         if held is not None:
-            tell_plan(self._store, held.generation, held.planned, held.members, held.workers)
+            publish_plan(self._store, held.generation, held.planned, held.members, held.workers)
             self._store.set(_BEGUN, b"")
 
     def _made(self, order: Rebuild) -> HeldState:
@@ -266,13 +266,13 @@ class _ResilientRank:
         else:
             try:
                 old = None if held is None else held.trainer
-                copied = take_over(trainer, old, self._folder.checkpoints)
+                copied = inherit_state(trainer, old, self._folder.checkpoints)
                 watch.lap("copy")
                 if self._config.resilience.salvage and not order.doubted:
-                    pairs, given = take_up(trainer, old, order.base, self._handed_over)
+                    pairs, given = adopt_gradients(trainer, old, order.base, self._handed_over)
                 trainer.decide_ahead()
                 watch.lap("salvage")
-            except Lost:
+            except StateLost:
                 trainer.comm.world.barrier("the news that state is lost")
                 self._still()
                 trainer = self._trainer(order, planned, weights_follow=False, before=None)
@@ -349,7 +349,7 @@ class _ResilientRank:
         """Start without existing state: as configured, or, once the run has begun, from its newest checkpoint."""
         begun = self._store.check([_BEGUN])
         if trainer.rank == 0:
-            clear_handed_over(self._handed_over)  # files of an earlier run
+            delete_exported_gradients(self._handed_over)  # files of an earlier run
         checkpoint = self._start.checkpoint
         if begun and trainer.rank == 0:
             newest, _ = newest_valid(self._folder.checkpoints)
@@ -373,7 +373,7 @@ class _ResilientRank:
         held = self._held
         if held is not None and self._config.resilience.salvage:
             try:
-                hand_over(self._handed_over, held.generation, held.trainer.runtime)
+                export_gradients(self._handed_over, held.generation, held.trainer.runtime)
             except Exception as error:
                 print(
                     f"warning: this rank leaves, and could not hand over its gradients: {error}", flush=True

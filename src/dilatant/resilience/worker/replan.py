@@ -42,7 +42,7 @@ def replan(
             plan, anchor, survivors, list(joined), fault_tolerance, num_microbatches, seconds
         )
     except PlanError:
-        return _together(plan, anchor, len(survivors) + len(joined), fault_tolerance)
+        return _colocate_all(plan, anchor, len(survivors) + len(joined), fault_tolerance)
 
 
 def _reinstantiated(
@@ -69,7 +69,7 @@ def _reinstantiated(
     owners = [name for name in owners if name not in homeless]
     used = {rank for name in owners for groups in alive[name] for group in groups for rank in group}
     free = sorted({*joined, *(new for new in survivors.values() if new not in used)})
-    given = _share_out(plan, owners, alive, free, anchor)
+    given = _assign_free_ranks(plan, owners, alive, free, anchor)
     made: dict[str, UnitPlan] = {}
     for name in owners:
         made[name] = _unit(
@@ -83,7 +83,7 @@ def _reinstantiated(
         )
     for name, host in hosts.items():
         if host is not None:
-            made[name] = _guest(plan, name, made[host], host, survivors, layer_seconds[name])
+            made[name] = _place_on_host(plan, name, made[host], host, survivors, layer_seconds[name])
     new = Plan(tuple(made[unit.name] for unit in plan.units))
     if new.ranks != tuple(range(len(survivors) + len(joined))):
         raise PlanError(f"ranks {new.ranks} are used of {len(survivors) + len(joined)}")
@@ -130,7 +130,7 @@ def _groups(replica: Replica) -> list[RankGroup]:
     return list(dict.fromkeys(stage.ranks for stage in replica.stages))
 
 
-def _share_out(
+def _assign_free_ranks(
     plan: Plan,
     owners: Sequence[str],
     alive: Mapping[str, list[list[RankGroup]]],
@@ -218,7 +218,7 @@ def _templates(layer_seconds: tuple[float, ...], most: int, num_microbatches: in
     )
 
 
-def _guest(
+def _place_on_host(
     plan: Plan,
     name: str,
     host: UnitPlan,
@@ -267,7 +267,7 @@ def _renamed(replica: Replica, survivors: Mapping[int, int]) -> Replica:
     )
 
 
-def _together(plan: Plan, anchor: str, size: int, fault_tolerance: int) -> Plan:
+def _colocate_all(plan: Plan, anchor: str, size: int, fault_tolerance: int) -> Plan:
     """Place all units on all ranks: with the required number of replicas if it divides the ranks, else one per rank."""
     layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
     feeds = {unit.name: unit.feeds for unit in plan.units}

@@ -24,7 +24,7 @@ LayerWeights = Mapping[str, Sequence[frozenset[str]]]
 """Unit → for each layer, the logical names of its trainable weights; a tied weight occurs in two layers."""
 
 
-class Drawn(Protocol):
+class NumberedSample(Protocol):
     """A sample with its position in training order (`draw`)."""
 
     @property
@@ -57,7 +57,7 @@ class LossShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class AccumulationReport:
     """One rank's report of the gradients and losses accumulated in step `step`, which no rank has applied. draws:
     `draw` of each sample of the batch. unused: weights in `layers` without a gradient, since no sample used them."""
 
@@ -109,7 +109,7 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class Move:
     """Send the gradient of a weight from `source` to rank `target`, often the same rank, which adds it to its own.
-    source: a rank, or a number past all ranks for gradients exported by a departed rank (see `decide`)."""
+    source: a rank, or a number past all ranks for gradients exported by a departed rank (see `decide_reuse`)."""
 
     name: str
     source: int
@@ -117,7 +117,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Salvage:
+class ReusePlan:
     """The reused part of a step, the same on every rank. Ranks are numbered as in the new plan. losses: (rank that
     holds the values, losses)."""
 
@@ -127,7 +127,7 @@ class Salvage:
     losses: tuple[tuple[int, LossShare], ...]
     moves: tuple[Move, ...] = ()
 
-    def is_of(self, step: int, samples: Sequence[Drawn]) -> bool:
+    def is_of(self, step: int, samples: Sequence[NumberedSample]) -> bool:
         """Return True if this is the reused part of that step with exactly these samples."""
         return self.step == step and self.draws == tuple(sample.draw for sample in samples)
 
@@ -177,10 +177,10 @@ class Salvage:
 
 
 @dataclass(frozen=True, slots=True)
-class Salvaged:
+class PartialStep:
     """The reused part of a step, and the samples that still have to run (`missing`)."""
 
-    salvage: Salvage
+    salvage: ReusePlan
     missing: frozenset[int]
 
     def losses_of(self, rank: int) -> list[LossShare]:
@@ -192,13 +192,13 @@ class Salvaged:
         ]
 
 
-def decide(
-    told: Sequence[Finished | None],
+def decide_reuse(
+    told: Sequence[AccumulationReport | None],
     step: int,
     plan: Plan,
     weights: LayerWeights,
-    gone: Sequence[tuple[int, Finished]] = (),
-) -> Salvage | None:
+    gone: Sequence[tuple[int, AccumulationReport]] = (),
+) -> ReusePlan | None:
     """Decide which gradients of step `step` are reused, and which rank of `plan` adopts them; None if nothing is.
 
     told: the report of each new rank, None without one. gone: (rank that acts for it, report) of each departed rank;
@@ -210,9 +210,9 @@ def decide(
     if not having or len({each.draws for _, each in having}) > 1:
         return None
     new_of = {each.rank: rank for rank, each in having}
-    shares = _whole(having, new_of)
+    shares = _complete_shares(having, new_of)
     targets = _targets(shares, new_of, plan)
-    shares = _agreeing(shares, targets, weights, _tied_together(plan, weights))
+    shares = _reusable_shares(shares, targets, weights, _tied_together(plan, weights))
     kept: dict[Layer, Counter[int]] = defaultdict(Counter)
     for share in shares:
         kept[share.layer].update(share.samples)
@@ -235,12 +235,12 @@ def decide(
     acting = [*range(len(told)), *(rank for rank, _ in gone)]
     losses = tuple(
         (acting[rank], replace(share, ranks=tuple(acting[new_of[old]] for old in share.ranks)))
-        for rank, share in _whole_losses(having, new_of)
+        for rank, share in _complete_losses(having, new_of)
         if rank < len(told) or len(share.ranks) == 1
     )
-    if _told_twice(losses):
+    if _has_duplicate_losses(losses):
         losses = ()
-    return Salvage(step, having[0][1].draws, layers, losses, tuple(moves)) if layers else None
+    return ReusePlan(step, having[0][1].draws, layers, losses, tuple(moves)) if layers else None
 
 
 def patterns_of(samples: Collection[int], covered: Mapping[Layer, frozenset[int]]) -> dict[int, int]:
@@ -254,10 +254,10 @@ def patterns_of(samples: Collection[int], covered: Mapping[Layer, frozenset[int]
     return found
 
 
-Having = Sequence[tuple[int, Finished]]
+Reports = Sequence[tuple[int, AccumulationReport]]
 
 
-def _whole(having: Having, new_of: Mapping[int, int]) -> list[LayerShare]:
+def _complete_shares(having: Reports, new_of: Mapping[int, int]) -> list[LayerShare]:
     """Return the shares that all ranks of their stage report identically."""
     said: dict[LayerShare, set[int]] = defaultdict(set)
     for _, each in having:
@@ -267,7 +267,7 @@ def _whole(having: Having, new_of: Mapping[int, int]) -> list[LayerShare]:
     return [share for share, ranks in said.items() if ranks == {*share.ranks} and ranks <= new_of.keys()]
 
 
-def _whole_losses(having: Having, new_of: Mapping[int, int]) -> list[tuple[int, LossShare]]:
+def _complete_losses(having: Reports, new_of: Mapping[int, int]) -> list[tuple[int, LossShare]]:
     said: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for _, each in having:
         for share in each.losses:
@@ -280,7 +280,7 @@ def _whole_losses(having: Having, new_of: Mapping[int, int]) -> list[tuple[int, 
     ]
 
 
-def _told_twice(losses: Sequence[tuple[int, LossShare]]) -> bool:
+def _has_duplicate_losses(losses: Sequence[tuple[int, LossShare]]) -> bool:
     counts: Counter[tuple[str, int, int]] = Counter()
     for share in {_loss_key(share): share for _, share in losses}.values():
         layers = range(share.first, share.end)
@@ -340,7 +340,7 @@ def _tied_together(plan: Plan, weights: LayerWeights) -> list[tuple[Layer, Layer
     return list(pairs)
 
 
-def _agreeing(
+def _reusable_shares(
     shares: Sequence[LayerShare],
     targets: Mapping[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None],
     weights: LayerWeights,

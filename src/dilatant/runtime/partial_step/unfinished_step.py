@@ -14,13 +14,13 @@ from dilatant.models.core.unit import Unit
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.partial_step.salvage import (
-    Finished,
+    AccumulationReport,
     Layer,
     LayerShare,
     LayerWeights,
     LossShare,
-    Salvage,
-    Salvaged,
+    PartialStep,
+    ReusePlan,
 )
 from dilatant.runtime.state.exact_sums import rounded_loss
 
@@ -44,7 +44,7 @@ class Ledger:
 
 
 @contextmanager
-def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def mask_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Discard what is accumulated into the gradients of `parameters` inside this context."""
     kept = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -68,7 +68,7 @@ def trained_by_layer(units: Mapping[str, Unit]) -> LayerWeights:
     return found
 
 
-def speaking_layers(units: Mapping[str, Unit]) -> dict[str, range]:
+def loss_layers(units: Mapping[str, Unit]) -> dict[str, range]:
     """Return unit → layers that compute losses: the last one, or all if the unit also has router losses."""
     return {
         name: range(0 if len(unit.losses) > 1 else len(unit.layers) - 1, len(unit.layers))
@@ -78,10 +78,10 @@ def speaking_layers(units: Mapping[str, Unit]) -> dict[str, range]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _CurrentStep:
     step: int
     draws: tuple[int, ...]
-    salvaged: Salvaged | None
+    salvaged: PartialStep | None
     ledger: Ledger
     sources: tuple[int, ...]
 
@@ -89,7 +89,7 @@ class _Begun:
 class UnfinishedStep:
     """Track, for one rank, which gradients were recovered after a failure and which have been accumulated since.
 
-    weights, speaking: see `trained_by_layer`, `speaking_layers`. num_sources: number of data sets with separate losses.
+    weights, speaking: see `trained_by_layer`, `loss_layers`. num_sources: number of data sets with separate losses.
     """
 
     def __init__(
@@ -107,23 +107,23 @@ class UnfinishedStep:
         self.speaking = speaking
         self._anchor = anchor
         self._num_sources = num_sources
-        self.salvage: Salvage | None = None
+        self.salvage: ReusePlan | None = None
         """The reused part of the next step."""
         self.gradients: dict[str, Tensor] = {}
         """This rank's reused gradients by logical name."""
-        self._begun: _Begun | None = None
+        self._begun: _CurrentStep | None = None
 
-    def take_up(self, salvage: Salvage, gradients: Mapping[str, Tensor]) -> None:
+    def take_up(self, salvage: ReusePlan, gradients: Mapping[str, Tensor]) -> None:
         """Adopt the reused part of the next step."""
         self.salvage, self.gradients = salvage, dict(gradients)
 
     def begin(
-        self, step: int, draws: tuple[int, ...], salvaged: Salvaged | None, sources: Sequence[int]
+        self, step: int, draws: tuple[int, ...], salvaged: PartialStep | None, sources: Sequence[int]
     ) -> tuple[Ledger, dict[str, Tensor]]:
         """Begin a step, with the reused part `salvaged` if not None. sources: index of each sample's data set. Returns
         the ledger to fill and the initial gradients."""
         ledger = Ledger()
-        self._begun = _Begun(step, draws, salvaged, ledger, tuple(sources))
+        self._begun = _CurrentStep(step, draws, salvaged, ledger, tuple(sources))
         gradients = self.gradients if salvaged is not None else {}
         self.salvage, self.gradients = None, {}
         return ledger, gradients
@@ -147,7 +147,7 @@ class UnfinishedStep:
                 names |= self.weights[stage.unit][number]
         return names
 
-    def finished(self, local: Mapping[str, Tensor]) -> Finished | None:
+    def finished(self, local: Mapping[str, Tensor]) -> AccumulationReport | None:
         """Return this rank's report of the unfinished step, if any. local: its own gradients, including reused ones."""
         if self._begun is None:
             return self._taken_up()
@@ -173,11 +173,11 @@ class UnfinishedStep:
         if begun.salvaged is not None:
             losses += begun.salvaged.losses_of(self._rank)
         used = {name for share in layers for name in self.weights[share.layer[0]][share.layer[1]]}
-        return Finished(
+        return AccumulationReport(
             self._rank, begun.step, begun.draws, tuple(layers), tuple(losses), frozenset(used - local.keys())
         )
 
-    def _taken_up(self) -> Finished | None:
+    def _taken_up(self) -> AccumulationReport | None:
         salvage = self.salvage
         if salvage is None:
             return None
@@ -185,7 +185,7 @@ class UnfinishedStep:
         losses = tuple(share for rank, share in salvage.losses if rank == self._rank)
         used = {name for share in layers for name in self.weights[share.layer[0]][share.layer[1]]}
         unused = frozenset(used - self.gradients.keys())
-        return Finished(self._rank, salvage.step, salvage.draws, layers, losses, unused)
+        return AccumulationReport(self._rank, salvage.step, salvage.draws, layers, losses, unused)
 
     def _unsure(self, open_stages: Collection[int]) -> set[str]:
         """Return the weights whose gradients an interrupted action was modifying."""

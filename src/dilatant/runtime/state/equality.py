@@ -11,7 +11,7 @@ from torch import Tensor
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BucketShare
+from dilatant.plan.buckets import BucketShard
 from dilatant.runtime.state.shared_groups import group_of
 
 _ROUNDING = 1e-9
@@ -19,7 +19,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compared:
+class ComparedTensors:
     """Tensors that must be equal. what: their name in errors. tensor_of: cell → this rank's part of the tensor, or None
     (then None on all ranks). is_state: optimizer state is compared between the owners of the same shard, weights
     between all holders."""
@@ -33,7 +33,7 @@ class Compared:
 class _Sums:
     """Checksums of this rank's part of a bucket, as [sums, -sums]; the maximum over ranks yields both extremes."""
 
-    compared: Compared
+    compared: ComparedTensors
     boxes: tuple[Box, ...]
     rounds: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class _Sums:
 
 
 @torch.no_grad()
-def require_equal(comm: Comm, shares: Iterable[BucketShare], everything: Sequence[Compared]) -> None:
+def require_equal(comm: Comm, shares: Iterable[BucketShard], everything: Sequence[ComparedTensors]) -> None:
     """Raise UserError naming the tensors that differ between replicas; summing their gradients would be meaningless.
 
     Compares two checksums per tensor, which differ for other random weights or files, in one message per set of ranks.
@@ -81,7 +81,7 @@ def require_equal(comm: Comm, shares: Iterable[BucketShare], everything: Sequenc
         )
 
 
-def _sums(comm: Comm, share: BucketShare, compared: Compared) -> _Sums | None:
+def _sums(comm: Comm, share: BucketShard, compared: ComparedTensors) -> _Sums | None:
     """Return the checksums of a share, or None if no other rank holds any of it."""
     boxes = share.own if compared.is_state else share.bucket.boxes
     if compared.is_state:

@@ -20,7 +20,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.group import Pending
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BucketShare
+from dilatant.plan.buckets import BucketShard
 from dilatant.runtime.state.exact_sums import ExactGradients, to_numbers
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.shared_groups import group_of
@@ -31,7 +31,7 @@ class _BucketSum:
     """A bucket in flight. numbers: the buffer that `pending` fills, for this rank's shard or the whole bucket. across:
     the sum over the nodes' equal shards has not started."""
 
-    share: BucketShare
+    share: BucketShard
     numbers: Tensor
     pending: Pending
     across: bool = False
@@ -50,7 +50,7 @@ class GradientSync:
         comm: Comm,
         owned: OwnedWeights,
         stages_of: Mapping[str, frozenset[int]],
-        shares: Sequence[BucketShare],
+        shares: Sequence[BucketShard],
         silent: Set[str] = frozenset(),
     ) -> None:
         self._comm = comm
@@ -153,7 +153,7 @@ class GradientSync:
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for all sums and store them in `grad` of the owned weights; weights without any user get no gradient."""
-        arrived: list[tuple[BucketShare, Tensor, Tensor]] = []
+        arrived: list[tuple[BucketShard, Tensor, Tensor]] = []
         self._start_ready(wait=True)
         self._cross(wait=True)
         waiting: list[_BucketSum | None] = list(self._started)
@@ -187,7 +187,7 @@ class GradientSync:
             hook.remove()
         self._hooks = []
 
-    def _is_summed(self, share: BucketShare) -> bool:
+    def _is_summed(self, share: BucketShard) -> bool:
         """Return True if the bucket has other holders, or contains only part of a weight held here."""
         held = self._owned.held
         return len(share.bucket.ranks) > 1 or any(box != held[box.name] for box in share.bucket.boxes)
@@ -222,7 +222,7 @@ class GradientSync:
                 self._cross()
         self._cross()
 
-    def _crosses_before(self, share: BucketShare) -> bool:
+    def _crosses_before(self, share: BucketShard) -> bool:
         """Return True if the group of this bucket must first sum an earlier bucket across nodes. A group needs the same
         order on all ranks, but only each node knows when its own sum is complete."""
         waiting = (one for one in self._started[self._crossed :] if one.across)
@@ -245,7 +245,7 @@ class GradientSync:
             self._crossed += 1
 
     @torch.no_grad()
-    def _start(self, share: BucketShare) -> _BucketSum:
+    def _start(self, share: BucketShard) -> _BucketSum:
         numbers = self._pack(share)
         for name in share.bucket.names:
             self._unpacked[name] -= 1
@@ -263,7 +263,7 @@ class GradientSync:
         group = group_of(self._comm, _ranks_of(share))
         return _BucketSum(share, numbers, group.sum_(numbers, what))
 
-    def _pack(self, share: BucketShare) -> Tensor:
+    def _pack(self, share: BucketShard) -> Tensor:
         """Concatenate the gradients of a bucket's cells and, for each cell, a count of the holders that used it: AdamW
         treats an unused weight differently from a zero gradient. For reduce-scatter, shards are padded to equal length,
         and the counts of all cells follow each shard."""
@@ -299,11 +299,11 @@ class GradientSync:
         weight.grad[self._owned.held[box.name].place(box)] = gradient
 
 
-def _is_scattered(share: BucketShare) -> bool:
+def _is_scattered(share: BucketShard) -> bool:
     return share.is_divided and share.even
 
 
-def _ranks_of(share: BucketShare) -> tuple[int, ...]:
+def _ranks_of(share: BucketShard) -> tuple[int, ...]:
     """Return the ranks that all-reduce an unscattered bucket: all holders, if nodes shard the bucket differently."""
     return share.alike if share.even else share.bucket.ranks
 
@@ -319,11 +319,11 @@ def _own_part(under_way: _BucketSum) -> Tensor:
     return torch.cat([numbers[share.begins : end], numbers[sum(share.sizes) :]])
 
 
-def _numbers_and_flags(share: BucketShare, own: Tensor) -> tuple[BucketShare, Tensor, Tensor]:
+def _numbers_and_flags(share: BucketShard, own: Tensor) -> tuple[BucketShard, Tensor, Tensor]:
     count = len(share.bucket.boxes)
     return share, own[:-count], own[-count:]
 
 
-def _named(share: BucketShare) -> str:
+def _named(share: BucketShard) -> str:
     names, ranks = share.bucket.names, share.bucket.ranks
     return f"gradients of {names[0]} to {names[-1]} on ranks {ranks}"

@@ -66,7 +66,7 @@ def boxes_held_on(held: Holdings, rank: int) -> dict[str, Box]:
     return {name: holding.boxes[rank] for name, holding in held.items() if rank in holding.boxes}
 
 
-def part(tensor: Tensor, box: Box) -> Tensor:
+def slice_of(tensor: Tensor, box: Box) -> Tensor:
     """Return the part `box` of a whole weight: a view if it is all of it, otherwise a copy."""
     if box.is_whole:
         return tensor

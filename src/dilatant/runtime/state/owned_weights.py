@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Pending
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BucketShare
+from dilatant.plan.buckets import BucketShard
 from dilatant.plan.holdings import Holdings
 from dilatant.runtime.state.shared_groups import group_of
 
@@ -33,7 +33,7 @@ class OwnedWeights:
         comm: Comm,
         weights: Mapping[str, nn.Parameter],
         holdings: Holdings,
-        shares: Sequence[BucketShare],
+        shares: Sequence[BucketShard],
         exact: Mapping[str, Tensor] | None = None,
         masters: bool = True,
         before: OwnedWeights | None = None,
@@ -98,7 +98,7 @@ class OwnedWeights:
         """All-gather the updated weights from their owners to all holders; called by all ranks after every update."""
         for key, copied in self._copies.items():
             copied.copy_(self.parameters[key])
-        under_way: tuple[BucketShare, Tensor, Pending] | None = None
+        under_way: tuple[BucketShard, Tensor, Pending] | None = None
         for share in self._divided:  # one bucket is gathered while the previous one is unpacked
             started = self._start(share)
             if under_way is not None:
@@ -129,7 +129,7 @@ class OwnedWeights:
             parameter.grad_dtype = torch.float32
         return parameter
 
-    def _start(self, share: BucketShare) -> tuple[BucketShare, Tensor, Pending]:
+    def _start(self, share: BucketShard) -> tuple[BucketShard, Tensor, Pending]:
         weight = self.weights[share.bucket.names[0]]
         own = weight.new_empty(share.width)
         start = 0
@@ -142,7 +142,7 @@ class OwnedWeights:
         what = f"updated weights {names[0]} to {names[-1]} on ranks {share.sharing}"
         return share, flat, group_of(self.comm, share.sharing).all_gather(flat, own, what)
 
-    def _finish(self, share: BucketShare, flat: Tensor, pending: Pending) -> None:
+    def _finish(self, share: BucketShard, flat: Tensor, pending: Pending) -> None:
         pending.wait()
         if min(share.sizes) < share.width:
             rows = flat.view(len(share.sharing), -1)

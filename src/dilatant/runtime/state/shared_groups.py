@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group
-from dilatant.plan.buckets import BucketShare
+from dilatant.plan.buckets import BucketShard
 from dilatant.plan.plan import Stage
 
 
-def open_groups(comm: Comm, shares: Iterable[BucketShare]) -> None:
+def open_groups(comm: Comm, shares: Iterable[BucketShard]) -> None:
     """Open every group that `shares` need, in the same order on all ranks, which prevents deadlock."""
     wanted = set()
     for share in shares:

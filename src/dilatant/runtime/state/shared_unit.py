@@ -17,19 +17,19 @@ from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
 from dilatant.models.language.language_stage import LanguageStage
 from dilatant.models.parallel.tensor_parallel import (
-    share_blocks,
-    share_experts,
-    share_vocabulary,
+    shard_blocks,
+    shard_experts,
+    shard_vocabulary,
     with_weights,
 )
 from dilatant.models.parallel.tensor_plan import tensor_plan
 from dilatant.plan.boxes import Box
 from dilatant.plan.plan import Stage as StagePlan
-from dilatant.runtime.state.holders import part
+from dilatant.runtime.state.holders import slice_of
 from dilatant.runtime.state.shared_groups import group_in, tensor_group_of
 
 
-class SharedUnit:
+class ShardedUnit:
     """A transformers model sharded over tensor-parallel ranks, expert-parallel ranks or both. The unit itself is not
     changed: it stays whole, or on the meta device.
 
@@ -76,18 +76,18 @@ class SharedUnit:
         blocks = list(model.get_submodule(structure.blocks).children())
         start = max(first - 1, 0)
         experts = self._plan.experts[start : start + len(blocks)]
-        share_experts(blocks, experts, self._ranks, self._holders_of(placed))
+        shard_experts(blocks, experts, self._ranks, self._holders_of(placed))
         if self._ranks is None:
             return
         regions = self._plan.regions[start : start + len(blocks)]
-        stage.shards = share_blocks(blocks, regions, experts, self._ranks, stage.behind_blocks)
+        stage.shards = shard_blocks(blocks, regions, experts, self._ranks, stage.behind_blocks)
         if isinstance(stage, LanguageStage):
             whole = cast(PreTrainedModel, self._unit.model)
             rows, head_rows = (
                 cast(nn.Linear, module).weight.shape[0]
                 for module in (whole.get_input_embeddings(), whole.get_output_embeddings())
             )
-            stage.vocabulary = share_vocabulary(cast(PreTrainedModel, model), rows, head_rows, self._ranks)
+            stage.vocabulary = shard_vocabulary(cast(PreTrainedModel, model), rows, head_rows, self._ranks)
 
     def _holders_of(self, placed: StagePlan) -> ExpertGroup | None:
         if placed.ep == 1:
@@ -108,7 +108,7 @@ class SharedUnit:
         box = self._boxes[name]
         if is_given:  # filled in later
             return torch.empty(box.shape, dtype=whole.dtype)
-        return part(whole, box).clone() if box.is_whole else part(whole, box)
+        return slice_of(whole, box).clone() if box.is_whole else slice_of(whole, box)
 
     def _release(self, absent: Collection[str]) -> None:
         """Move whole weights back to the meta device if they came from there."""

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BucketShare, Format, make_buckets, share_of
+from dilatant.plan.buckets import BucketShard, Format, make_buckets, shard_of
 from dilatant.plan.holdings import Holdings
-from dilatant.runtime.state.equality import Compared, require_equal
+from dilatant.runtime.state.equality import ComparedTensors, require_equal
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.shared_groups import open_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SharedWeights:
+class BucketedWeights:
     """A rank's trainable weights. shares: its parts of buckets. owned: boxes it updates. sync: their gradient sync."""
 
-    shares: tuple[BucketShare, ...]
+    shares: tuple[BucketShard, ...]
     owned: OwnedWeights
     sync: GradientSync
 
@@ -38,11 +38,13 @@ class SharedWeights:
 
             return state_of
 
-        states = [Compared(kind, of_kind(tensors), is_state=True) for kind, tensors in (state or {}).items()]
-        require_equal(self.owned.comm, self.shares, [Compared("weights", self.owned.view), *states])
+        states = [
+            ComparedTensors(kind, of_kind(tensors), is_state=True) for kind, tensors in (state or {}).items()
+        ]
+        require_equal(self.owned.comm, self.shares, [ComparedTensors("weights", self.owned.view), *states])
 
 
-def share_weights(
+def bucket_weights(
     comm: Comm,
     weights: Mapping[str, nn.Parameter],
     stages_of: Mapping[str, Collection[int]],
@@ -54,17 +56,17 @@ def share_weights(
     exact: Mapping[str, Tensor] | None = None,
     masters: bool = True,
     before: OwnedWeights | None = None,
-) -> SharedWeights:
+) -> BucketedWeights:
     """Bucket the trainable weights for ownership and gradient sync; called by all ranks, on which only `weights` and
     `stages_of` differ.
 
     weights: the trainable ones held here, by logical name. stages_of: this rank's stages that use them. formats: of
-    every trainable weight on any rank. zero, node_of: see `share_of`; without node_of all ranks are on one node. exact,
+    every trainable weight on any rank. zero, node_of: see `shard_of`; without node_of all ranks are on one node. exact,
     masters, before: see `OwnedWeights`.
     """
     nodes = [0] * comm.size if node_of is None else node_of
     shares = tuple(
-        share_of(bucket, comm.rank, zero, nodes)
+        shard_of(bucket, comm.rank, zero, nodes)
         for bucket in make_buckets(holdings, formats, formats, bucket_bytes)
         if comm.rank in bucket.ranks
     )
@@ -72,4 +74,4 @@ def share_weights(
     owned = OwnedWeights(comm, weights, holdings, shares, exact, masters, before)
     silent = frozenset(name for name in weights if comm.rank in holdings[name].silent)
     using = {name: frozenset(stages_of[name]) for name in weights}
-    return SharedWeights(shares, owned, GradientSync(comm, owned, using, shares, silent))
+    return BucketedWeights(shares, owned, GradientSync(comm, owned, using, shares, silent))

@@ -30,7 +30,7 @@ from dilatant.models.parallel.grouped_linear import grouped_linear
 _PIECE = 1 << 24
 """Elements of a weight gradient that are computed at once, if it is computed and accumulated in different dtypes."""
 
-Deferred = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor, Sequence[int] | None]
+DelayedGradient = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor, Sequence[int] | None]
 """A delayed weight gradient: weight and bias (None if frozen), the inputs [rows, in_features], the output gradient
 [rows, out_features] and, for experts, the number of rows of each expert."""
 
@@ -45,7 +45,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self.splits = True
         self._deferring = False
-        self._deferred: list[Deferred] = []
+        self._deferred: list[DelayedGradient] = []
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -60,18 +60,18 @@ class WeightGradients:
     def is_deferring(self) -> bool:
         return self._deferring
 
-    def defer(self, deferred: Deferred) -> None:
+    def defer(self, deferred: DelayedGradient) -> None:
         """Record a linear layer's weight gradient for later."""
         self._deferred.append(deferred)
 
-    def take(self) -> list[Deferred]:
+    def take(self) -> list[DelayedGradient]:
         """Return the weight gradients recorded since the last call, in backward order; for `accumulate`."""
         deferred, self._deferred = self._deferred, []
         return deferred
 
 
 @torch.no_grad()
-def accumulate(deferred: list[Deferred]) -> None:
+def accumulate(deferred: list[DelayedGradient]) -> None:
     """Add delayed weight gradients to `grad`, freeing their inputs one by one."""
     deferred.reverse()
     while deferred:
@@ -108,7 +108,7 @@ class DeferredLinear(ParallelLinear):
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class ReplacedLayers:
     """The layers that `replace_linears` replaced in a stage. linears: (parent, attribute name, original layer).
     experts: modules with a replaced computation."""
 
@@ -118,7 +118,7 @@ class Replaced:
 
 def replace_linears(
     stage: nn.Module, gradients: WeightGradients, undeferred: Collection[nn.Module] = ()
-) -> Replaced:
+) -> ReplacedLayers:
     """Replace every plain linear layer by a DeferredLinear, and make fused experts delay their gradients, too; returns
     the argument of `restore_linears`.
 
@@ -150,10 +150,10 @@ def replace_linears(
     experts = tuple(module for module in stage.modules() if is_fused(module))
     for module in experts:
         group_experts(module).product = product
-    return Replaced(places, experts)
+    return ReplacedLayers(places, experts)
 
 
-def restore_linears(replaced: Replaced) -> None:
+def restore_linears(replaced: ReplacedLayers) -> None:
     """Undo `replace_linears`; weights that were meanwhile loaded, frozen or moved are kept."""
     for parent, name, linear in replaced.linears:
         current = parent._modules[name]

@@ -27,7 +27,7 @@ INTERVAL = 16
 begins, so a step may be planned at least this many steps ahead."""
 FORGETTING = 0.95
 """Decay of the sums per step: an average over about twenty steps."""
-UNSETTLED = 2
+IGNORED_STEPS = 2
 """Number of steps after a start that are ignored, since buffers are allocated and kernels chosen in them."""
 RIDGE = 2e-3
 """Strength of the ridge terms that pull a unit's part factors towards one common factor, and that factor towards 1."""
@@ -40,7 +40,7 @@ _TRIANGLE = np.triu_indices(PARTS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnWork:
+class RankWork:
     """Predicted cost of one rank's actions in a step, in order: `parts [actions, 3]` in seconds (quadratic, linear,
     fixed) and `group [actions]`, numbered by `CostCorrection.group_of`."""
 
@@ -75,7 +75,7 @@ class CostCorrection:
         self._versions: dict[int, NDArray[np.float64]] = {0: np.ones((2 * len(self._units), PARTS))}
         self._costs: dict[int, StepCosts] = {0: origin}
         self._finished: int | None = None
-        self._settling = UNSETTLED
+        self._settling = IGNORED_STEPS
         self._warned = False
         self._lock = Lock()
 
@@ -113,10 +113,10 @@ class CostCorrection:
     def group_of(
         self, stage: NDArray[np.signedinteger], kind: NDArray[np.signedinteger]
     ) -> NDArray[np.int64]:
-        """Return `OwnWork.group` for actions given by stage number and index in `KIND_ORDER`."""
+        """Return `RankWork.group` for actions given by stage number and index in `KIND_ORDER`."""
         return self._group[stage, kind]
 
-    def own(self, rank: int, work: OwnWork, seconds: Sequence[float]) -> list[float]:
+    def own(self, rank: int, work: RankWork, seconds: Sequence[float]) -> list[float]:
         """Return this rank's sums for a step whose actions took `seconds`; `finish` needs the total over all ranks."""
         measured, predicted = np.asarray(seconds, dtype=np.float64), work.parts.sum(axis=1)
         sums = np.zeros(self._sums.shape)

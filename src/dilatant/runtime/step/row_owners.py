@@ -17,14 +17,21 @@ from numpy.typing import NDArray
 from dilatant.models.core.stage import Boundary, StepData
 from dilatant.models.core.unit import Unit
 from dilatant.plan.plan import PlacedStage
-from dilatant.runtime.routes import RouteLink, Routes, boundary_of, divide_rows, places_met, ranks_in
+from dilatant.runtime.routes import (
+    RouteLink,
+    Routes,
+    boundary_of,
+    context_parallel_pairs,
+    divide_rows,
+    ranks_in,
+)
 from dilatant.schedule.dependencies import Message
 
 Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class MessageSlice:
     """The part of a message sent from one rank to another: `rows` rows of `width` numbers. at_source: indices among the
     sender's rows of the message; at_target: among those sent to the receiver; None for all."""
 
@@ -52,7 +59,7 @@ class RowOwners:
         self._routes = routes
         self._data = data
         self._of_elements: dict[tuple[str, int, tuple[int, ...]], list[NDArray[np.integer]]] = {}
-        self._parcels: dict[tuple[Message, RouteLink], Parcel] = {}
+        self._parcels: dict[tuple[Message, RouteLink], MessageSlice] = {}
         self._crossings: dict[tuple[Message, int], dict[tuple[int, int], Rows]] = {}
 
     def counts(
@@ -68,7 +75,7 @@ class RowOwners:
             int((owners == place).sum()) for owners in self._owners(stage, samples, samples, other, boundary)
         ]
 
-    def parcel(self, message: Message, link: RouteLink) -> Parcel:
+    def parcel(self, message: Message, link: RouteLink) -> MessageSlice:
         """Return the part of a message that is sent along a link."""
         if (message, link) not in self._parcels:
             self._parcels[message, link] = self._parcel(message, link)
@@ -87,16 +94,18 @@ class RowOwners:
             return None
         return tuple(np.searchsorted(target, rows) for rows in sent)
 
-    def _parcel(self, message: Message, link: RouteLink) -> Parcel:
+    def _parcel(self, message: Message, link: RouteLink) -> MessageSlice:
         boundary = self.boundary(message)
         made, taken = (self._placed[stage].stage for stage in link[:2])
         if len(made.ranks) == len(taken.ranks) == 1:
-            return Parcel(self._count(message), boundary.width, boundary.dtype)
+            return MessageSlice(self._count(message), boundary.width, boundary.dtype)
         part, place = made.ranks.index(link[2]) // made.tp, taken.ranks.index(link[3]) // taken.tp
         rows = self._crossing(message, place)[link[2:]]
         source = self._rows_at(message, link[0], link[1], part)
         target = self._sent_to(message, place, link[3])
-        return Parcel(len(rows), boundary.width, boundary.dtype, _among(rows, source), _among(rows, target))
+        return MessageSlice(
+            len(rows), boundary.width, boundary.dtype, _among(rows, source), _among(rows, target)
+        )
 
     def _crossing(self, message: Message, place: int) -> dict[tuple[int, int], Rows]:
         """Return (sender, receiver) → the rows sent between them, for receivers at one context-parallel index."""
@@ -105,7 +114,7 @@ class RowOwners:
             samples = [self._routes.samples[end] for end in (message.producer, message.consumer)]
             target = self._rows_at(message, taking.index, giving.index, place)
             found = self._crossings[message, place] = {}
-            for part, at in places_met(giving, taking, samples[0] == samples[1]):
+            for part, at in context_parallel_pairs(giving, taking, samples[0] == samples[1]):
                 if at != place:
                     continue
                 rows = self._rows_at(message, giving.index, taking.index, part)

@@ -17,10 +17,10 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.core.graph import ModelGraph
 from dilatant.plan.costs.step_costs import TOKENS
 from dilatant.plan.plan import Plan
-from dilatant.runtime.partial_step.salvage import LayerWeights, Salvage, Salvaged, patterns_of
+from dilatant.runtime.partial_step.salvage import LayerWeights, PartialStep, ReusePlan, patterns_of
 from dilatant.runtime.routes import Routes, derive_routes
 from dilatant.runtime.step.agreement import digest
-from dilatant.runtime.step.cost_correction import CostCorrection, OwnWork
+from dilatant.runtime.step.cost_correction import CostCorrection, RankWork
 from dilatant.schedule.assignment.split_batches import split_by_pattern
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.families.families import gpipe
@@ -31,7 +31,7 @@ from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import Trainability
 
 
-class Sized(Protocol):
+class SizedSample(Protocol):
     """The attributes of a sample that planning a step needs."""
 
     @property
@@ -58,12 +58,12 @@ class PreparedStep:
     actions: tuple[Action, ...]
     routes: Routes
     digests: Mapping[str, int]
-    work: OwnWork
+    work: RankWork
     timed: TimedStep
     origin: str
     is_rough: bool
     forwards: bool = False
-    salvaged: Salvaged | None = None
+    salvaged: PartialStep | None = None
 
     def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
         """Return name → digest of everything that must be equal on all ranks before data is exchanged. samples: those
@@ -113,7 +113,7 @@ class StepPlanner:
             index for index, backward in enumerate(trainability.backward) if backward
         }  # fmt: skip
 
-    def plan_step(self, samples: Sequence[Sized], step: int, forwards: bool = False) -> PreparedStep:
+    def plan_step(self, samples: Sequence[SizedSample], step: int, forwards: bool = False) -> PreparedStep:
         """Plan step `step` of the run from a global batch. forwards: plan only forwards, of units on which the language
         model's predictions depend. Raises RuntimeError, see `CostCorrection.costs_at`."""
         idle = self._graph.behind_anchor if forwards else ()
@@ -129,7 +129,7 @@ class StepPlanner:
             schedule = self._microbatching.family(self._plan, assignment, self._trainability)
         return self.prepare(samples, assignment, schedule, step, forwards)
 
-    def plan_missing(self, samples: Sequence[Sized], salvaged: Salvaged) -> PreparedStep:
+    def plan_missing(self, samples: Sequence[SizedSample], salvaged: PartialStep) -> PreparedStep:
         """Plan the missing part of a partly recovered step. Raises the errors of `plan_step`."""
         step, missing = salvaged.salvage.step, sorted(salvaged.missing)
         costs = self._costs.costs_at(step)
@@ -158,14 +158,18 @@ class StepPlanner:
         return replace(self.prepare(samples, assignment, schedule, step), salvaged=salvaged)
 
     def missing(
-        self, samples: Sequence[Sized], salvage: Salvage, weights: LayerWeights, speaking: Mapping[str, range]
-    ) -> Salvaged:
-        """Return the recovered part of a global batch, and the samples that must be rerun; see `Salvage.missing`."""
-        return Salvaged(salvage, salvage.missing(self._tokens(samples), weights, speaking))
+        self,
+        samples: Sequence[SizedSample],
+        salvage: ReusePlan,
+        weights: LayerWeights,
+        speaking: Mapping[str, range],
+    ) -> PartialStep:
+        """Return the recovered part of a global batch, and the samples that must be rerun; see `ReusePlan.missing`."""
+        return PartialStep(salvage, salvage.missing(self._tokens(samples), weights, speaking))
 
     def prepare(
         self,
-        samples: Sequence[Sized],
+        samples: Sequence[SizedSample],
         assignment: Assignment,
         schedule: Schedule,
         step: int,
@@ -199,22 +203,24 @@ class StepPlanner:
             forwards=forwards,
         )
 
-    def _tokens(self, samples: Sequence[Sized], idle: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    def _tokens(
+        self, samples: Sequence[SizedSample], idle: Collection[str] = ()
+    ) -> dict[str, tuple[int, ...]]:
         return {
             unit.name: tuple(0 if unit.name in idle else sample.sizes.get(unit.name, 0) for sample in samples)
             for unit in self._plan.units
         }
 
-    def _own_work(self, graph: ScheduleGraph, timed: TimedStep) -> OwnWork:
+    def _own_work(self, graph: ScheduleGraph, timed: TimedStep) -> RankWork:
         packed = graph.packed
         if self._rank not in packed.ranks:
-            return OwnWork(np.empty((0, 3)), np.empty(0, dtype=np.int64))
+            return RankWork(np.empty((0, 3)), np.empty(0, dtype=np.int64))
         index = packed.ranks.index(self._rank)
         rows = slice(packed.offsets[index], packed.offsets[index + 1])
         stage, kind, piece = packed.stage[rows], packed.kind[rows], packed.piece[rows]
         seconds = self._costs.origin.stages.seconds[stage, kind]
         # Each rank that splits a microbatch's items has an equal part: measured times add up to the total.
-        return OwnWork(seconds * timed.pieces[piece], self._costs.group_of(stage, kind))
+        return RankWork(seconds * timed.pieces[piece], self._costs.group_of(stage, kind))
 
 
 def _arrays(tokens: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float64]]:

@@ -39,7 +39,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class SamplePredictions:
     """Predictions for each target of a sample, given everything before it: the most likely token, and the target's
     cross entropy."""
 

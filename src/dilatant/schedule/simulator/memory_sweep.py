@@ -37,7 +37,7 @@ def peak_bytes(
 
     At equal times, releases are applied before allocations.
     """
-    from dilatant.schedule.rank_kernels import most_held
+    from dilatant.schedule.rank_kernels import peak_by_rank
 
     packed = graph.packed
     num_ranks = len(packed.ranks)
@@ -71,7 +71,7 @@ def peak_bytes(
             -size.message[taken],
         ]
     )
-    peak = most_held(ranks, times, deltas, num_ranks)
+    peak = peak_by_rank(ranks, times, deltas, num_ranks)
     for first, held_by in zip(members, whole):
         if len(first) < len(held_by):
             peak[held_by] = peak[first]

@@ -31,7 +31,7 @@ def retire_other_branches(folder: Path, branch: Branch) -> None:
     """
     for checkpoint in list_checkpoints(folder):
         if not _lies_on(checkpoint.path, branch):
-            set_aside(checkpoint.path)
+            abandon_checkpoint(checkpoint.path)
     for path in sorted(folder.glob(f"{ABANDONED}step-*")):
         step = step_of(path)
         if step is not None and _lies_on(path, branch):
@@ -42,7 +42,7 @@ def retire_other_branches(folder: Path, branch: Branch) -> None:
         sync_folder(folder)
 
 
-def set_aside(path: Path) -> Path:
+def abandon_checkpoint(path: Path) -> Path:
     """Rename a checkpoint so that no run resumes from it by itself; return its new path. Raises OSError."""
     aside, number = path.with_name(ABANDONED + path.name), 2
     while aside.exists() or aside.is_symlink():

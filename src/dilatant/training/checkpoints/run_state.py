@@ -14,7 +14,7 @@ from dilatant.training.optimizers.master_weights import MOMENTS, WithMasters
 from dilatant.training.optimizers.optimizer import optimizer_tensors
 
 
-def held_state(
+def local_state(
     runtime: Runtime, masters: Mapping[str, Tensor], optimizer: WithMasters, averages: Averages | None = None
 ) -> Tensors:
     """Return `masters` with their moments and averages, frozen weights and buffers, by key; not copies.

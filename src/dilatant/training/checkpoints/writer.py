@@ -41,7 +41,12 @@ from dilatant.training.checkpoints.files import (
     write_manifest,
     write_part,
 )
-from dilatant.training.checkpoints.retention import prune, remove_leftovers, retire_other_branches, set_aside
+from dilatant.training.checkpoints.retention import (
+    abandon_checkpoint,
+    prune,
+    remove_leftovers,
+    retire_other_branches,
+)
 
 PATIENCE_SECONDS = 60.0
 """Seconds that a part reported to be on disk may take to become visible to rank 0 (NFS caches names)."""
@@ -215,7 +220,7 @@ class CheckpointWriter:
             manifest = Manifest(step, self._session, self._branch, values, parts)
             write_durably(writing / MANIFEST, write_manifest(manifest))
             if final.exists() or final.is_symlink():
-                set_aside(final)
+                abandon_checkpoint(final)
             writing.rename(final)
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)

@@ -12,7 +12,7 @@ from dilatant.config.train import EvaluationConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestEvaluation:
     """Best evaluation so far, the same on all ranks and stored with the run's position. step: None before any
     evaluation. value: its figure. since: evaluations after it."""
 
@@ -20,11 +20,11 @@ class Best:
     value: float = math.nan
     since: int = 0
 
-    def after(self, step: int, value: float, how: EvaluationConfig) -> Best:
+    def after(self, step: int, value: float, how: EvaluationConfig) -> BestEvaluation:
         """Return the record after the evaluation at `step`. A figure that is not finite is never better."""
         gain = (self.value - value) if how.smaller_is_better else (value - self.value)
         if math.isfinite(value) and (self.step is None or gain > how.min_delta):
-            return Best(step, value)
+            return BestEvaluation(step, value)
         return replace(self, since=self.since + 1)
 
     def ends(self, how: EvaluationConfig) -> bool:
@@ -39,7 +39,7 @@ class Best:
         }
 
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any] | None) -> Best:
+    def from_json(cls, tree: Mapping[str, Any] | None) -> BestEvaluation:
         """Read what `to_json` returned. Raises UserError for anything else."""
         if tree is None:
             return cls()

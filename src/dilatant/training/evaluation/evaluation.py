@@ -19,7 +19,7 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.evaluation.answer_metrics import measure
 from dilatant.training.evaluation.generation import decode_answer
-from dilatant.training.evaluation.greedy_answers import GreedyAnswer, judge_answers, write_answers
+from dilatant.training.evaluation.greedy_answers import GreedyAnswer, verify_answers, write_answers
 from dilatant.training.feeding.feed import StepInput
 
 
@@ -67,7 +67,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Judging:
+class EvaluationSettings:
     """Settings of an evaluation. metrics: their names. sources: names of the data sets. max_new_tokens: of a generated
     answer. stop_ids: the tokens that end one."""
 
@@ -83,7 +83,9 @@ class Judging:
         return any(name != "exact_match" for name in self.metrics)
 
 
-def evaluate(runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], how: Judging) -> Evaluation:
+def evaluate(
+    runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], how: EvaluationSettings
+) -> Evaluation:
     """Evaluate the answers of `questions`, batches whose only targets are answer tokens. Called by all ranks together,
     which get the same result; the model is in evaluation mode meanwhile. Raises UserError, on rank 0, if a user's
     metric fails."""
@@ -103,7 +105,7 @@ def evaluate(runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], how
 
 
 def _figures(
-    verdicts: Sequence[Verdict], how: Judging
+    verdicts: Sequence[Verdict], how: EvaluationSettings
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     by_source = {}
     if len(how.sources) > 1:
@@ -122,9 +124,9 @@ def _of(verdicts: Sequence[Verdict], metrics: Sequence[str]) -> dict[str, float]
     return {LOSS: loss, **{name: measure(name, expected, written) for name in metrics}}
 
 
-def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: Judging) -> Iterator[Verdict]:
+def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: EvaluationSettings) -> Iterator[Verdict]:
     samples = question.batch.samples
-    answers = judge_answers(runtime, samples, question.step)
+    answers = verify_answers(runtime, samples, question.step)
     whole = {number: answer.written for number, answer in answers.items()}
     if how.writes:
         write_answers(runtime, samples, question.step, answers, how.max_new_tokens, how.stop_ids)
@@ -134,12 +136,12 @@ def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: Judging) ->
         written = (
             decode_answer(how.tokenizer, answer.written, how.stop_ids)
             if how.writes
-            else _as_far_as_known(answer, whole[number], how)
+            else _verified_text(answer, whole[number], how)
         )
         yield Verdict(sample.id, expected, written, answer.loss, len(answer.expected), sample.source)
 
 
-def _as_far_as_known(answer: GreedyAnswer, proven: Sequence[int], how: Judging) -> str:
+def _verified_text(answer: GreedyAnswer, proven: Sequence[int], how: EvaluationSettings) -> str:
     """Return all of a right answer, or a wrong one up to its first wrong token ("..." if it goes on there)."""
     longest = how.max_new_tokens
     if list(proven) == answer.expected and len(proven) <= longest:

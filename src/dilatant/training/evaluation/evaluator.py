@@ -9,8 +9,8 @@ from dilatant.config.train import EvaluationConfig
 from dilatant.data.order.blend import Blend
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
-from dilatant.training.evaluation.best_checkpoint import Best
-from dilatant.training.evaluation.evaluation import Evaluation, Judging, evaluate
+from dilatant.training.evaluation.best_checkpoint import BestEvaluation
+from dilatant.training.evaluation.evaluation import Evaluation, EvaluationSettings, evaluate
 from dilatant.training.feeding.inputs import RankInputs
 from dilatant.training.optimizers.averages import Averages
 from dilatant.training.optimizers.master_weights import WithMasters
@@ -29,7 +29,7 @@ class Evaluator:
         optimizer: WithMasters,
         averages: Averages | None,
     ) -> None:
-        self.best = Best()
+        self.best = BestEvaluation()
         self._how = how
         self._samples = samples
         self._runtime = runtime
@@ -46,7 +46,9 @@ class Evaluator:
         sources = held_out.source_names if isinstance(held_out, Blend) else ()
         questions = self._inputs.held_out(how.limit, how.batch_size)
         stop_ids = self._samples.encoding.chat.stop_ids
-        judging = Judging(self._samples.tokenizer, how.metrics, sources, how.max_new_tokens, stop_ids)
+        judging = EvaluationSettings(
+            self._samples.tokenizer, how.metrics, sources, how.max_new_tokens, stop_ids
+        )
         with self._averaged():
             return evaluate(self._runtime, questions, judging)
 

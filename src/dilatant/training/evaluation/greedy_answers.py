@@ -50,7 +50,7 @@ class GreedyAnswer:
         self.draft = list(said[right + 1 :])
 
 
-def judge_answers(
+def verify_answers(
     runtime: Runtime, samples: Sequence[EncodedSample], step: PreparedStep
 ) -> dict[int, GreedyAnswer]:
     """Return sample number → its answer, as far as one pass verifies it, on all ranks. step: of these samples, with
@@ -76,7 +76,7 @@ def write_answers(
     longest: int,
     ends: Collection[int],
 ) -> None:
-    """Extend the answers of `judge_answers` to one of `ends`, or `longest` tokens. Called by all ranks together."""
+    """Extend the answers of `verify_answers` to one of `ends`, or `longest` tokens. Called by all ranks together."""
     for answer in answers.values():
         proven = [*answer.written, *answer.draft]
         answer.prove(answer.written, answer.written, longest, ends)

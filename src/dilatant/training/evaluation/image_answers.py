@@ -18,7 +18,7 @@ from dilatant.data.text.encode import EncodedPrompt
 from dilatant.models.core.stage import StepData, in_dtype_of
 from dilatant.models.generators.diffusion import Diffusion, generator_of
 from dilatant.models.generators.generator import GeneratorUnit
-from dilatant.models.generators.sampling import Drawing, draw
+from dilatant.models.generators.sampling import SamplingSettings, draw
 from dilatant.models.language.language_stage import MultimodalOutput
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.training.evaluation.generation import encoder_inputs
@@ -57,7 +57,7 @@ def answer_with_pictures(
     targets: Sequence[ImageTarget],
     device: torch.device,
     max_new_tokens: int,
-    how: Drawing,
+    how: SamplingSettings,
     seed: int = 0,
     **generation: Any,
 ) -> list[str | Drawn]:
@@ -99,7 +99,7 @@ def _picture_at_once(
     tokenizer: Any,
     prompt: EncodedPrompt,
     targets: Sequence[ImageTarget],
-    how: Drawing,
+    how: SamplingSettings,
     seed: int,
 ) -> Drawn:
     """Draw a picture as the whole answer of a pretrained VLM whose positions or masks `generate` does not know: the
@@ -159,7 +159,9 @@ def rows_after(model: MultimodalModel, prompt: EncodedPrompt, target: ImageTarge
         )
 
 
-def draw_items(unit: GeneratorUnit, rows: Tensor, how: Drawing, keys: Sequence[str], seed: int = 0) -> Tensor:
+def generate_pictures(
+    unit: GeneratorUnit, rows: Tensor, how: SamplingSettings, keys: Sequence[str], seed: int = 0
+) -> Tensor:
     """Draw pictures for language-model rows [items, k, hidden]: float32 [items, channels, height, width], -1 to 1.
     keys: of their noise."""
     net = unit.model
@@ -174,8 +176,8 @@ def draw_items(unit: GeneratorUnit, rows: Tensor, how: Drawing, keys: Sequence[s
         return draw(net, in_dtype_of(net, told), torch.stack(noise).to(rows.device), how)
 
 
-def _drawn(unit: GeneratorUnit, rows: Tensor, how: Drawing, key: str, seed: int) -> Drawn:
-    (found,) = draw_items(unit, rows, how, [key], seed)
+def _drawn(unit: GeneratorUnit, rows: Tensor, how: SamplingSettings, key: str, seed: int) -> Drawn:
+    (found,) = generate_pictures(unit, rows, how, [key], seed)
     assert isinstance(unit.model, Diffusion)
     return found.cpu().numpy() if unit.model.draws_features else to_image(found)
 

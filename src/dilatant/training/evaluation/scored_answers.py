@@ -18,8 +18,8 @@ from dilatant.data.media.image_file import decode_image
 from dilatant.data.sample import Media, Sample
 from dilatant.data.text.encode import EncodedPrompt, encode_prompt
 from dilatant.data.workers.pool import Dataset
-from dilatant.hf.export import Exported
-from dilatant.models.generators.sampling import Drawing
+from dilatant.hf.export import ExportedModel
+from dilatant.models.generators.sampling import SamplingSettings
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.training.evaluation.generation import generate_answers
 from dilatant.training.evaluation.image_answers import answer_with_pictures
@@ -65,12 +65,12 @@ def load_judge(place: str) -> Judge:
 
 
 def judge_answers(
-    exported: Exported,
+    exported: ExportedModel,
     held_out: Dataset,
     judge: Judge,
     device: torch.device,
     max_new_tokens: int,
-    how: Drawing,
+    how: SamplingSettings,
     limit: int | None = None,
     seed: int = 0,
 ) -> Iterator[Score]:
@@ -92,11 +92,11 @@ def judge_answers(
 
 
 def _answer(
-    exported: Exported,
+    exported: ExportedModel,
     prompt: EncodedPrompt,
     device: torch.device,
     max_new_tokens: int,
-    how: Drawing,
+    how: SamplingSettings,
     seed: int,
 ) -> ScoredAnswer:
     model, tokenizer, targets = exported.model, exported.tokenizer, exported.encoding.targets

@@ -14,7 +14,7 @@ StageChain = tuple[str, int]
 """Unit and number of its replica."""
 
 
-class Needs:
+class DecodeRequirements:
     """Decode requirements of one rank under a plan: the parts of samples that its stages read (see `Unit.reads`), and
     the tokens of rows whose owners it must know."""
 

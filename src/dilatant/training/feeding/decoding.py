@@ -72,7 +72,7 @@ class ClusterSource:
         self._connection.close()
 
 
-class KeptPool:
+class PersistentPool:
     """This machine's worker pool, if this process owns it, kept over generations of ranks with the same data; `close`
     ends it."""
 
@@ -97,7 +97,7 @@ def open_source(
     datasets: Mapping[str, Blend],
     encoding: Encoding,
     how: Decoding,
-    pool: KeptPool | None = None,
+    pool: PersistentPool | None = None,
 ) -> SampleSource:
     """Open the source of this rank's samples; called by all ranks together. comm: None in a process alone. pool:
     outlives the source. Raises UserError for a cluster that cannot be used."""
@@ -119,11 +119,11 @@ class MachineSource:
         datasets: Mapping[str, Blend],
         encoding: Encoding,
         how: Decoding,
-        pool: KeptPool | None = None,
+        pool: PersistentPool | None = None,
     ) -> None:
         rank, here = (0, (0,)) if comm is None else (comm.rank, comm.ranks_here)
         workers = workers_of_machine(how.workers, len(here))
-        self._pool = KeptPool() if pool is None else None
+        self._pool = PersistentPool() if pool is None else None
         address = ""
         if workers and datasets and rank == here[0]:
             keeper = pool or self._pool
@@ -145,7 +145,7 @@ class MachineSource:
             self._pool.close()
 
 
-def stand_by(comm: Comm, how: Decoding) -> None:
+def warm_up_next_owner(comm: Comm, how: Decoding) -> None:
     """Start the server that forks workers, which takes seconds, if this rank is next to own its machine's pool."""
     if how.cluster is None and how.workers != 0 and comm.ranks_here[1:2] == (comm.rank,):
         warm_up()

@@ -31,7 +31,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import QUESTION, TOKENS
 from dilatant.data.workers.loader import GlobalBatch
 from dilatant.data.workers.pool import SampleRequest, SampleSource
-from dilatant.data.workers.prefetch import Ahead
+from dilatant.data.workers.prefetch import Prefetcher
 
 LOOK_AHEAD = 8
 """Steps whose samples are requested, as memory permits, before the step being assembled is complete: short steps
@@ -79,7 +79,7 @@ class IndexedData:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class StepSamples:
     """Samples of step number `step` in order. first: number of the first in the order of training. position: after
     them."""
 
@@ -90,12 +90,12 @@ class Draw:
     epoch: float = 0.0
 
 
-def draws(sampler: Sampler, position: SamplerState, begin: int, end: int | None) -> Iterator[Draw]:
+def draws(sampler: Sampler, position: SamplerState, begin: int, end: int | None) -> Iterator[StepSamples]:
     """Yield the draws of steps `begin` to `end` (exclusive) of an order; endless if `end` is None."""
     for step in count(begin) if end is None else range(begin, end):
         first = position.samples
         indices, position = sampler.take(position, sampler.global_batch_size)
-        yield Draw(step, indices, first, position, sampler.epoch(position))
+        yield StepSamples(step, indices, first, position, sampler.epoch(position))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,10 @@ class StepInput(Generic[Step]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft(Generic[Step]):
+class _PlannedStep(Generic[Step]):
     """A planned step. heads: its samples' metadata; indices: of these samples in the data set."""
 
-    draw: Draw
+    draw: StepSamples
     indices: tuple[int, ...]
     heads: tuple[EncodedSample, ...]
     problems: tuple[str, ...]
@@ -119,15 +119,15 @@ class _Draft(Generic[Step]):
 
 
 @dataclass(slots=True)
-class _Collected(Generic[Step]):
+class _DecodedStep(Generic[Step]):
     """A planned step with what was decoded for it, and the samples that proved bad: index → why."""
 
-    draft: _Draft[Step]
+    draft: _PlannedStep[Step]
     loaded: dict[int, EncodedSample] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
 
 
-class Feed(Generic[Step]):
+class StepPrefetcher(Generic[Step]):
     """Iterator over the steps of `draws`, planned by `plan` and decoded from `source` as `needs` says.
 
     plan: maps a step's samples, of which only sizes are known, and its number to what the runtime executes; the same on
@@ -139,7 +139,7 @@ class Feed(Generic[Step]):
     def __init__(
         self,
         data: IndexedData,
-        draws: Iterable[Draw],
+        draws: Iterable[StepSamples],
         source: SampleSource,
         plan: Callable[[Sequence[EncodedSample], int], Step],
         needs: Callable[[Step], Parts],
@@ -158,11 +158,11 @@ class Feed(Generic[Step]):
         self.left_out: Mapping[int, str] = dict(left_out or {})
         """Samples that proved bad so far, index → why; to be stored in checkpoints."""
         self._lock = Lock()
-        self._coming: _Collected[Step] | None = None
+        self._coming: _DecodedStep[Step] | None = None
         self.waited_seconds = 0.0
         """Seconds that the consumer has waited for samples so far."""
         self._counted_seconds = 0.0
-        self._ahead = Ahead(self._collect_all(), "dilatant-feed")
+        self._ahead = Prefetcher(self._collect_all(), "dilatant-feed")
 
     def __iter__(self) -> Self:
         return self
@@ -221,15 +221,15 @@ class Feed(Generic[Step]):
     ) -> None:
         self.close()
 
-    def _fetch(self) -> _Collected[Step] | None:
+    def _fetch(self) -> _DecodedStep[Step] | None:
         if self._coming is None:
             began = time.perf_counter()
             self._coming = next(self._ahead, None)
             self.waited_seconds += time.perf_counter() - began
         return self._coming
 
-    def _collect_all(self) -> Generator[_Collected[Step]]:
-        drafts: deque[_Draft[Step]] = deque()
+    def _collect_all(self) -> Generator[_DecodedStep[Step]]:
+        drafts: deque[_PlannedStep[Step]] = deque()
         given = look_ahead = 0
         for draw in self._draws:
             with self._lock:
@@ -242,13 +242,13 @@ class Feed(Generic[Step]):
         while drafts:
             yield self._collected(drafts.popleft())
 
-    def _collected(self, draft: _Draft[Step]) -> _Collected[Step]:
-        collected = _Collected(draft)
+    def _collected(self, draft: _PlannedStep[Step]) -> _DecodedStep[Step]:
+        collected = _DecodedStep(draft)
         with self._lock:
             self._take(collected, draft.needs)
         return collected
 
-    def _draft(self, draw: Draw) -> _Draft[Step]:
+    def _draft(self, draw: StepSamples) -> _PlannedStep[Step]:
         """Plan a step. Raises UserError if no sample is left."""
         bad = {**self._data.refused, **self.left_out} if self.left_out else self._data.refused
         indices = draw.indices.tolist()
@@ -258,9 +258,9 @@ class Feed(Generic[Step]):
             raise UserError(f"every sample of a batch is corrupt; the first: {problems[0]}")
         heads = tuple(self._data.head(index, number) for index, number in kept)
         step = self._plan(heads, draw.step)
-        return _Draft(draw, tuple(index for index, _ in kept), heads, problems, step, self._needs(step))
+        return _PlannedStep(draw, tuple(index for index, _ in kept), heads, problems, step, self._needs(step))
 
-    def _ask(self, draft: _Draft[Step], parts: Parts) -> None:
+    def _ask(self, draft: _PlannedStep[Step], parts: Parts) -> None:
         self._source.ask(
             [
                 SampleRequest(
@@ -274,7 +274,7 @@ class Feed(Generic[Step]):
             ]
         )
 
-    def _take(self, collected: _Collected[Step], parts: Parts) -> None:
+    def _take(self, collected: _DecodedStep[Step], parts: Parts) -> None:
         """Wait for the parts that were requested. Raises UserError for a bad sample, unless bad samples are skipped."""
         draft = collected.draft
         for number, wanted in parts.items():
@@ -302,14 +302,14 @@ class Feed(Generic[Step]):
                 made_seconds=held.made_seconds + sample.made_seconds,
             )
 
-    def _again(self, collected: _Collected[Step]) -> _Collected[Step]:
+    def _again(self, collected: _DecodedStep[Step]) -> _DecodedStep[Step]:
         """Plan the step again without samples that proved bad since; what is decoded already is kept."""
         draft = self._draft(collected.draft.draw)
         have = {
             collected.draft.heads[number].draw: (number, sample)
             for number, sample in collected.loaded.items()
         }
-        again = _Collected(draft)
+        again = _DecodedStep(draft)
         missing: dict[int, frozenset[str]] = {}
         for number, wanted in draft.needs.items():
             before, sample = have.get(draft.heads[number].draw, (None, None))
@@ -333,12 +333,12 @@ def _content(sample: EncodedSample) -> int:
     return replace(sample, content=None).content_digest
 
 
-def agree_on_bad(comm: Comm, found: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Gather the bad samples that any rank found, for `Feed.leave_out`; called by all ranks."""
-    return merge_found(all_gather_object(comm, list(found)))
+def gather_bad_samples(comm: Comm, found: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Gather the bad samples that any rank found, for `StepPrefetcher.leave_out`; called by all ranks."""
+    return merge_bad_samples(all_gather_object(comm, list(found)))
 
 
-def merge_found(found: Iterable[Iterable[Sequence[Any]]]) -> list[tuple[int, str]]:
+def merge_bad_samples(found: Iterable[Iterable[Sequence[Any]]]) -> list[tuple[int, str]]:
     """Merge the bad samples that ranks found, in one order and each once."""
     merged: dict[int, str] = {}
     for of_rank in found:

@@ -21,9 +21,16 @@ from dilatant.data.workers.ordered_map import workers_of_machine
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
-from dilatant.training.feeding.decode_requirements import Needs
-from dilatant.training.feeding.decoding import KeptPool, decoding_of, open_source
-from dilatant.training.feeding.feed import Draw, Feed, IndexedData, StepInput, agree_on_bad, draws
+from dilatant.training.feeding.decode_requirements import DecodeRequirements
+from dilatant.training.feeding.decoding import PersistentPool, decoding_of, open_source
+from dilatant.training.feeding.feed import (
+    IndexedData,
+    StepInput,
+    StepPrefetcher,
+    StepSamples,
+    draws,
+    gather_bad_samples,
+)
 from dilatant.training.feeding.shared_batches import SharedBatches
 
 TRAIN, HELD_OUT = "train", "eval"
@@ -32,7 +39,7 @@ TRAIN, HELD_OUT = "train", "eval"
 
 class Steps(Protocol):
     """Iterator over the steps of a run. Before each step ranks exchange the bad samples that they `found` in it, and
-    leave out what any of them found (see `Feed`). waited_seconds: for samples, so far."""
+    leave out what any of them found (see `StepPrefetcher`). waited_seconds: for samples, so far."""
 
     left_out: Mapping[int, str]
     waited_seconds: float
@@ -48,14 +55,19 @@ class RankInputs:
     """Batches of one rank; made by all ranks together. What it starts runs until `close()`, except a given `pool`."""
 
     def __init__(
-        self, comm: Comm, runtime: Runtime, config: Config, samples: Samples, pool: KeptPool | None = None
+        self,
+        comm: Comm,
+        runtime: Runtime,
+        config: Config,
+        samples: Samples,
+        pool: PersistentPool | None = None,
     ) -> None:
         self._comm = comm
         self._runtime = runtime
         self._config = config
         self._samples = samples
         self._skips = config.data.on_error == "skip"
-        self._needs = Needs(runtime.model, runtime.plan, comm.rank)
+        self._needs = DecodeRequirements(runtime.model, runtime.plan, comm.rank)
         self._data = {
             name: IndexedData(name, blend, sizes, sizes.refused(samples.encoding.max_length))
             for name, blend, sizes in (
@@ -86,10 +98,10 @@ class RankInputs:
         """Open steps number `begin` to `end` of an order. left_out: samples that proved bad before."""
         if self._shared is not None:
             with self._shared.open(lambda: self._open_loader(sampler, position, end - begin)) as batches:
-                yield _Streamed(batches, self._runtime, begin)
+                yield _StreamedSteps(batches, self._runtime, begin)
             return
         assert isinstance(sampler, Sampler)
-        with Feed(
+        with StepPrefetcher(
             self._data[TRAIN],
             draws(sampler, position, begin, end),
             self._source,
@@ -106,13 +118,15 @@ class RankInputs:
         data = self._data[HELD_OUT]
         indices = np.array([index for index in self._first(limit) if index not in data.refused], np.int64)
         batches = (
-            Draw(0, indices[start : start + batch_size], start, SamplerState())
+            StepSamples(0, indices[start : start + batch_size], start, SamplerState())
             for start in range(0, len(indices), batch_size)
         )
-        with Feed(data, batches, self._source, self._plan_forwards, self._asked, skips=self._skips) as feed:
+        with StepPrefetcher(
+            data, batches, self._source, self._plan_forwards, self._asked, skips=self._skips
+        ) as feed:
             while True:
                 if self._skips:
-                    feed.leave_out(agree_on_bad(self._comm, feed.found()))
+                    feed.leave_out(gather_bad_samples(self._comm, feed.found()))
                 step = next(feed, None)
                 if step is None:
                     return
@@ -167,7 +181,7 @@ class RankInputs:
         )
 
 
-class _Streamed:
+class _StreamedSteps:
     """Steps of a stream, whose sizes are known only once it is read. The rank that reads leaves out bad samples."""
 
     def __init__(self, batches: Iterator[GlobalBatch], runtime: Runtime, begin: int) -> None:

@@ -24,7 +24,7 @@ from dilatant.data.text.encode import media_of
 from dilatant.data.text.encoding import Encoding
 from dilatant.models.generators.autoencoder import spread_of
 from dilatant.models.generators.denoiser_source import source_of_entry
-from dilatant.models.generators.denoisers import look_at, pretrained_autoencoder
+from dilatant.models.generators.denoisers import inspect_denoiser, pretrained_autoencoder
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.precision import pick_precision
 
@@ -82,7 +82,7 @@ def with_latents(comm: Comm, config: Config, samples: Samples, device: torch.dev
 
 def _open(config: Config, name: str, device: torch.device) -> tuple[Latents, Any]:
     entry, where = config.model.generators[name], f"model.generators.{name}"
-    seen = look_at(source_of_entry(entry, where), where)
+    seen = inspect_denoiser(source_of_entry(entry, where), where)
     dtype = pick_precision(config.train.precision, device)
     autoencoder = pretrained_autoencoder(seen.source, where, dtype)
     if autoencoder is None:

@@ -20,9 +20,15 @@ from dilatant.models.families.media_units import media_unit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
-from dilatant.training.feeding.decode_requirements import Needs
+from dilatant.training.feeding.decode_requirements import DecodeRequirements
 from dilatant.training.feeding.decoding import Decoding, MachineSource
-from dilatant.training.feeding.feed import Feed, IndexedData, agree_on_bad, draws, merge_found
+from dilatant.training.feeding.feed import (
+    IndexedData,
+    StepPrefetcher,
+    draws,
+    gather_bad_samples,
+    merge_bad_samples,
+)
 
 
 def make_loader(
@@ -104,7 +110,11 @@ class LoadedBatches:
             raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
         everything = frozenset({TOKENS, *(unit.name for unit in encoding.units)})
         self._comm = None if parallel is None else parallel.comm
-        needs = None if parallel is None else Needs(parallel.model, parallel.plan, parallel.comm.rank)
+        needs = (
+            None
+            if parallel is None
+            else DecodeRequirements(parallel.model, parallel.plan, parallel.comm.rank)
+        )
 
         def parts(step: Sequence[EncodedSample] | PreparedStep) -> dict[int, frozenset[str]]:
             if isinstance(step, PreparedStep):
@@ -117,7 +127,7 @@ class LoadedBatches:
 
         self._skips = skips
         self._source = MachineSource(self._comm, {"train": blend}, encoding, how)
-        self._feed: Feed[Any] = Feed(
+        self._feed: StepPrefetcher[Any] = StepPrefetcher(
             data,
             draws(sampler, sampler.start(), 0, steps),
             self._source,
@@ -133,7 +143,7 @@ class LoadedBatches:
         if self._skips:
             found = self._feed.found()
             self._feed.leave_out(
-                merge_found([found]) if self._comm is None else agree_on_bad(self._comm, found)
+                merge_bad_samples([found]) if self._comm is None else gather_bad_samples(self._comm, found)
             )
         return next(self._feed).batch
 

@@ -25,7 +25,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.order.sampler import SamplerState
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.loader import GlobalBatch, Loader
-from dilatant.data.workers.prefetch import Ahead
+from dilatant.data.workers.prefetch import Prefetcher
 
 
 class SharedBatches:
@@ -77,7 +77,7 @@ def source_of(places: list[tuple[str, bool]], rank: int) -> int:
 
 @contextmanager
 def _ahead(source: Generator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:
-    batches = Ahead(source, "dilatant-batches")
+    batches = Prefetcher(source, "dilatant-batches")
     yield _timed(batches)
     # Not after an error: the thread may then wait for a lost rank.
     batches.close()
