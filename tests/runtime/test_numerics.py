@@ -1,5 +1,5 @@
 """For every valid plan, assignment and schedule, loss and gradients equal those of one process; and every rank needs no
-more of the samples than `Needs` says."""
+more of the samples than `DecodeRequirements` says."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def unpickle_job(payload: bytes) -> Any:
 
 
 def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
-    """Main function of a worker: run tasks until the other end closes. shared: see `remove_behind_parent`."""
+    """Main function of a worker: run tasks until the other end closes. shared: see `remove_orphaned_folder`."""
     begin_work()
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

@@ -25,13 +25,14 @@ class PretrainedEncoder:
 
     path: the encoder's. projector: paths of the modules and parameters that project its rows for the text. token:
     config key of the placeholder id that one row replaces. features: the method that projects. batched: True if the
-    method takes pixels as [samples, images, ...] instead of [images, ...]. written, opens, closes: see `Written`; {key}
-    in them is the text of the token whose id is the config's value of `key`; written defaults to the text of `token`.
-    settings: overrides of the image processor. native: True if images, or sounds, of different sizes are packed in one
-    row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the encoder itself or, with pooled,
-    averaged and then projected (see `PooledEncoderUnit`). conformer: True for a conformer audio encoder (see
-    `ConformerEncoderUnit`). crossing: True if its rows go to cross-attention blocks of the text model instead of the
-    text (see `Crossing`). anyres: True if an image's shape determines its tiles and rows (see `AnyresEncoderUnit`).
+    method takes pixels as [samples, images, ...] instead of [images, ...]. written, opens, closes: see
+    `MediaMarkup`; {key} in them is the text of the token whose id is the config's value of `key`; written defaults
+    to the text of `token`. settings: overrides of the image processor. native: True if images, or sounds, of
+    different sizes are packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by
+    the encoder itself or, with pooled, averaged and then projected (see `PooledEncoderUnit`). conformer: True for a
+    conformer audio encoder (see `ConformerEncoderUnit`). crossing: True if its rows go to cross-attention blocks of
+    the text model instead of the text (see `CrossAttentionLayout`). anyres: True if an image's shape determines its
+    tiles and rows (see `AnyresEncoderUnit`).
     """
 
     path: str
