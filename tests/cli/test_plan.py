@@ -252,7 +252,11 @@ def test_simulating_a_plan_gives_the_time_it_was_planned_with(project: Path, dil
     assert mean == pytest.approx(
         report.candidates[0].step_seconds, rel=1e-9
     )  # the same doubles, summed again
-    best = simulated(dilatant, project / "config.yaml", *settings)
+    unused = ("--set", "parallel={units: {vision: {}, language: {}}}")
+    code, out, err = dilatant("simulate", project / "config.yaml", *settings, *unused, "--json")
+    assert code == 0, err
+    assert "parallel.units is not used: a plan is searched for" in " ".join(err.split())
+    best = json.loads(out)
     assert best["step_seconds"] == again["step_seconds"]
     assert {"1f1b", "zb-h1"} <= again["schedules"].keys()
     assert not any("Schedule" in text for text in report.advice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -177,13 +178,20 @@ def with_costs(config: Config, costs: Path | None) -> Config:
     return config.model_copy(update={"plan": config.plan.model_copy(update={"costs": str(costs.resolve())})})
 
 
-def open_problem(config: Config, like: str | None = None) -> PlanningProblem:
+def open_problem(config: Config, like: str | None = None, searches: bool = True) -> PlanningProblem:
     """Return the planning problem, showing progress on standard error while samples and layers are measured. `like` is
-    as in `planning_problem`."""
+    as in `planning_problem`. searches: a plan is searched for, so a layout in the config is not used, and said so."""
     from dilatant.planning.assemble import assemble_samples
     from dilatant.planning.planning import planning_problem
     from dilatant.report.say import open_console, show_progress
 
+    for key in ("units", "plan"):
+        if searches and getattr(config.parallel, key) is not None:
+            warnings.warn(
+                f"parallel.{key} is not used: a plan is searched for; `dilatant train` uses it, and "
+                "`dilatant plan --like 'language: {tp: 2}'` plans a layout of your own",
+                stacklevel=2,
+            )
     with show_progress(open_console(stderr=True), "opening the data") as show:
         return planning_problem(
             config,

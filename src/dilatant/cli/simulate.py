@@ -70,7 +70,7 @@ def simulate(
 
     console = open_console(stderr=as_json)
     trace = None if failures is None else load_node_trace(failures, seed=given.config.seed)
-    problem = open_problem(given.config)
+    problem = open_problem(given.config, searches=given.plan is None)
     if trace is not None:
         _replay(problem, given.name, trace, fault_tolerance, page, as_json, console)
         return
