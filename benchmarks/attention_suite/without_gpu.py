@@ -101,7 +101,7 @@ def compiled_for_hopper(head_dims: Sequence[int]) -> list[dict[str, Any]]:
     """Registers, spills, shared memory and tensor-core instructions of every kernel, compiled for sm_90."""
     if importlib.util.find_spec("triton") is None:
         return []
-    from dilatant.attention.kernels.triton_aot import KERNELS, compile_kernel
+    from attention_suite.compiled_kernels import KERNELS, compile_kernel
     from dilatant.attention.kernels.triton_tuning import tuning_for
 
     return [
