@@ -35,8 +35,6 @@ def request(**changes) -> AttentionCall:
         "dtype": torch.bfloat16,
         "head_dim": 128,
         "value_dim": 128,
-        "query_tokens": 1024,
-        "key_tokens": 1024,
         "not_plain": "the tokens of sample 0 attend in more than one way",
     }
     return AttentionCall(**{**usual, **changes})
@@ -56,7 +54,6 @@ def request(**changes) -> AttentionCall:
         (request(), MachineCapabilities(triton=True, capability=(7, 0)), "blockwise"),
         (request(device="cpu"), CPU, "blockwise"),
         (request(device="cpu", not_plain=None), CPU, "sdpa"),
-        (request(device="cpu", not_plain=None, logsumexp=True), CPU, "blockwise"),
     ],
 )
 def test_the_automatic_choice(asked: AttentionCall, machine: MachineCapabilities, chosen: str) -> None:

@@ -14,28 +14,21 @@ from cases.mask_strategies import masks, ragged_masks
 from dilatant.attention import attention
 from dilatant.attention.kernels import blockwise
 from dilatant.attention.kernels.attention_plan import AttentionPlan
-from dilatant.attention.kernels.packed_attention import attention_with_logsumexp
-from dilatant.attention.kernels.scores import AttentionError
+from dilatant.attention.kernels.packed_attention import KernelFunction
+from dilatant.attention.kernels.scores import AttentionError, Kernel, Scores
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, document_causal, embedded
 
 
-def run(
-    case: Case, backend: str = "blockwise"
-) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
+def run(case: Case) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
     inputs = [x.clone().requires_grad_() for x in (case.query, case.key, case.value)]
     sinks = None if case.sinks is None else case.sinks.clone().requires_grad_()
-    output, logsumexp = attention_with_logsumexp(
-        *inputs,
-        AttentionPlan(case.mask, case.keys),
-        scale=case.scale,
-        softcap=case.softcap,
-        sinks=sinks,
-        backend=backend,
-    )
+    plan, scores = AttentionPlan(case.mask, case.keys), Scores(case.scale, case.softcap)
+    kernel = Kernel(blockwise.forward, blockwise.backward)
+    output, logsumexp = KernelFunction.apply(*inputs, sinks, plan, scores, kernel)
     output.backward(case.grad_output)
     leaves = inputs if sinks is None else [*inputs, sinks]
-    return (output.detach(), logsumexp), [leaf.grad for leaf in leaves]
+    return (output.detach(), logsumexp.t()), [leaf.grad for leaf in leaves]
 
 
 @pytest.fixture(autouse=True)

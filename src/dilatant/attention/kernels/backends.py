@@ -37,11 +37,8 @@ class AttentionCall:
     dtype: torch.dtype
     head_dim: int
     value_dim: int
-    query_tokens: int
-    key_tokens: int
     softcap: bool = False
     sinks: bool = False
-    logsumexp: bool = False
     not_plain: str | None = None
 
 
@@ -118,7 +115,6 @@ def request_of(
     *,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    logsumexp: bool = False,
     key_tokens: int | None = None,
 ) -> AttentionCall:
     """Return the request for these tensors; `key_tokens` is the expected number of keys if not all of the plan's.
@@ -152,11 +148,8 @@ def request_of(
         dtype=query.dtype,
         head_dim=query.shape[2],
         value_dim=value.shape[2],
-        query_tokens=query.shape[0],
-        key_tokens=key.shape[0],
         softcap=softcap is not None,
         sinks=sinks is not None,
-        logsumexp=logsumexp,
         not_plain=why_not_plain(plan),
     )
 
@@ -191,8 +184,6 @@ def explain_backend(
         dtype=dtype,
         head_dim=head_dim,
         value_dim=head_dim,
-        query_tokens=plan.mask.num_tokens,
-        key_tokens=plan.keys.num_tokens,
         softcap=softcap,
         sinks=sinks,
         not_plain=why_not_plain(plan),
@@ -235,8 +226,6 @@ def _sdpa(request: AttentionCall, installed: MachineCapabilities) -> str | None:
         return "SDPA cannot cap scores"
     if request.sinks:
         return "SDPA has no attention sinks"
-    if request.logsumexp:
-        return "SDPA does not return the logsumexp"
     return None
 
 

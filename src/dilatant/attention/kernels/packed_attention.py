@@ -32,25 +32,7 @@ def attention(
     name in `dilatant.attention.kernels.backends`. Raises AttentionError, with the reason, if the tensors do not fit
     together or the backend does not support the request.
     """
-    return _attend(query, key, value, mask, scale, softcap, sinks, backend, False)[0]
-
-
-def attention_with_logsumexp(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: AttentionMask | AttentionPlan,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `attention` and the natural logarithm of each softmax's sum: `[tokens, query_heads]`, float32 (float64 for
-    float64), without gradient, -inf where nothing is seen."""
-    output, logsumexp = _attend(query, key, value, mask, scale, softcap, sinks, backend, True)
-    assert logsumexp is not None, "a backend without logsumexp was not refused"
-    return output, logsumexp.t()
+    return _attend(query, key, value, mask, scale, softcap, sinks, backend)
 
 
 @torch.compiler.disable
@@ -63,17 +45,16 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
     backend: str,
-    want_logsumexp: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor:
     plan = as_plan(mask)
-    request = request_of(query, key, value, plan, softcap=softcap, sinks=sinks, logsumexp=want_logsumexp)
+    request = request_of(query, key, value, plan, softcap=softcap, sinks=sinks)
     name = choose_backend(request, installed(query.device), backend).name
     scores = Scores(query.shape[2] ** -0.5 if scale is None else scale, softcap)
     if name == "sdpa":
         from dilatant.attention.kernels import sdpa
 
         return sdpa.attend(query, key, value, sinks, plan, scores)
-    return KernelFunction.apply(query, key, value, sinks, plan, scores, load_kernel(name))
+    return KernelFunction.apply(query, key, value, sinks, plan, scores, load_kernel(name))[0]
 
 
 def load_kernel(name: str) -> Kernel:

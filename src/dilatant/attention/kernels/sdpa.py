@@ -59,12 +59,12 @@ def attend(
     sinks: torch.Tensor | None,
     plan: AttentionPlan,
     scores: Scores,
-) -> tuple[torch.Tensor, None]:
+) -> torch.Tensor:
     """Return the output `[tokens, query_heads, head_dim]`, zero where a query sees nothing."""
     device = query.device
     found: SdpaBatches = plan.remember(("batches", device), lambda plan: _batches(plan, device))
     if not found.batches:
-        return _nothing(query, key, value), None
+        return _nothing(query, key, value)
     moves = found.token_of_slot is not None
     if moves:
         query, key, value = (_ToSlots.apply(part, found) for part in (query, key, value))
@@ -74,7 +74,7 @@ def attend(
         for batch, q, k, v in zip(found.batches, *(part.split(sizes) for part in (query, key, value)))
     ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return (_ToTokens.apply(output, found) if moves else output), None
+    return _ToTokens.apply(output, found) if moves else output
 
 
 def _attend_batch(
