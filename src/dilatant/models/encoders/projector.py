@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import nn
 
 from dilatant.config.errors import UserError
-
-ProjectorKind = Literal["linear", "mlp", "identity"]
 
 
 def build_projector(kind: str, width: int, hidden_size: int, where: str = "projector") -> nn.Module:
