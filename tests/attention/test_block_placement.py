@@ -38,7 +38,7 @@ def place(work, num_ranks, policy, **options):
     return place_blocks(work, num_ranks, policy, documents=np.arange(len(work)) // 5, **options)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "exact"])
+@pytest.mark.parametrize("policy", POLICIES)
 @checked
 @given(work=workloads, num_ranks=ranks)
 @example(work=[], num_ranks=3)
@@ -69,44 +69,15 @@ def test_loads_are_sums_of_workloads_and_none_beats_the_bound(policy, work, num_
         assert placement.imbalance == pytest.approx(max(loads) * num_ranks / sum(work))
 
 
-@pytest.mark.parametrize("equal_counts", [False, True])
 @checked
-@given(work=st.lists(st.integers(0, 50), max_size=7), num_ranks=st.integers(1, 3))
-def test_exact_is_the_best_of_all_placements(equal_counts, work, num_ranks):
-    placement = place_blocks(work, num_ranks, "exact", equal_counts=equal_counts)
-    assert placement.proven
-    assert placement.loads.max() == least_maximum(work, num_ranks, equal_counts)
-    if work:
-        assert placement.bound == placement.loads.max()
-    if equal_counts:
-        assert np.ptp(placement.counts) <= 1
-
-
-@checked
-@given(work=st.lists(st.floats(0.001, 10), min_size=1, max_size=7), num_ranks=st.integers(1, 3))
-def test_exact_weighs_fractions(work, num_ranks):
-    placement = place_blocks(work, num_ranks, "exact")
-    # Floats are compared in units of 2^-58 of their sum and added in other orders than the oracle does.
-    assert placement.loads.max() == pytest.approx(least_maximum(work, num_ranks, False), rel=1e-12)
-
-
-@checked
-@given(work=st.lists(st.integers(1, 1000), min_size=1, max_size=12), num_ranks=st.integers(1, 4))
+@given(work=st.lists(st.integers(1, 1000), min_size=1, max_size=9), num_ranks=st.integers(1, 4))
 def test_longest_first_is_near_the_best(work, num_ranks):
-    best = place_blocks(work, num_ranks, "exact")
+    best = least_maximum(work, num_ranks, equal_counts=False)
     free = place_blocks(work, num_ranks, "lpt", equal_counts=False)
-    assert best.proven
-    assert best.loads.max() <= free.loads.max()
-    assert 3 * num_ranks * free.loads.max() <= (4 * num_ranks - 1) * best.loads.max()  # Graham: 4/3 - 1/3G
-    capped = place_blocks(work, num_ranks, "exact", equal_counts=True)
-    assert capped.loads.max() <= place_blocks(work, num_ranks, "lpt").loads.max()
-
-
-def test_exact_says_when_it_gave_up():
-    work = np.random.default_rng(3).integers(10**6, 2 * 10**6, 60)
-    placement = place_blocks(work, 7, "exact")
-    assert not placement.proven
-    assert placement.bound < placement.loads.max() <= place_blocks(work, 7, equal_counts=False).loads.max()
+    assert best <= free.loads.max()
+    assert 3 * num_ranks * free.loads.max() <= (4 * num_ranks - 1) * best  # Graham: 4/3 - 1/3G
+    capped = least_maximum(work, num_ranks, equal_counts=True)
+    assert capped <= place_blocks(work, num_ranks, "lpt").loads.max()
 
 
 @pytest.mark.slow

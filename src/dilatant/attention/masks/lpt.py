@@ -1,4 +1,4 @@
-"""Compiled loops of placement: sorting, the heap, the exact search, and chunks of documents.
+"""Compiled loops of placement: sorting, the heap, swaps, and chunks of documents.
 
 Workloads are non-negative int64. Everything here is deterministic, ties included, so that all ranks derive the same
 placement independently.
@@ -159,63 +159,6 @@ def swap_to_even(work, order, rank_of, num_ranks, enough, budget):
         while best_j > first[best_rank] and work[items[best_j]] > work[items[best_j - 1]]:
             items[best_j], items[best_j - 1] = items[best_j - 1], items[best_j]
             best_j -= 1
-
-
-@njit(cache=True, error_model="numpy")
-def search_exactly(work, order, num_ranks, equal_counts, rank_of, best, bound, budget):
-    """Return the placement of least maximal load by depth-first search from `rank_of`, whose maximum is `best`.
-
-    Items are placed in `order`, longest first. A branch ends where it cannot beat the best; of ranks with equal load
-    and count only one is tried; reaching `bound` ends the search. Returns the placement, and whether it is proven
-    optimal.
-    """
-    size = work.shape[0]
-    base = size // num_ranks if equal_counts else size
-    spare = size % num_ranks if equal_counts else 0
-    loads = np.zeros(num_ranks, np.int64)
-    counts = np.zeros(num_ranks, np.int64)
-    current = np.full(size, -1, np.int64)
-    result = rank_of.copy()
-    depth = 0
-    while depth >= 0 and best > bound:
-        budget -= 1
-        if budget < 0:
-            return result, False
-        item = order[depth]
-        rank = current[depth]
-        if rank >= 0:
-            loads[rank] -= work[item]
-            if counts[rank] == base + 1:
-                spare += 1
-            counts[rank] -= 1
-        rank += 1
-        while rank < num_ranks:
-            fits = counts[rank] < base or (counts[rank] == base and spare > 0)
-            if fits and loads[rank] + work[item] < best:
-                twin = False
-                for other in range(rank):
-                    if loads[other] == loads[rank] and counts[other] == counts[rank]:
-                        twin = True
-                        break
-                if not twin:
-                    break
-            rank += 1
-        if rank == num_ranks:
-            current[depth] = -1
-            depth -= 1
-            continue
-        current[depth] = rank
-        loads[rank] += work[item]
-        counts[rank] += 1
-        if counts[rank] == base + 1:
-            spare -= 1
-        if depth + 1 < size:
-            depth += 1
-            continue
-        best = loads.max()
-        for place in range(size):
-            result[order[place]] = current[place]
-    return result, True
 
 
 @njit(cache=True, error_model="numpy")

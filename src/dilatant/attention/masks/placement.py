@@ -15,13 +15,12 @@ from dilatant.attention.masks.blocks import BlockTable, block_samples, block_wor
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.config.errors import UserError
 
-POLICIES = ("lpt", "zigzag", "contiguous", "random", "exact", "document_affine")
+POLICIES = ("lpt", "zigzag", "contiguous", "random", "document_affine")
 
 LARGEST_BLOCK = 128
 BLOCKS_PER_RANK = 4
 """A short row is divided into smaller blocks until each rank has this many."""
 
-_SEARCH_STEPS = 20_000_000
 _SWAP_STEPS = 20_000
 
 
@@ -35,14 +34,12 @@ class Placement:
 
     `rank_of_block`: int32 `[blocks]`. `loads`: `[ranks]`, the sum of workloads on each rank, in their unit and dtype.
     `bound`: a lower bound of the maximal load: the mean load, rounded up if workloads are integers, or the largest
-    block; for a proven `exact` placement, its maximum itself. `proven`: no placement under the same limits is better
-    (float workloads: by more than 2^-40 of their sum, the unit in which they are compared).
+    block.
     """
 
     rank_of_block: NDArray[np.int32]
     loads: NDArray
     bound: float
-    proven: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -90,7 +87,7 @@ def place_blocks(
     num_ranks: int,
     policy: str = "lpt",
     *,
-    equal_counts: bool | None = None,
+    equal_counts: bool = True,
     documents: ArrayLike | None = None,
     max_chunk: float = 0.25,
     seed: int = 0,
@@ -104,17 +101,14 @@ def place_blocks(
         zigzag: 2 x ranks contiguous chunks; rank r holds chunks r and 2 x ranks - 1 - r: balanced for causal masks.
         contiguous: one chunk per rank.
         random: drawn from `seed`; a baseline, never the default.
-        exact: the integer program of Cornstarch (the thesis, equation 3.4) by branch and bound, for tens of blocks
-            at most; `proven` is False if it stopped after a fixed number of steps and returned the best found.
         document_affine: neighbouring blocks of one document, at most `max_chunk` of the mean load, stay together,
             so that a rank needs the keys of few documents (see `needed_keys`). Within a few hundredths of the
             bound. Needs `documents`.
 
     Args:
         workloads: `[blocks]`, non-negative; see `block_workloads`.
-        equal_counts: block counts per rank differ by one at most. The default is True except for `exact`, which
-            solves the program as the papers state it and so bounds all policies. Zigzag, contiguous and random
-            always have equal counts.
+        equal_counts: block counts per rank differ by one at most; zigzag, contiguous and random always have equal
+            counts.
         documents: the document of each block, `[blocks]`; see `block_samples`.
 
     Raises PlacementError on an unknown policy, a workload that is negative or not finite, no rank, or no documents.
@@ -136,18 +130,13 @@ def place_blocks(
     if problems:
         raise PlacementError("; ".join(problems))
 
-    if equal_counts is None:
-        equal_counts = policy != "exact"
-    proven = False
     if policy in ("zigzag", "contiguous", "random"):
         rank_of = _by_place(work.size, num_ranks, policy, seed)
     elif policy == "document_affine":
         rank_of = _by_document(work, np.asarray(documents, np.int64), num_ranks, equal_counts, max_chunk)
     else:
-        rank_of, proven = _by_load(work, num_ranks, equal_counts, policy == "exact")
-    loads = _loads(work, rank_of, num_ranks)
-    bound = float(loads.max()) if proven and work.size else _bound(work, num_ranks)
-    return Placement(rank_of, loads, bound, proven or bool(loads.max() <= bound))
+        rank_of = _by_load(work, num_ranks, equal_counts)
+    return Placement(rank_of, _loads(work, rank_of, num_ranks), _bound(work, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,10 +220,8 @@ def _by_place(blocks: int, num_ranks: int, policy: str, seed: int) -> NDArray[np
     return np.random.default_rng(seed).permutation(rank_of) if policy == "random" else rank_of
 
 
-def _by_load(
-    work: NDArray, num_ranks: int, equal_counts: bool, exactly: bool
-) -> tuple[NDArray[np.int32], bool]:
-    """Place blocks longest first, then swap to recover the balance that equal counts cost; or find the optimum."""
+def _by_load(work: NDArray, num_ranks: int, equal_counts: bool) -> NDArray[np.int32]:
+    """Place blocks longest first, then swap to recover the balance that equal counts cost."""
     from dilatant.attention.masks import lpt
 
     units, rank_bits = _integer_units(work, num_ranks)
@@ -243,10 +230,7 @@ def _by_load(
     rank_of = lpt.assign_longest_first(units, order, num_ranks, rank_bits, equal_counts)
     enough = least + (least >> 14)
     lpt.swap_to_even(units, order, rank_of, num_ranks, enough, _SWAP_STEPS + 8 * work.size)
-    if not exactly or not work.size:
-        return rank_of, False
-    maximum = int(_loads(units, rank_of, num_ranks).max())
-    return lpt.search_exactly(units, order, num_ranks, equal_counts, rank_of, maximum, least, _SEARCH_STEPS)
+    return rank_of
 
 
 def _by_document(
