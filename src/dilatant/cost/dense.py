@@ -7,7 +7,7 @@ the same length, grows with the length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,5 @@ class DenseRows:
 
     @classmethod
     def from_document(cls, document: Any) -> DenseRows:
-        """Read a document of `to_document`, or the single number of older files. Raises ValueError, TypeError or
-        KeyError for anything else."""
-        if not isinstance(document, Mapping):
-            return cls.always(float(document))
+        """Read a document of `to_document`. Raises ValueError, TypeError or KeyError for anything else."""
         return cls(tuple(map(float, document["tokens"])), tuple(map(float, document["times"])))

@@ -119,8 +119,8 @@ class Cluster:
             **{
                 **document,
                 **{name: Link(**document[name]) for name in ("inside", "between")},
-                "reserve": MemoryReserve(**document.get("reserve", {})),
-                "parts": tuple(cls.from_document(part) for part in document.get("parts", ())),
+                "reserve": MemoryReserve(**document["reserve"]),
+                "parts": tuple(cls.from_document(part) for part in document["parts"]),
             }
         )
 

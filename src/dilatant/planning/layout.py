@@ -83,7 +83,7 @@ class TrainingPlan:
         count, tokens = step.get("num_microbatches", MICROBATCHES), step.get("row_tokens")
         schedule = step.get("schedule", SCHEDULE)
         assignment = step.get("assignment", ASSIGNMENT)
-        zero = step.get("zero", DEFAULT_ZERO)  # absent in older files
+        zero = step.get("zero", DEFAULT_ZERO)
         if not isinstance(count, int) or not 1 <= count <= MOST_MICROBATCHES:
             raise ValueError(
                 f"step.num_microbatches is {count!r}; it must be a whole number from 1 to {MOST_MICROBATCHES:,}"

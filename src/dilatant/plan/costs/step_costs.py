@@ -18,9 +18,6 @@ from dilatant.plan.costs.sync_time import SyncSeconds
 from dilatant.plan.costs.workload import MediaPairs, Workload, squares_of
 from dilatant.plan.plan import Plan
 
-BY_STAGE = ("gradient_bytes", "sum_bytes", "own_gradient_bytes")
-"""Fields with one number per stage that older files lack."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
@@ -68,16 +65,9 @@ class StepCosts:
     def from_document(cls, document: Mapping[str, Any], plan: Plan) -> StepCosts:
         """Read the output of `to_document` for `plan`. Raises ValueError for other content or another plan."""
         try:
-            count = len(plan.stages())
-            nothing = [0.0] * count  # in older files
-            older = {**dict.fromkeys(BY_STAGE, nothing), "late_bytes": [[[0.0] * 3] * 2] * count}
-            older["items_per_token"] = [1.0] * count
-            by_name = {**older, **document["stages"]}
-            arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
+            count, stages = len(plan.stages()), document["stages"]
+            arrays = {one.name: np.asarray(stages[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
-            sync = (
-                document["sync"] if "sync" in document else {"beside": document["sync_seconds"]}
-            )  # older files
             if cluster is not None:
                 cluster = Cluster.from_document(cluster)
             costs = cls(
@@ -86,13 +76,13 @@ class StepCosts:
                 {unit: DenseRows.from_document(rows) for unit, rows in document["dense"].items()},
                 {
                     unit: {name: (float(a), float(b), float(c)) for name, (a, b, c) in encoders.items()}
-                    for unit, encoders in document.get("media_pairs", {}).items()
+                    for unit, encoders in document["media_pairs"].items()
                 },
                 cluster,
                 SyncSeconds(
                     **{
                         name: {int(rank): float(seconds) for rank, seconds in one.items()}
-                        for name, one in sync.items()
+                        for name, one in document["sync"].items()
                     }
                 ),
                 str(document["origin"]),
@@ -104,7 +94,10 @@ class StepCosts:
             shape = {
                 "seconds": (count, len(KIND_ORDER), 3),
                 "late_bytes": (count, 2, 3),
-                **dict.fromkeys(("static_bytes", "items_per_token", *BY_STAGE), (count,)),
+                **dict.fromkeys(
+                    ("static_bytes", "gradient_bytes", "sum_bytes", "own_gradient_bytes"), (count,)
+                ),
+                "items_per_token": (count,),
             }.get(name, (count, 3))
             if values.shape != shape:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
