@@ -115,20 +115,26 @@ def _scale(p: float) -> float:
     return 1 / (1 - p) if p < 1 else 0.0
 
 
-def _dropout(
-    running: ForwardState,
-    func: Any,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-) -> Tensor:
-    if not training or not 0 < p <= 1:
-        return func(input, p, training, inplace)
-    if not running.drops("dropout"):
-        return input
-    keep = running.uniform("dropout", input.shape, input.device) < 1 - p
-    return input.mul_(keep * _scale(p)) if inplace else _Masked.apply(input, keep, _scale(p))
+def _dropout_by(what: str, cut: Callable[[torch.Size], torch.Size]) -> Any:
+    def drop(
+        running: ForwardState,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        if not training or not 0 < p <= 1:
+            return func(input, p, training, inplace)
+        if not running.drops(what):
+            return input
+        keep = running.uniform(what, cut(input.shape), input.device) < 1 - p
+        return input.mul_(keep * _scale(p)) if inplace else _Masked.apply(input, keep, _scale(p))
+
+    return drop
+
+
+_dropout = _dropout_by("dropout", lambda shape: shape)
 
 
 def _torch_dropout(running: ForwardState, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
@@ -137,22 +143,6 @@ def _torch_dropout(running: ForwardState, func: Any, input: Tensor, p: float, tr
 
 def _channels(shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:2], *(1 for _ in shape[2:])))
-
-
-def _channel_dropout(
-    running: ForwardState,
-    func: Any,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-) -> Tensor:
-    if not training or not 0 < p <= 1:
-        return func(input, p, training, inplace)
-    if not running.drops("dropout of channels"):
-        return input
-    keep = running.uniform("dropout of channels", _channels(input.shape), input.device) < 1 - p
-    return input.mul_(keep * _scale(p)) if inplace else _Masked.apply(input, keep, _scale(p))
 
 
 def _alpha_dropout_by(cut: Callable[[torch.Size], torch.Size]) -> Any:
@@ -267,7 +257,10 @@ _HANDLERS: dict[Any, Any] = {
     **{getattr(owner, name): _refuse(name) for owner, names in _RANDOM.items() for name in names},
     functional.dropout: _dropout,
     torch.dropout: _torch_dropout,
-    **dict.fromkeys((functional.dropout1d, functional.dropout2d, functional.dropout3d), _channel_dropout),
+    **dict.fromkeys(
+        (functional.dropout1d, functional.dropout2d, functional.dropout3d),
+        _dropout_by("dropout of channels", _channels),
+    ),
     functional.alpha_dropout: _alpha_dropout_by(lambda shape: shape),
     functional.feature_alpha_dropout: _alpha_dropout_by(_channels),
     functional.scaled_dot_product_attention: _attention,
