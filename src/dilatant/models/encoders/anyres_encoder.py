@@ -54,6 +54,7 @@ class AnyresEncoderUnit(EncoderUnit):
     """An `EncoderUnit` whose items differ in tiles and in rows of the text, both determined by the image's shape."""
 
     packs = True
+    stage_type = AnyresStage
     shape: AnyresShape
     placeholder_id: int
 
@@ -84,22 +85,6 @@ class AnyresEncoderUnit(EncoderUnit):
         raise UserError(
             f"{self.unit}: its images have unlike shapes, and ranks cannot share them; give it cp: 1"
         )
-
-    def stage(self, first: int, end: int) -> AnyresStage:
-        plain = super().stage(first, end)
-        stage = AnyresStage(
-            plain.unit,
-            plain.layers,
-            plain.weights,
-            plain.model,
-            plain.projector,
-            plain.geometry,
-            plain.callbacks,
-            is_first=plain.is_first,
-            adapter=plain.adapter,
-        )
-        stage.training = self.training
-        return stage
 
 
 def images_of_samples(alone: Tensor) -> list[int]:

@@ -15,9 +15,6 @@ from dilatant.data.media_units.sound_unit import FRAMES
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.stage import Boundary, in_dtype_of
-from dilatant.models.core.structure import find_structure
-from dilatant.models.core.weights import name_weights
-from dilatant.models.encoders.encoder import Callbacks, EncoderStage
 from dilatant.models.encoders.sound_encoder import FEATURES, TYPICAL_FRAMES, SoundEncoderUnit, SoundStage
 
 EMBEDDING = "subsample_conv_projection"
@@ -54,8 +51,6 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         config: Any = tower.config
         # transformers 5.17 builds a correct mask only for sdpa; later versions support only eager.
         config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
-        structure = find_structure(tower)
-        layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
         rows = conformer_rows(TYPICAL_FRAMES)
         geometry = EncoderGeometry(
             kind="audio",
@@ -67,21 +62,8 @@ class ConformerEncoderUnit(SoundEncoderUnit):
             mel_bins=mel_bins_of(config),
             frames=TYPICAL_FRAMES,
         )
-        EncoderStage.__init__(
-            self,
-            unit=name,
-            layers=tuple(f"{name}.{layer}" for layer in layers),
-            weights=name_weights(name, tower, structure, "norm", projector),
-            model=tower,
-            projector=projector,
-            geometry=geometry,
-            callbacks=Callbacks(),
-        )
-        self.structure = structure
-        self.width = geometry.width
+        self._hold(name, tower, projector, geometry, width_out, placeholder_id)
         self.width_projected = config.output_proj_dims
-        self.width_out = width_out
-        self.placeholder_id = placeholder_id
         self.unused = frozenset()
         self._freeze_at_start()
 

@@ -167,6 +167,7 @@ class EncoderUnit(Unit, EncoderStage):
     """
 
     parts = ("model", "projector")
+    stage_type: type[EncoderStage] = EncoderStage
     model: nn.Module
     projector: nn.Module
     geometry: EncoderGeometry
@@ -259,7 +260,7 @@ class EncoderUnit(Unit, EncoderStage):
         model: nn.Module | None = None
         if first < last:
             model = self._slice(self.model, first, end)
-        return EncoderStage(
+        stage = self.stage_type(
             unit=self.unit,
             layers=self.layers[first:end],
             weights=self._weights_between(first, end),
@@ -271,6 +272,8 @@ class EncoderUnit(Unit, EncoderStage):
             is_first=first == 0,
             adapter=self.adapter,
         )
+        stage.training = self.training
+        return stage
 
     def _slice(self, model: nn.Module, first: int, end: int) -> nn.Module:
         if self.structure is None:

@@ -16,14 +16,12 @@ from dilatant.data.media_units.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import grid_part
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.slicing import Placeholder
-from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.stage import Boundary, in_dtype_of
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.weights import name_weights
 from dilatant.models.encoders.encoder import Callbacks, EncoderStage
-from dilatant.models.encoders.packed_encoder import PackedEncoderUnit
-from dilatant.models.parallel.shared_samples import SampleParallel
+from dilatant.models.encoders.packed_encoder import PackedEncoderStage, PackedEncoderUnit
 
 MERGERS = ("merger", "deepstack_merger_list")
 """Encoder modules that merge patches into rows of the text."""
@@ -71,29 +69,16 @@ class _PassThrough(nn.Module):
         return hidden
 
 
-class NativeStage(SampleParallel, EncoderStage):
+class NativeStage(PackedEncoderStage):
     """Layers of an encoder and its merger, run on all patches of the samples in one row."""
 
+    sizes_name = GRID
     taps: tuple[int, ...] = ()
     """Numbers (in the whole encoder) of the blocks here whose hidden states are also outputs (DeepStack)."""
     first_block = 0
     end_block = 0
     patches_at_once = PATCHES_AT_ONCE
     """Frames run in groups of at most this many patches; a larger single frame runs alone."""
-
-    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        samples = self.chosen(data, samples)
-        if not samples:
-            return StageOutput()
-        if self.is_first:
-            return StageOutput(self(media_of(data, samples, self)))
-        return StageOutput(self(media_of(data, samples, self, names=(GRID,)), inbound[self.unit]))
-
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
-
-    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **given}) if self.is_first else self(given, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode patches. inputs: `image_grid_thw` int64 [images, 3], and for the first stage pixels [patches, ...].
@@ -232,22 +217,11 @@ class NativeEncoderUnit(PackedEncoderUnit):
         )
 
     def stage(self, first: int, end: int) -> NativeStage:
-        self._check_stage(first, end)
-        last = len(self.layers) - 1
+        stage = super().stage(first, end)
+        assert isinstance(stage, NativeStage)
         first_block, end_block = self._blocks(first, end)
-        stage = self.stage_type(
-            unit=self.unit,
-            layers=self.layers[first:end],
-            weights=self._weights_between(first, end),
-            model=self._slice(self.model, first, end) if first < last else None,
-            projector=self.projector if end > last else None,
-            geometry=self.geometry,
-            callbacks=self.callbacks,
-            is_first=first == 0,
-        )
         stage.taps = tuple(block for block in self._taps if first_block <= block < end_block)
         stage.first_block, stage.end_block = first_block, end_block
-        stage.training = self.training
         return stage
 
 

@@ -21,13 +21,11 @@ from dilatant.data.media_units.sound_unit import FRAMES
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import grid_part
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.random_draws import SampleLayout
-from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.stage import Boundary, in_dtype_of
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.weights import name_weights
 from dilatant.models.encoders.encoder import Callbacks, EncoderStage
-from dilatant.models.encoders.packed_encoder import PackedEncoderUnit
-from dilatant.models.parallel.shared_samples import SampleParallel
+from dilatant.models.encoders.packed_encoder import PackedEncoderStage, PackedEncoderUnit
 
 FEATURES = "input_features"
 TYPICAL_FRAMES = 1000
@@ -51,24 +49,11 @@ class NamedModule(nn.Module):
         return self.get_submodule(self._name)(hidden)
 
 
-class SoundStage(SampleParallel, EncoderStage):
+class SoundStage(PackedEncoderStage):
     """Layers of an audio encoder and its projector, run on all frames of the samples in one row."""
 
+    sizes_name = FRAMES
     blocks_path = "layers"
-
-    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        samples = self.chosen(data, samples)
-        if not samples:
-            return StageOutput()
-        if self.is_first:
-            return StageOutput(self(media_of(data, samples, self)))
-        return StageOutput(self(media_of(data, samples, self, names=(FRAMES,)), inbound[self.unit]))
-
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
-
-    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        return self({FEATURES: value, **given}) if self.is_first else self(given, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode frames. inputs: `feature_lens` int64 [sounds, 2], frames of each sound without and with its padding;
@@ -93,14 +78,12 @@ class SoundStage(SampleParallel, EncoderStage):
 class SoundEncoderUnit(PackedEncoderUnit):
     """An audio encoder: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
 
-    stage_type: type[SoundStage] = SoundStage
+    stage_type = SoundStage
 
     def __init__(
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
     ) -> None:
         config: Any = tower.config
-        structure = find_structure(tower)
-        layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
         rows = rows_of(TYPICAL_FRAMES)
         geometry = EncoderGeometry(
             kind="audio",
@@ -112,6 +95,22 @@ class SoundEncoderUnit(PackedEncoderUnit):
             mel_bins=config.num_mel_bins,
             frames=TYPICAL_FRAMES,
         )
+        self._hold(name, tower, projector, geometry, width_out, placeholder_id)
+        # Omni's encoder has embeddings of audio begin and end, but the thinker uses text tokens for them.
+        self.unused = frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)
+        self._freeze_at_start(self.unused)
+
+    def _hold(
+        self,
+        name: str,
+        tower: PreTrainedModel,
+        projector: nn.Module,
+        geometry: EncoderGeometry,
+        width_out: int,
+        placeholder_id: int,
+    ) -> None:
+        structure = find_structure(tower)
+        layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
         EncoderStage.__init__(
             self,
             unit=name,
@@ -126,9 +125,6 @@ class SoundEncoderUnit(PackedEncoderUnit):
         self.width = geometry.width
         self.width_out = width_out
         self.placeholder_id = placeholder_id
-        # Omni's encoder has embeddings of audio begin and end, but the thinker uses text tokens for them.
-        self.unused = frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)
-        self._freeze_at_start(self.unused)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make sounds of the typical length, and one shorter sound from the remainder."""
@@ -154,22 +150,6 @@ class SoundEncoderUnit(PackedEncoderUnit):
             dtype=self.row_dtype,
             rows_of=partial(_halved, self.unit, self.placeholder_id) if halved else partial(_rows, self.unit),
         )
-
-    def stage(self, first: int, end: int) -> SoundStage:
-        self._check_stage(first, end)
-        last = len(self.layers) - 1
-        stage = self.stage_type(
-            unit=self.unit,
-            layers=self.layers[first:end],
-            weights=self._weights_between(first, end),
-            model=self._slice(self.model, first, end) if first < last else None,
-            projector=self.projector if end > last else None,
-            geometry=self.geometry,
-            callbacks=self.callbacks,
-            is_first=first == 0,
-        )
-        stage.training = self.training
-        return stage
 
 
 def rows_of(frames: Any) -> Any:

@@ -42,6 +42,8 @@ class TiledStage(EncoderStage):
 class TiledEncoderUnit(EncoderUnit):
     """The encoder and its projector: layers `encoder` and `projector`."""
 
+    stage_type = TiledStage
+
     def __init__(self, name: str, tower: PreTrainedModel, projector: NamedModule, width_out: int) -> None:
         config: Any = tower.config
         rows = config.max_num_tiles * ((config.image_size // config.patch_size) ** 2 + 1)
@@ -88,18 +90,3 @@ class TiledEncoderUnit(EncoderUnit):
             TILES: torch.ones(items, self.tiles, dtype=torch.int64, device=device),
         }
         return pixels, given
-
-    def stage(self, first: int, end: int) -> TiledStage:
-        plain = super().stage(first, end)
-        stage = TiledStage(
-            plain.unit,
-            plain.layers,
-            plain.weights,
-            plain.model,
-            plain.projector,
-            plain.geometry,
-            plain.callbacks,
-            is_first=plain.is_first,
-        )
-        stage.training = self.training
-        return stage
