@@ -26,7 +26,6 @@ from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import NO_GUARD
 from dilatant.config.errors import UserError
-from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
@@ -369,20 +368,10 @@ class PoolSource:
     def _retry(self, entry: Entry, link: _WorkerLink, how: str, is_late: bool) -> None:
         if entry.is_forgotten:
             return
-        entry.late += is_late
-        entry.losses += not is_late
         entry.shunned = link.number
-        if entry.late == TRIES:
-            problem = f"decoding took longer than {link.decode_seconds:g} s"
-            remedy = "look at its media, or raise 'data.decode_seconds'"
-            self._asked.conclude(entry, SampleError(entry.name, problem, remedy))
-        elif entry.losses == TRIES:
-            self._asked.conclude(
-                entry,
-                WorkerError(f"{entry.name} has ended {TRIES} data workers that were at it; the last, {how}"),
-            )
-        else:
-            self._asked.again(entry)
+        self._asked.lost(
+            entry, how, is_late, tries=TRIES, decode_seconds=link.decode_seconds, workers="data workers"
+        )
 
     def _drop_late(self) -> None:
         """Give up workers that the system does not let exit. One that ignores this rank may serve other ranks."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dilatant.config.errors import UserError
-from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import WorkerError
@@ -227,19 +226,9 @@ class RaySource:
         self._start()
 
     def _blame(self, entry: Entry, how: str, is_late: bool) -> None:
-        entry.late += is_late
-        entry.losses += not is_late
-        if entry.late >= TRIES:
-            problem = f"decoding took longer than {self._decode_seconds:g} s"
-            remedy = "look at its media, or raise 'data.decode_seconds'"
-            self._asked.conclude(entry, SampleError(entry.name, problem, remedy))
-        elif entry.losses >= TRIES:
-            self._asked.conclude(
-                entry,
-                WorkerError(f"{entry.name} has ended {TRIES} producers that were at it; the last, {how}"),
-            )
-        else:
-            self._asked.again(entry)
+        self._asked.lost(
+            entry, how, is_late, tries=TRIES, decode_seconds=self._decode_seconds, workers="producers"
+        )
 
     def _drop_late(self) -> None:
         now = self._awake.now()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.ordered_map import WorkerError
 from dilatant.data.workers.pool import SampleRequest, Waiting, add_once, unknown_request
@@ -171,6 +172,23 @@ class RequestQueue:
         """Put the request at the front of the queue."""
         if not entry.is_forgotten:
             self.queue.appendleft(entry)
+
+    def lost(
+        self, entry: Entry, how: str, is_late: bool, *, tries: int, decode_seconds: float, workers: str
+    ) -> None:
+        """Put the request of a lost worker at the front, or conclude it with an error after `tries` losses or time
+        limits. how: the reason for the loss. workers: what they are called in the error."""
+        entry.late += is_late
+        entry.losses += not is_late
+        if entry.late >= tries:
+            problem = f"decoding took longer than {decode_seconds:g} s"
+            remedy = "look at its media, or raise 'data.decode_seconds'"
+            self.conclude(entry, SampleError(entry.name, problem, remedy))
+        elif entry.losses >= tries:
+            text = f"{entry.name} has ended {tries} {workers} that were at it; the last, {how}"
+            self.conclude(entry, WorkerError(text))
+        else:
+            self.again(entry)
 
     def answered(self, entry: Entry, message: Encoded | PoolRefused | Failed, held: memoryview) -> None:
         """Conclude a request with a worker's reply. held: the bytes of the sample's arrays."""
