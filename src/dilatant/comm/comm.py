@@ -209,7 +209,7 @@ class Comm:
             if timed_out := waited_long or "imed out" in str(error) or "imeout" in str(error):
                 text = f"rank {self.rank} waited over {timeout_seconds:g} s for {what}"
             else:
-                self._await_abort(1.0)
+                self._await_abort()
                 text = f"rank {self.rank} lost its peer in {what}"
             self._fail(CommTimeout if timed_out else CommAborted, text, error)
         finally:
@@ -225,7 +225,7 @@ class Comm:
     def _on_stall(self, stalled: Stalled) -> None:
         text = f"rank {self.rank} waited over {self._timeout.total_seconds():g} s for {stalled.what}"
         if stalled.error:
-            self._await_abort(1.0)
+            self._await_abort()
             text = f"rank {self.rank} lost its peer in {stalled.what} ({stalled.error[:200]})"
         with contextlib.suppress(CommAborted, CommTimeout):
             self._fail(CommTimeout, text, None)
@@ -356,12 +356,12 @@ class Comm:
             problems.insert(0, f"rank {', '.join(absent[:16])} has not begun to communicate")
         return "; ".join((problems or activities)[:8]), culprits
 
-    def _await_abort(self, seconds: float) -> None:
+    def _await_abort(self) -> None:
         """Wait for an abort message: a peer's connection often closes before its message arrives, or while the peer is
         still checking which ranks are alive after its own timeout."""
         began = time.monotonic()
         while self._reason is None and self._watchdog is not None:
-            if time.monotonic() > max(began + seconds, self._last_check + 2 * ANSWER_SECONDS):
+            if time.monotonic() > max(began + 1.0, self._last_check + 2 * ANSWER_SECONDS):
                 return
             if self._has_ended.wait(0.02) or not self._watchdog.is_alive():
                 return

@@ -200,24 +200,22 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
     return found
 
 
-def answer_why_not(planned: PlannedRun, asked: AskedLayout, all_devices: bool = False) -> WhyNot:
+def answer_why_not(planned: PlannedRun, asked: AskedLayout) -> WhyNot:
     """Explain why the search of this run chose no layout like `asked`."""
     problem = planned.problem.sharing(asked.zero or planned.result.winner.zero)
-    return _why_not(problem, asked, planned.result, all_devices)
+    return _why_not(problem, asked, planned.result)
 
 
 def plan_like(problem: PlanningProblem, asked: AskedLayout) -> PlannedRun:
     """Return the fastest plan like `asked`. Raises UserError that says why there is none."""
     problem = problem.sharing(asked.zero or problem.target.rules.zero)
-    answer = _why_not(problem, asked, None, False)
+    answer = _why_not(problem, asked, None)
     if not answer.plans:
         raise UserError(" ".join(no_plan_text(answer, problem.target.cluster)))
     return _alone(problem, answer.plans)
 
 
-def _why_not(
-    problem: PlanningProblem, asked: AskedLayout, result: SearchResult | None, all_devices: bool
-) -> WhyNot:
+def _why_not(problem: PlanningProblem, asked: AskedLayout, result: SearchResult | None) -> WhyNot:
     config, cluster = problem.config, problem.target.cluster
     spaces = [
         open_space(
@@ -230,7 +228,7 @@ def _why_not(
     space = replace(spaces[0], cluster=cluster)
     return why_not(
         space, asked, result, scorer_of(problem), _searched_sizes(config, problem.target),
-        problem.target.rules, config.parallel.microbatches, all_devices, spaces, Mode(config.plan.mode),
+        problem.target.rules, config.parallel.microbatches, spaces, Mode(config.plan.mode),
     )  # fmt: skip
 
 

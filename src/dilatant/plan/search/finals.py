@@ -115,9 +115,9 @@ class Finals:
             self._overflowing.add((culprit, *counts))
         return False
 
-    def reorder(self, most: int = 2) -> None:
-        """Simulate the `most` best plans in every other rank order, under the schedule that suited them best."""
-        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:most]:
+    def reorder(self) -> None:
+        """Simulate the two best plans in every other rank order, under the schedule that suited them best."""
+        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:2]:
             if candidate.bound >= self._ceiling:
                 continue
             for plan in self._plans(candidate):

@@ -110,7 +110,6 @@ def why_not(
     sizes: Sequence[int],
     rules: ParameterBytes,
     num_microbatches: int | None = None,
-    all_devices: bool = False,
     groups: Sequence[Space] = (),
     mode: Mode = Mode.BEST,
 ) -> WhyNot:
@@ -120,7 +119,7 @@ def why_not(
     problems = _problems(space, asked)
     if problems:
         return WhyNot(impossible=tuple(problems))
-    search = sizes, num_microbatches, all_devices
+    search = sizes, num_microbatches, False
     spaces = groups or [space]
     found = _like(spaces, space.cluster, asked, all_candidates(spaces, mode, *search))
     roomy = found

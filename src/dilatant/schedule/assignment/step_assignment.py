@@ -78,7 +78,7 @@ def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str
     [samples]; 0 without tokens."""
     seconds = {}
     for unit in plan.units:
-        stages = _stages_of(plan, unit.name, 0)
+        stages = _first_stages(plan, unit.name)
         square, linear, _ = (costs.seconds[stages, 0] + costs.seconds[stages, 1]).mean(axis=0)
         tokens, squares = _sizes(samples, unit.name)
         # A sample with tokens must get more than 0 seconds: 0 means that it has no work here.
@@ -88,7 +88,7 @@ def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str
 
 def _unit_profile(plan: Plan, unit: str, costs: StageCosts, samples: Workload) -> tuple[float, float]:
     """Return backward seconds per forward second of the batch, and a microbatch's fixed seconds per stage."""
-    stages = _stages_of(plan, unit, 0)
+    stages = _first_stages(plan, unit)
     tokens, squares = _sizes(samples, unit)
     forward, backward = (
         float((costs.seconds[stages, kind] @ [squares.sum(), tokens.sum(), 0.0]).sum()) for kind in (0, 1)
@@ -140,8 +140,8 @@ def _speeds(
     return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
 
 
-def _stages_of(plan: Plan, unit: str, replica: int) -> list[int]:
-    return [placed.index for placed in plan.stages() if placed.unit == unit and placed.replica == replica]
+def _first_stages(plan: Plan, unit: str) -> list[int]:
+    return [placed.index for placed in plan.stages() if placed.unit == unit and placed.replica == 0]
 
 
 def _sizes(samples: Workload, unit: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
