@@ -115,7 +115,8 @@ def test_rings_played_message_by_message_take_as_long(seed):
     )
     spec = model(*(unit(f"u{n}", 1, parameters=size) for n, size in enumerate(sizes)))
     found = sync_seconds(Plan(units), spec, cluster, RULES).longest
-    played = all_reduce(list(zip(map(float, sizes), groups)), cluster.node_of, cluster.port_of, INSIDE, PORT)
+    rings = list(zip(map(float, sizes), groups))
+    played = all_reduce(rings, cluster.node_of, lambda rank: cluster.place_of(rank)[1], INSIDE, PORT)
     # Rings that share a port leave gaps in each other's rounds; and a ring is as fast as its slowest hop, while bytes
     # through ports and links are counted apart.
     assert found <= played * (1 + 1e-9)

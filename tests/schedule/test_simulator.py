@@ -92,7 +92,7 @@ def turns_at_ports(step, cluster, size, shared):
                 ways = {("link out", giver): link.bandwidth, ("link in", taker): link.bandwidth}
             else:
                 ways = {
-                    (way, cluster.node_of(rank), cluster.port_of(rank)): cluster.at(rank).port.bandwidth
+                    (way, *cluster.place_of(rank)): cluster.at(rank).port.bandwidth
                     for way, rank in (("port out", giver), ("port in", taker))
                 }
             for way, bandwidth in ways.items():

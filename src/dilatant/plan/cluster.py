@@ -76,10 +76,6 @@ class Cluster:
         """Return the node of `rank`."""
         return self.place_of(rank)[0]
 
-    def port_of(self, rank: int) -> int:
-        """Return the network port of its node through which `rank` sends."""
-        return self.place_of(rank)[1]
-
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the node of `rank` and the network port of that node through which it sends."""
         number = self.group_of(rank)

@@ -73,11 +73,6 @@ class Reinstantiation(PlannerAnswer):
         """Bytes copied between nodes (or read from a checkpoint, for lost layers)."""
         return sum(copy.num_bytes for copy in self.copies)
 
-    @property
-    def lost_layers(self) -> tuple[int, ...]:
-        """Layers that no surviving node holds and that exist only in checkpoints."""
-        return tuple(sorted({copy.layer for copy in self.copies if copy.source is None}))
-
 
 def reinstantiate(
     templates: Mapping[int, Template],
