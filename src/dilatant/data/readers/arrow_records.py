@@ -12,26 +12,16 @@ from dilatant.config.errors import UserError
 from dilatant.data.readers.arrow_values import row_fields
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks
-from dilatant.data.readers.source_files import Scan, SourceFiles
+from dilatant.data.readers.source_files import RecordsOfFiles, Scan, SourceFiles
 
 
-class ArrowRecords:
+class ArrowRecords(RecordsOfFiles):
     """Rows of several Arrow files, in file order. Picklable: another process maps the same files."""
 
     blocks: Blocks | None = None
 
-    def __init__(self, files: SourceFiles) -> None:
-        self._files = files
-
     def __reduce__(self) -> tuple[type[ArrowRecords], tuple[SourceFiles]]:
         return ArrowRecords, (self._files,)
-
-    def __len__(self) -> int:
-        return int(self._files.first[-1])
-
-    def name_of(self, index: int) -> str:
-        file, row = self._files.locate(index)
-        return f"{self._files.names[file]}:{row + 1}"
 
     def read(self, index: int) -> FileRecord:
         file, row = self._files.locate(index)

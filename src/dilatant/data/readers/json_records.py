@@ -16,7 +16,7 @@ from dilatant.data.errors import SampleError
 from dilatant.data.readers.json_value import json_value
 from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord, is_objects
 from dilatant.data.readers.records import Blocks
-from dilatant.data.readers.source_files import Scan, SourceFiles
+from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 
 SCAN_BYTES = 1 << 24
 MOST_BYTES = 256 << 20
@@ -27,20 +27,10 @@ SPACE = (9, 10, 13, 32)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class JsonRecords:
+class JsonRecords(RecordsOfFiles):
     """Records of several JSON or JSON Lines files, in file order. Picklable."""
 
     blocks: Blocks | None = None
-
-    def __init__(self, files: SourceFiles) -> None:
-        self._files = files
-
-    def __len__(self) -> int:
-        return int(self._files.first[-1])
-
-    def name_of(self, index: int) -> str:
-        file, number = self._files.locate(index)
-        return f"{self._files.names[file]}:{number + 1}"
 
     def read(self, index: int) -> FileRecord:
         file, number = self._files.locate(index)

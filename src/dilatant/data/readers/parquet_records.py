@@ -21,7 +21,7 @@ from dilatant.data.errors import SampleError
 from dilatant.data.readers.arrow_values import row_fields
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks
-from dilatant.data.readers.source_files import Scan, SourceFiles
+from dilatant.data.readers.source_files import RecordsOfFiles, Scan, SourceFiles
 
 CACHE_BYTES = 256 << 20
 BLOCK_BYTES = 32 << 20
@@ -92,14 +92,14 @@ class _Stream:
     next: int
 
 
-class ParquetRecords:
+class ParquetRecords(RecordsOfFiles):
     """Rows of several Parquet files, in file order. Picklable, without its cache.
 
     blocks: the runs of rows that are read together; None if all of the data fit into the cache.
     """
 
     def __init__(self, files: SourceFiles) -> None:
-        self._files = files
+        super().__init__(files)
         self._cache: OrderedDict[int, Any] = OrderedDict()
         self._open: OrderedDict[int, _Stream] = OrderedDict()
 
@@ -118,13 +118,6 @@ class ParquetRecords:
         lengths = np.diff(self._runs.first)
         window = max(1, int(CACHE_BYTES * len(lengths) / total_bytes))
         return Blocks(tuple(lengths.tolist()), window, tuple(self._runs.group_of.tolist()))
-
-    def __len__(self) -> int:
-        return int(self._files.first[-1])
-
-    def name_of(self, index: int) -> str:
-        file, row = self._files.locate(index)
-        return f"{self._files.names[file]}:{row + 1}"
 
     def read(self, index: int) -> FileRecord:
         file, _ = self._files.locate(index)

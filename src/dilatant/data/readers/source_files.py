@@ -157,6 +157,20 @@ class _ScanJob:
         return self.files[piece[0]][1]
 
 
+class RecordsOfFiles:
+    """What the records of several files of any format share. Picklable."""
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return int(self._files.first[-1])
+
+    def name_of(self, index: int) -> str:
+        file, number = self._files.locate(index)
+        return f"{self._files.names[file]}:{number + 1}"
+
+
 def _state(path: Path) -> tuple[int, int]:
     """Return the size and modification time (ns) of a file."""
     try:

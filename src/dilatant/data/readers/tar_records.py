@@ -19,7 +19,7 @@ from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_su
 from dilatant.data.readers.json_value import json_value
 from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord
 from dilatant.data.readers.records import Blocks
-from dilatant.data.readers.source_files import Scan, SourceFiles
+from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 from dilatant.data.sample import FileSlice, MediaKind
 
 TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})
@@ -34,16 +34,10 @@ _NOWHERE = -1
 """Offset of a member that is no file of the shard."""
 
 
-class TarRecords:
+class TarRecords(RecordsOfFiles):
     """Records of several tar shards, in shard order. Picklable."""
 
     blocks: Blocks | None = None
-
-    def __init__(self, files: SourceFiles) -> None:
-        self._files = files
-
-    def __len__(self) -> int:
-        return int(self._files.first[-1])
 
     def name_of(self, index: int) -> str:
         file, number = self._files.locate(index)
