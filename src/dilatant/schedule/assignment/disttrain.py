@@ -20,20 +20,15 @@ from dilatant.schedule.simulator.graph import ScheduleGraph
 from dilatant.schedule.simulator.simulate import op_ends
 
 
-def intra_reorder(
-    size: NDArray[np.float64], num_groups: int, cardinality: int | None = None
-) -> NDArray[np.int64]:
+def intra_reorder(size: NDArray[np.float64], num_groups: int) -> NDArray[np.int64]:
     """Return the group of every sample, `[samples]`, by longest-processing-time-first (Alg. 2, sorted descending).
 
     `size` is a sample's seconds. Groups are returned by number, since groups of unequal size cannot be recovered from a
-    concatenation; `cardinality` caps the samples of a group, for loaders that need equal counts. Raises ValueError if
-    the cap leaves samples without a group.
+    concatenation.
     """
     from dilatant.schedule.assignment import assign_kernels as kernels
 
-    if cardinality is not None and cardinality * num_groups < len(size):
-        raise ValueError(f"{num_groups} groups of at most {cardinality} cannot hold {len(size)} samples")
-    room = np.full(num_groups, float(len(size) if cardinality is None else cardinality))
+    room = np.full(num_groups, float(len(size)))
     group = np.empty(len(size), dtype=np.int64)
     order = np.argsort(-size, kind="stable")
     kernels.place_units(order, size[None], np.ones(num_groups), np.ones(len(size)), room, group)
