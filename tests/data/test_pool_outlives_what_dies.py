@@ -184,7 +184,7 @@ def test_a_worker_with_invalid_replies_keeps_slots_until_exit(pool, caplog) -> N
     source.ask(requests([0], nbytes=1 << 16))
     wait_until(lambda: source._arena._taken)
     with source._asked.changed:
-        source._links[0].frames = pool_source.Frames(1)
+        source._links[0].frames = pool_source.PoolFrames(1)
     assert source.take("train", 100).id == "file:0"
     assert "was given up: it answered with what is no message" in caplog.text
     wait_until(lambda: not source._arena._taken)

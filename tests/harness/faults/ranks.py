@@ -124,7 +124,7 @@ class Ranks:
         self._dying = dying
         self._folder = folder / "run" / FOLDER
         self._folder.mkdir(parents=True)
-        self._settings = Settings(lease_seconds=30.0, join_seconds=0.0, initial=size + guests)
+        self._settings = Settings(lease_seconds=HANG_SECONDS, join_seconds=0.0, initial=size + guests)
         self._store = StoreServer("127.0.0.1", 0, TOKEN)
         self._coordinator = Child(COORDINATOR, self._start(0))
         self._context = multiprocessing.get_context("forkserver")
