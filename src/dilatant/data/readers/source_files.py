@@ -158,7 +158,7 @@ class _ScanJob:
 
 
 class RecordsOfFiles:
-    """What the records of several files of any format share. Picklable."""
+    """Base class of the records of several files, of any format: their number and their names. Picklable."""
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
