@@ -46,7 +46,7 @@ def test_ways_that_are_searched(
         **sections,
     }
     config = parse_config(tree, tmp_path)
-    target = plan_target(config.cluster, zero=config.train.zero, optimizer=config.train.optimizer)
+    target = plan_target(config.cluster, config.train)
     assert zero_variants(config, target) == ZeroVariants(searched, glanced)
     if "zero" not in sections.get("train", {}):
         found = zero_variants(config, target, fault_tolerance=1)

@@ -96,8 +96,7 @@ def plan(
     from dilatant.planning.planning import plan_like, plan_run
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import write_plan_page
-    from dilatant.report.say import open_console, show_progress
-    from dilatant.report.terminal import print_indented, print_line
+    from dilatant.report.say import open_console, print_indented, print_line, show_progress
     from dilatant.report.text.plan_table import print_plan
 
     console = open_console(stderr=as_json)
@@ -151,8 +150,7 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
 
     from dilatant.config.files.durable import write_durably
     from dilatant.planning.planning import seconds_by_fault_tolerance
-    from dilatant.report.say import open_console, show_progress
-    from dilatant.report.terminal import print_line
+    from dilatant.report.say import open_console, print_line, show_progress
     from dilatant.report.text.wording import seconds_text
 
     with show_progress(open_console(stderr=True), "searching plans that nodes may be lost of"):
@@ -216,7 +214,7 @@ def _seen_from_here(path: Path) -> Path:
 
 def show_places(console: Console, places: dict[Path, str]) -> None:
     """List the files that were written, with a description of each."""
-    from dilatant.report.terminal import print_line
+    from dilatant.report.say import print_line
 
     console.print()
     for path, what in places.items():

@@ -101,15 +101,13 @@ def profile(
         target_of_group,
         with_links,
     )
-    from dilatant.report.say import open_console, show_progress
-    from dilatant.report.terminal import print_line
+    from dilatant.report.say import open_console, print_line, show_progress
 
     console = open_console(stderr=as_json)
-    train = resolved.train
     if group:
-        target = target_of_group(resolved.cluster, group, train.precision, train.optimizer)
+        target = target_of_group(resolved.cluster, group, resolved.train)
     else:
-        target = plan_target(resolved.cluster, train.precision, train.zero, train.optimizer)
+        target = plan_target(resolved.cluster, resolved.train)
     counts = lengths or measured_tokens(resolved)
     plan = resolved.plan.model_copy(update={"costs": None, **asked})
     place = place_from()
@@ -191,7 +189,7 @@ def _measure_links(target: Target) -> MeasuredLinks:
 
 
 def _show_links(found: MeasuredLinks, console: Console) -> None:
-    from dilatant.report.terminal import print_line
+    from dilatant.report.say import print_line
     from dilatant.report.text.wording import percent_text, seconds_text
 
     for where, measured in (("inside a node", found.inside), ("between nodes", found.between)):
@@ -223,7 +221,7 @@ def _at(kind: str, counts: tuple[int, ...]) -> int:
 
 
 def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
-    from dilatant.report.terminal import plain_table, print_line, print_table
+    from dilatant.report.say import plain_table, print_line, print_table
     from dilatant.report.text.wording import bytes_text, count_text, seconds_text
 
     print_line(console, (costs.hardware, "bold"), f", {costs.dtype}, {costs.origin}")

@@ -296,7 +296,7 @@ def _write_pages(
 def _print_steps(
     steps: list[float], schedules: dict[str, PlanScore], problem: PlanningProblem, console: Console
 ) -> None:
-    from dilatant.report.terminal import plain_table, print_line, print_table
+    from dilatant.report.say import plain_table, print_line, print_table
     from dilatant.report.text.wording import bytes_text, count_text, counted, percent_text, seconds_text
 
     mean = sum(steps) / len(steps)

@@ -32,8 +32,7 @@ from dilatant.plan.validate import validate
 from dilatant.planning.assemble import Samples, recompute_by_unit
 from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
 from dilatant.planning.measuring.decode_costs import DecodeCost, decode_cost
-from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, layer_costs
-from dilatant.planning.measuring.step_costs import described_costs
+from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, described_costs, layer_costs
 from dilatant.planning.problem.dense_rows import dense_rows
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_degrees import with_requested_degrees

@@ -24,9 +24,11 @@ from dilatant.cost.profile import LayerProbe, profile_layers
 from dilatant.cost.quadratic import Quadratic
 from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.parallel.experts import is_fused
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.plan import Plan
 from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.measuring.layer_shapes import layer_shapes
-from dilatant.planning.problem.dense_rows import dense_tokens
+from dilatant.planning.problem.dense_rows import dense_rows, dense_tokens
 from dilatant.planning.problem.describe_model import (
     BLOCK,
     EMBEDDING,
@@ -39,6 +41,7 @@ from dilatant.planning.problem.layer_shards import degrees_by_kind, tensor_shard
 from dilatant.planning.problem.planned_degrees import planned_degrees
 from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
 from dilatant.runtime.precision import pick_device
+from dilatant.schedule.plan_scorer import step_costs
 
 Say = Callable[[str], None]
 _ROWS = (1, 2, 4, 8)
@@ -264,6 +267,17 @@ def costs_in_use(
             kind: {degree: used(kind, cost) for degree, cost in degrees.items()}
             for kind, degrees in costs.layers.items()
         },
+    )
+
+
+def described_costs(plan: Plan, model: ModelDescription, costs: CostModel, target: Target) -> StepCosts:
+    """Return what the steps of `plan` cost; `costs` as training meets them (`costs_in_use`). Raises UserError if they
+    lack a layer type or degree."""
+    return replace(
+        step_costs(plan, model.spec, costs, target.cluster, target.rules),
+        item_tokens=model.item_tokens,
+        media_pairs=model.media_pairs,
+        dense=dense_rows(model, costs),
     )
 
 

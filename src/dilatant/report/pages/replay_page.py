@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from dilatant.plan.replay.replay import (
@@ -21,8 +22,7 @@ from dilatant.plan.replay.replay import (
     Replay,
 )
 from dilatant.report.pages.page import render, write_page
-from dilatant.report.plain import to_plain
-from dilatant.report.terminal import plain_table, print_line, print_table
+from dilatant.report.say import plain_table, print_line, print_table
 from dilatant.report.text.plan_table import sparkline
 from dilatant.report.text.wording import (
     bytes_text,
@@ -99,7 +99,9 @@ def replays_to_plain(replays: Sequence[Replay], setting: ReplaySetting) -> dict[
     """Return the output of `--json`: every replay with its rate, and its segments unchanged."""
     return {
         "setting": list(setting.sentences()),
-        "replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays],
+        "replays": [
+            {**msgspec.to_builtins(one), "samples_per_second": one.samples_per_second} for one in replays
+        ],
     }
 
 

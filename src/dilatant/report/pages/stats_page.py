@@ -9,9 +9,8 @@ from typing import Any
 from dilatant.data.index.stats import JointHistogram, UnitRatio, UnitStats
 from dilatant.data.text.example import Example, ExampleSpan
 from dilatant.report.pages.page import render, write_page
-from dilatant.report.stats_report import StatsReport
 from dilatant.report.text.gantt_tables import HUES
-from dilatant.report.text.stats_table import constant_text, summarize_stats
+from dilatant.report.text.stats_table import StatsReport, constant_text, summarize_stats
 from dilatant.report.text.wording import count_text, counted, percent_text, unbroken
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 480.0, 150.0, 44.0, 14.0

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dilatant.report.plan_report import MemoryUse, PlanReport
-from dilatant.report.terminal import plain_table, print_indented, print_line, print_table
+from dilatant.report.say import plain_table, print_indented, print_line, print_table
 from dilatant.report.text.plan_summary import explain, suggest, summarize
 from dilatant.report.text.wording import (
     bytes_text,

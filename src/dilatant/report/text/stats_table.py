@@ -1,18 +1,32 @@
-"""Data report in sentences, and as terminal tables."""
+"""Data report: the facts of the stats page as one value, in sentences, and as terminal tables."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from dilatant.data.index.stats import DataStats, UnitStats
-from dilatant.report.stats_report import StatsReport
-from dilatant.report.terminal import plain_table, print_line, print_table
+from dilatant.data.text.example import Example
+from dilatant.report.say import plain_table, print_line, print_table
 from dilatant.report.text.plan_table import sparkline
 from dilatant.report.text.wording import counted, listed, percent_text
+from dilatant.schedule.assignment.batch_balance import BatchBalance
 
 _REFUSALS_SHOWN = 5
 _GROUPS = 4
 """Number of groups in the sentence on balance, or the nearest smaller number."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReport:
+    """Statistics of a data set, how evenly batches of `batch_size` samples divide, and a few of its samples."""
+
+    title: str
+    stats: DataStats
+    batch_size: int
+    balance: tuple[BatchBalance, ...] = ()
+    examples: tuple[Example, ...] = ()
 
 
 def summarize_stats(report: StatsReport) -> tuple[str, ...]:
