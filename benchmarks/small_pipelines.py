@@ -87,7 +87,9 @@ def target_share(samples: Sequence[EncodedSample]) -> float:
 def this_machine(ranks: int) -> tuple[Target, Cluster]:
     """One-thread processes of this machine, joined by the link that two of them measure."""
     links = launch_local(measure_links, 2)[0].inside
-    target = replace(plan_target(ClusterConfig(gpus_per_node=ranks), TrainConfig(precision="fp32")), threads=1)
+    target = replace(
+        plan_target(ClusterConfig(gpus_per_node=ranks), TrainConfig(precision="fp32")), threads=1
+    )
     return target, Cluster(1, ranks, float("inf"), links.link, Link(1e9))
 
 

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import (
-    AsJson,
-    ConfigPath,
-    Overrides,
-    Trust,
-    is_cost_file,
-    is_hardware_file,
-    output_file,
-    read_config,
-)
+from dilatant.cli.options import AsJson, ConfigOptions, is_cost_file, is_hardware_file, output_file
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def profile(
-    config: ConfigPath,
-    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    options: ConfigOptions,
     out: Annotated[
         Path, typer.Option(help="Where to write the costs.", callback=output_file(is_cost_file))
     ] = Path("costs.yaml"),
@@ -71,7 +61,6 @@ def profile(
             help="Measure for this one of cluster.groups (here are devices of its kind); --out keeps others.",
         ),
     ] = "",
-    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure every layer type of a model at several token counts: forward, gradients, recomputation and memory.
@@ -85,7 +74,7 @@ def profile(
         "context_parallel": _counts(cp, "--cp", "1,2,4"),
     }
     asked = {name: counts for name, counts in degrees.items() if counts}
-    resolved = read_config(config, overrides, trust or None, loads=True)
+    resolved = options.read()
 
     from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware

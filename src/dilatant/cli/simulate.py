@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import AsJson, Overrides, Trust, read_config, say_loading
-from dilatant.cli.plan import Page, open_problem, show_places
+from dilatant.cli.options import AsJson, Overrides, Trust, read_config, say_loading, show_places
+from dilatant.cli.plan import Page, open_problem
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import read_text
 
@@ -217,7 +217,7 @@ def _show(
     from dilatant.planning.plan_variants import compare_schedules
     from dilatant.planning.planned_run import fixed_plan_report, plan_report
     from dilatant.planning.planning import simulated_steps
-    from dilatant.report.text.plan_table import print_plan
+    from dilatant.report.pages.plan_page import print_plan
 
     winner = planned.result.winner
     report = fixed_plan_report(plan_report(planned, given.name))
@@ -245,6 +245,7 @@ def _show(
     print_plan(report, console)
     _print_steps([step.seconds for step in steps], schedules, planned.problem, console)
     if written:
+        console.print()
         show_places(console, written)
 
 
@@ -364,4 +365,5 @@ def _replay(
         print(json.dumps(replays_to_plain(found.replays, setting)))
         return
     print_replays(found.replays, console, setting)
+    console.print()
     show_places(console, {written: "the same as a page: open it in a browser"})

@@ -55,9 +55,16 @@ def assemble_samples(config: Config) -> Samples:
     if data.val_size is not None:
         assert isinstance(train, Blend)
         train, held_out = train.split(data.val_size, config.seed)
+    tokenizer, encoding = assemble_encoding(config)
+    return Samples(tokenizer, encoding, train, held_out)
+
+
+def assemble_encoding(config: Config) -> tuple[Any, Encoding]:
+    """Return the tokenizer, and how samples become tokens. No data are opened. Raises UserError."""
+    data = config.data
     tokenizer = load_model_tokenizer(config.model)
     units = media_units(config.model, tokenizer)
-    encoding = Encoding(
+    return tokenizer, Encoding(
         chat=chat_tokenizer(
             tokenizer,
             data.chat_template,
@@ -66,12 +73,11 @@ def assemble_samples(config: Config) -> Samples:
             ends=generation_ends(config.model.text.id),
         ),
         units=units,
-        train_on=config.data.train_on,
-        max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
+        train_on=data.train_on,
+        max_length=min(data.max_length, config.row_tokens),
         targets=image_targets(config.model, tokenizer),
         truncates=data.truncation == "right",
     )
-    return Samples(tokenizer, encoding, train, held_out)
 
 
 def with_sizes(config: Config, samples: Samples, progress: Progress = lambda done, total: None) -> Samples:
@@ -120,17 +126,19 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
     return sized
 
 
-def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> MultimodalModel:
-    """Build the config's model as it trains: it embeds the samples' tokens, and recomputes activations where
+def assemble_model(
+    config: Config, tokenizer: Any, encoding: Encoding, hollow: bool = False
+) -> MultimodalModel:
+    """Build the config's model as it trains: it embeds the tokens of samples, and recomputes activations where
     configured. hollow: on the meta device, for ranks to allocate their own layers. Raises UserError."""
     units = config.model.units if hollow else None
-    model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
+    model = build_model(config.model, seed=config.seed, tokenizer=tokenizer, hollow=units)
     if found := unit_problems(config.parallel, tuple(model.units)):
         raise list_problems("config has a mistake:", found)
     attend_as_configured(model, config.model.text)
     place_rows(model, config.parallel.placement)
-    seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
-    seen |= {target.name: target.placeholder_id for target in samples.encoding.targets}
+    seen = {unit.name: unit.placeholder_id for unit in encoding.units}
+    seen |= {target.name: target.placeholder_id for target in encoding.targets}
     expected = {**model.placeholder_ids, **model.output_ids}
     if seen != expected:
         raise RuntimeError(f"data places {seen}, the model expects {expected}")

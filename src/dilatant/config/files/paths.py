@@ -11,14 +11,15 @@ from typing import Any
 from dilatant.config.errors import UserError
 
 
-def follow_run(tree: dict[str, Any], folder: Path) -> list[str]:
+def follow_run(tree: dict[str, Any], folder: Path, needs_data: bool = True) -> list[str]:
     """Update the paths of a saved config to files that were moved along with its run, which is now in `folder`.
 
-    Changes the tree and returns one line per changed path. Raises UserError for data that cannot be found.
+    Changes the tree and returns one line per changed path. Raises UserError for data that cannot be found, unless the
+    command does not read them: then a line says so.
     """
     before, now = str(tree.get("output_dir", "")), os.path.realpath(folder)
     changes: list[str] = []
-    lost: list[str] = []
+    lost: list[tuple[str, str]] = []
     for key, parent, place in _texts(tree, ""):
         path = parent[place]
         if not os.path.isabs(path) or os.path.exists(path):
@@ -28,9 +29,17 @@ def follow_run(tree: dict[str, Any], folder: Path) -> list[str]:
             parent[place] = moved
             changes.append(f"{key}: {path} is gone; {moved}, which moved along with the run, is used")
         elif re.fullmatch(r"data\.(train|eval)\.\d+\.path", key) and not re.search(r"[*?\[{]", path):
-            lost.append(f"{key}: {path!r} does not exist; --set {key}=PATH says where the data are now")
-    if lost:
-        raise UserError("\n".join(lost))
+            lost.append((key, path))
+    if lost and not needs_data:
+        changes += [
+            f"{key}: {path!r} does not exist; nothing is checked against these data" for key, path in lost
+        ]
+    elif lost:
+        lines = [
+            f"{key}: {path!r} does not exist; --set {key}=PATH says where the data are now"
+            for key, path in lost
+        ]
+        raise UserError("\n".join(lines))
     return changes
 
 

@@ -1,11 +1,11 @@
-"""Page rendering: common design and assets, and templates that escape all values."""
+"""Page rendering: one layout, common design and assets, and a template that escapes all values."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -14,15 +14,23 @@ from typing import Any
 from dilatant.config.errors import UserError
 from dilatant.config.files.durable import write_named
 from dilatant.report.pages.page_links import EMPTY
+from dilatant.report.parts import Part
 
 _TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
 
 
-def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -> str:
-    """Render a template of report/pages/assets as one HTML file that needs no network and opens from a disk.
+def render(
+    tab: str,
+    title: str,
+    subtitle: str,
+    parts: Iterable[Part],
+    footer: str,
+    timelines: Sequence[dict[str, Any]] = (),
+) -> str:
+    """Render one HTML file that needs no network and opens from a disk.
 
-    timelines: from `pack_chart`, one for each `timeline` of the template. values: template variables, all of which are
-    escaped; a missing variable is an error rather than a blank. Only the page's own script may run in it.
+    tab: title of the browser's tab. timelines: from `pack_chart`, one for each part `timeline`. All values are escaped;
+    a missing one is an error rather than a blank. Only the page's own script may run in it.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -35,8 +43,12 @@ def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -
         lstrip_blocks=True,
     )
     script = "\n".join(map(_asset, (*(_TIMELINE_SCRIPTS if timelines else ()), "page.js")))
-    return environment.get_template(name).render(
-        **values,
+    return environment.get_template("page.html").render(
+        tab=tab,
+        title=title,
+        subtitle=subtitle,
+        parts=list(parts),
+        footer=footer,
         links=Markup(EMPTY),
         style=Markup(_asset("page.css")),
         script=Markup(script),
