@@ -9,7 +9,7 @@ import pytest
 
 from dilatant.config.config import parse_config
 from dilatant.planning.problem.planned_hardware import plan_target
-from dilatant.planning.searched_zeros import ZeroVariants, zero_variants
+from dilatant.planning.problem.searched_settings import ZeroVariants, zero_variants
 
 TWO_NODES = {"hardware": "H100", "nodes": 2, "gpus_per_node": 4}
 GROUPS = {

@@ -83,13 +83,13 @@ def profile(
     from dilatant.planning.measuring.cost_cache import store_costs
     from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers, measured_tokens
     from dilatant.planning.problem.describe_model import build_meta_model, describe_model
-    from dilatant.planning.problem.planned_degrees import planned_degrees
     from dilatant.planning.problem.planned_hardware import (
         entry_name,
         plan_target,
         target_of_group,
         with_links,
     )
+    from dilatant.planning.problem.searched_settings import planned_degrees
     from dilatant.report.say import open_console, print_line, show_progress
 
     console = open_console(stderr=as_json)

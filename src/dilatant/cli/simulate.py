@@ -214,7 +214,7 @@ def _timed(problem: PlanningProblem, given: _SimulationInput, microbatches: int 
 def _show(
     planned: PlannedRun, given: _SimulationInput, page: Path | None, as_json: bool, console: Console
 ) -> None:
-    from dilatant.planning.plan_variants import compare_schedules
+    from dilatant.planning.plan_advice import compare_schedules
     from dilatant.planning.planned_run import fixed_plan_report, plan_report
     from dilatant.planning.planning import simulated_steps
     from dilatant.report.pages.plan_page import print_plan
@@ -266,7 +266,7 @@ def _beside(
     report: PlanReport, schedule: str | None, measured: MeasuredStep, prediction: Prediction
 ) -> PlanReport:
     """Return the report with a measured step and its prediction."""
-    from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
+    from dilatant.report.gantt import measured_chart, predicted_chart
 
     return replace(
         report,

@@ -11,11 +11,10 @@ from typing import Any
 
 from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
 from dilatant.config.config import unit_problems
-from dilatant.config.model import TargetConfig
+from dilatant.config.model import ModelSource
 from dilatant.config.recompute import Recompute
 from dilatant.data.index.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.media_units.image_target import ImageTarget, image_target
-from dilatant.data.media_units.image_unit import ImageProcessor
 from dilatant.data.media_units.processors import image_processor
 from dilatant.data.order.blend import Blend, StreamBlend, open_blend
 from dilatant.data.sample import MediaUnit
@@ -197,6 +196,9 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
     for position, (name, seen) in enumerate(inspect_denoisers(config).items()):
         entry = config.generators[name]
         token = token_of(entry, tokenizer, f"model.generators.{name}", position)
+        channels, height, width = seen.pixels
+        encoder = None if entry.target is None else entry.target.encoder
+        source = encoder if isinstance(encoder, str) else None
         targets.append(
             image_target(
                 name,
@@ -205,45 +207,31 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
                 start=entry.start,
                 marker=entry.marker,
                 pixels=seen.pixels,
-                processor=None if entry.target is None else _as_it_sees(entry.target, seen.pixels),
+                processor=None
+                if encoder is None
+                else image_processor(source, height=height, width=width, channels=channels),
             )
         )
     return tuple(targets)
 
 
-def _as_it_sees(target: TargetConfig, pixels: tuple[int, int, int]) -> ImageProcessor:
-    """Return the image processor for the encoder of a target."""
-    channels, height, width = pixels
-    source = target.encoder if isinstance(target.encoder, str) else None
-    return image_processor(source, height=height, width=width, channels=channels)
-
-
 def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:
-    source = config.text
-    where = "model.language_model"
+    settings = _transformers_config(config.text, "model.language_model", vocab_size=tokenizer_size)
+    return settings.get_text_config().vocab_size
+
+
+def _transformers_config(source: ModelSource, where: str, **defaults: Any) -> Any:
+    """Return the config of a model, given by settings or by its source. Raises UserError."""
     if source.config is not None:
-        settings = {"vocab_size": tokenizer_size, **source.config}
-        return parse_config(settings, where).get_text_config().vocab_size
-    return (
-        load_pretrained_config(str(source.id), where, source.trust_remote_code).get_text_config().vocab_size
-    )
-
-
-def _tower_config(name: str, entry: EncoderConfig) -> Any:
-    """Return the config of an encoder. Raises UserError."""
-    where = f"model.encoders.{name}"
-    if entry.config is not None:
-        config = parse_config(entry.config, where)
-    else:
-        config = load_pretrained_config(str(entry.id), where, entry.trust_remote_code)
-    return encoder_config(config)
+        return parse_config({**defaults, **source.config}, where)
+    return load_pretrained_config(str(source.id), where, source.trust_remote_code)
 
 
 def _media_units(name: str, entry: EncoderConfig, placeholder_id: int) -> tuple[MediaUnit, ...]:
     # A pretrained encoder brings its own processor.
     processor = entry.id if entry.processor is None else entry.processor
     try:
-        config = _tower_config(name, entry)
+        config = encoder_config(_transformers_config(entry, f"model.encoders.{name}"))
         geometry = (
             None if config.model_type in PATCH_MERGER_ENCODERS else encoder_geometry(config, entry.features)
         )

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from dilatant.plan.plan import PlacedStage
 from dilatant.report.gantt import GanttChart
-from dilatant.report.pages.gantt_data import pack_chart
 from dilatant.report.pages.model_graph import model_graph
-from dilatant.report.pages.page import render, write_page
+from dilatant.report.pages.page import pack_chart, render, write_page
 from dilatant.report.parts import (
     HUES,
     Cell,

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dilatant.plan import Plan
-from dilatant.report.pages.gantt_data import pack_chart
-from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
-from dilatant.report.pages.page import render, write_page
+from dilatant.report.gantt import measured_chart, predicted_chart
+from dilatant.report.pages.page import pack_chart, render, write_page
 from dilatant.report.parts import summary
 from dilatant.report.step_comparison import Prediction, comparison_section
 from dilatant.report.text.gantt_summary import data_waits, losses, measurement, pace
