@@ -51,7 +51,7 @@ def test_a_plan_is_found_and_left_in_the_run_folder(project: Path, dilatant: Dil
     assert code == 0, err
     assert "samples per second" in out
     assert f"Why not {wanted}?" in out
-    assert "Why this plan" in out
+    assert "This plan and the runners-up" in out
     assert re.search(r"Decoding takes .* of a processor a sample", " ".join(out.split()))
     folder = project / "run" / "plan"
     names = {path.name for path in folder.iterdir()}

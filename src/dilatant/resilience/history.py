@@ -10,8 +10,8 @@ from typing import Any
 from dilatant.config.errors import UserError
 from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.report.pages.generations_page import Generation, write_generations_page
-from dilatant.report.pages.generations_trace import write_generations_trace
 from dilatant.report.pages.page_links import link_pages
+from dilatant.report.pages.perfetto import write_generations_trace
 from dilatant.resilience.processes.coordinator_process import COMMIT
 from dilatant.resilience.protocol.values import Task
 from dilatant.resilience.status import read_rebuilds, read_status

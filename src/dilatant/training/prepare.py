@@ -61,7 +61,7 @@ def prepare(
             raise UserError(
                 "data.preprocess: 'ray' asks for samples by index, which streamed data do not have; use 'local'"
             )
-        model = assemble_model(config, samples, hollow=True)
+        model = assemble_model(config, samples.tokenizer, samples.encoding, hollow=True)
         refuse_random_depth(model.units.values())
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
