@@ -12,7 +12,7 @@ from dilatant.config import Config, UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.index.sizes import Progress
 from dilatant.data.workers.ray_cluster import check_cluster, cluster_address
-from dilatant.models.dropout.keyed_dropout import refuse_random_depth
+from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
 from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.planning.assemble import Samples, assemble_model, assemble_samples, with_sizes
@@ -62,7 +62,7 @@ def prepare(
                 "data.preprocess: 'ray' asks for samples by index, which streamed data do not have; use 'local'"
             )
         model = assemble_model(config, samples.tokenizer, samples.encoding, hollow=True)
-        refuse_random_depth(model.units.values())
+        refuse_unkeyed_dropout(model.units.values())
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
         if planned is None:
