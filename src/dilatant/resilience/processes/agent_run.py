@@ -20,17 +20,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dilatant.comm.store.protocol import TokenMismatch
 from dilatant.comm.store.token import REMEDY, shared_token
+from dilatant.comm.wire.handshake import TokenMismatch
 from dilatant.config.config import Config
 from dilatant.config.environment import LaunchPlace
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
 from dilatant.resilience.processes.agent_process import NO_COORDINATOR, AgentService
-from dilatant.resilience.processes.job import Job, JobRequest, WorkerStart
+from dilatant.resilience.processes.messages import Job, JobRequest, WorkerStart, connect
 from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, ProcessStart
 from dilatant.resilience.processes.standby import Standby
-from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
 

@@ -21,6 +21,8 @@ from dilatant.resilience.protocol.values import (
 
 DEAF_LEASES = 2
 """Leases within which agents must acknowledge an order, which is repeated meanwhile."""
+RESEND_SECONDS = 1.0
+"""Interval at which the last orders are sent again, since messages may be lost; agents ignore repetitions."""
 STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
 
 
@@ -401,7 +403,7 @@ class Coordinator:
 
     def _repeat(self, now: float) -> list[Effect]:
         """Repeat orders, which may have been lost."""
-        if self.task is Task.WAIT or now - self._sent < self.settings.resend_seconds:
+        if self.task is Task.WAIT or now - self._sent < RESEND_SECONDS:
             return []
         self._sent = now
         return self._orders()

@@ -146,7 +146,7 @@ class Settings:
     fewer the run is saved and ends. attempts: generations in a row without a step before a node is blamed; after twice
     as many, the run stops. drain_seconds: time of a leaving node: it waits `DRAIN_SHARE` of it for the step to end and
     exports its gradients in the rest; then the others continue. accuse_seconds: time for more reports of an
-    unresponsive node. leader_seconds: least time without an answer before a standby takes over (time for a restart).
+    unresponsive node.
     """
 
     lease_seconds: float = 3.0
@@ -154,10 +154,8 @@ class Settings:
     build_seconds: float = 60.0
     join_seconds: float = 5.0
     return_seconds: float = 10.0
-    resend_seconds: float = 1.0
     drain_seconds: float = 600.0
     accuse_seconds: float = 0.5
-    leader_seconds: float = 10.0
     initial: int = 1
     fewest: int = 1
     attempts: int = 3
