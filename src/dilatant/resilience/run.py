@@ -21,7 +21,7 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
     layout, or is one of them under torchrun, Slurm or Kubernetes. With `resilience.enabled` a launcher starts one
     process per machine instead: the first is the leader, the others are agents. Raises UserError for a mistake in
     config, data or folder, WorkerFailed when a rank fails (with `resilience.enabled`: when no rank can continue),
-    Stopped when a signal ends a run before it trains; after a later signal the run saves and returns.
+    RunStopped when a signal ends a run before it trains; after a later signal the run saves and returns.
     """
     if not config.resilience.enabled:
         return train_once(config, overwrite=overwrite, show=show)

@@ -22,17 +22,6 @@ FIELDS = msgspec.msgpack.Decoder(Annotated[list[bytes], msgspec.Meta(max_length=
 """Decodes the messages between the store and its clients."""
 
 
-class _Waiting:
-    """A request that is answered when its keys exist, or at its deadline."""
-
-    __slots__ = ("awaited", "keys", "operation")
-
-    def __init__(self, operation: bytes, keys: list[bytes]) -> None:
-        self.operation = operation
-        self.keys = keys
-        self.awaited = set(keys)
-
-
 class StoreServer:
     """Serves clients until `close()`. host: "127.0.0.1" for one machine, "" for all interfaces. port 0: a free one."""
 
@@ -45,9 +34,9 @@ class StoreServer:
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = defaultdict(deque)
         self._stored_bytes = 0
-        self._waiting: dict[WireLink, _Waiting] = {}
+        self._waiting: dict[WireLink, list[bytes]] = {}  # requests to answer once their keys exist
         self._waiters: dict[bytes, set[WireLink]] = defaultdict(set)
-        self._deadlines: list[tuple[float, int, WireLink, _Waiting]] = []
+        self._deadlines: list[tuple[float, int, WireLink, list[bytes]]] = []
         self._num_deadlines = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="dilatant-store", daemon=True)
@@ -80,8 +69,8 @@ class StoreServer:
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, client, waiting = heapq.heappop(self._deadlines)
-            if self._waiting.get(client) is waiting:
+            _, _, client, fields = heapq.heappop(self._deadlines)
+            if self._waiting.get(client) is fields:
                 self._stop_waiting(client)
                 self._answer(client, [b"timeout"])
 
@@ -117,25 +106,25 @@ class StoreServer:
                 self._answer(client, [b"ok"])
                 self._notify(key)
             case [b"get" | b"wait" | b"pop", milliseconds, *keys] if keys:
-                limit, waiting = _number(milliseconds), _Waiting(fields[0], keys)
-                self._waiting[client] = waiting
+                limit = _number(milliseconds)
+                self._waiting[client] = fields
                 if not self._try_answer(client):
-                    for key in waiting.awaited:
+                    for key in keys:
                         self._waiters[key].add(client)
                     if limit >= 0:
                         self._num_deadlines += 1  # unique, so that the heap never compares clients
                         deadline = time.monotonic() + limit / 1000
-                        heapq.heappush(self._deadlines, (deadline, self._num_deadlines, client, waiting))
+                        heapq.heappush(self._deadlines, (deadline, self._num_deadlines, client, fields))
             case _:
                 raise ProtocolError(f"no request: {fields[:1]}")
 
     def _try_answer(self, client: WireLink) -> bool:
         """Answer a client's pending request if its keys exist."""
-        waiting = self._waiting.get(client)
-        if waiting is None:
+        if client not in self._waiting:
             return True
-        if waiting.operation == b"pop":
-            key = waiting.keys[0]
+        operation, _, *keys = self._waiting[client]
+        key = keys[0]
+        if operation == b"pop":
             if not self._queues.get(key):
                 return False
             value = self._queues[key].popleft()
@@ -143,17 +132,16 @@ class StoreServer:
             if not self._queues[key]:
                 del self._queues[key]
             answer = [value]
-        elif not self._values.keys() >= waiting.awaited:
+        elif not self._values.keys() >= {*keys}:
             return False
         else:
-            answer = [self._values[key] for key in waiting.keys] if waiting.operation == b"get" else []
+            answer = [self._values[key] for key in keys] if operation == b"get" else []
         self._stop_waiting(client)
         self._answer(client, [b"ok", *answer])
         return True
 
     def _stop_waiting(self, client: WireLink) -> None:
-        waiting = self._waiting.pop(client, None)
-        for key in () if waiting is None else waiting.awaited:
+        for key in self._waiting.pop(client, [])[2:]:
             self._waiters[key].discard(client)
             if not self._waiters[key]:
                 del self._waiters[key]

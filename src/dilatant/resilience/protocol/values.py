@@ -31,8 +31,8 @@ class ProtocolMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Phase(StrEnum):
     """The phase of a node in its generation. fresh: it has none. fencing: its workers are being stopped. fenced: they
-    have stopped. rebuilding: they open groups and copy state. ready: they hold all state. running: they train. giving:
-    the node must leave before the end of the step, and exports its gradients. given: it has exported them."""
+    have stopped. rebuilding: they open groups and copy state. ready: they hold all state. running: they train. handing
+    over: the node must leave before the end of the step, and exports its gradients. handed over: it has done so."""
 
     FRESH = "fresh"
     FENCING = "fencing"
@@ -40,19 +40,19 @@ class Phase(StrEnum):
     REBUILDING = "rebuilding"
     READY = "ready"
     RUNNING = "running"
-    GIVING = "giving"
-    GIVEN = "given"
+    HANDING_OVER = "handing over"
+    HANDED_OVER = "handed over"
 
 
 class Task(StrEnum):
-    """The coordinator's order to the nodes of a generation. give: this node is no longer a member, and must export its
-    gradients of the step. out: this node is not a member, and must rejoin under a new name. stop: the run is over."""
+    """The coordinator's order to the nodes of a generation. hand over: this node is no longer a member, and must export
+    its gradients of the step. out: this node is no member, and must rejoin under a new name. stop: the run is over."""
 
     WAIT = "wait"
     FENCE = "fence"
     REBUILD = "rebuild"
     RUN = "run"
-    GIVE = "give"
+    HAND_OVER = "hand over"
     OUT = "out"
     STOP = "stop"
 

@@ -66,13 +66,15 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldState:
-    """The state of one generation: a trainer that no longer communicates, its plan, members and workers."""
+    """The state of the generation of `order`: its plan, and a trainer that no longer communicates once it is over."""
 
-    generation: int
+    order: Rebuild
     trainer: Trainer
     planned: TrainingPlan
-    members: tuple[str, ...]
-    workers: tuple[int, ...]
+
+    @property
+    def generation(self) -> int:
+        return self.order.generation
 
 
 def train_rank_resiliently(
@@ -246,7 +248,7 @@ class _ResilientRank:
         self._store_at = at
         self._worker = replace(self._worker, store=store)
         if held is not None:
-            publish_plan(self._store, held.generation, held.planned, held.members, held.workers)
+            publish_plan(self._store, held.order, held.planned)
             self._store.set(_BEGUN, b"")
 
     def _made(self, order: Rebuild) -> HeldState:
@@ -309,7 +311,7 @@ class _ResilientRank:
         if trainer.rank == 0:
             with open_in_place(self._folder.path / FOLDER / REBUILDS) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
-        return HeldState(order.generation, trainer, planned, order.members, order.workers)
+        return HeldState(order, trainer, planned)
 
     def _trainer(
         self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
