@@ -24,8 +24,8 @@ from typing import Any
 
 from trace_replay import Machines
 
+from dilatant.resilience.processes.messages import connect
 from dilatant.resilience.processes.process import Child, ProcessStart
-from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.values import Settings
 
 ROOT = Path(__file__).resolve().parent.parent

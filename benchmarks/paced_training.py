@@ -25,8 +25,7 @@ from dilatant.comm.launch import Worker, launch_local, local_worker
 from dilatant.config.config import Config, parse_config
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.run_folder import RunFolder
-from dilatant.resilience.launch import AGENT, COORDINATOR
-from dilatant.resilience.processes.process import Child, ProcessStart
+from dilatant.resilience.processes.process import AGENT, COORDINATOR, Child, ProcessStart
 from dilatant.resilience.protocol.values import Settings
 from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.commit import RunMembership, gradient_hashes

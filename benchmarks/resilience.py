@@ -30,7 +30,6 @@ import random
 import socket
 import statistics
 import tempfile
-import threading
 import time
 from dataclasses import replace as with_values
 from pathlib import Path
@@ -40,8 +39,9 @@ from machine import machine
 from msgspec.structs import replace
 from paced_training import paced_training
 
+from dilatant.comm.wire.link import WireLink
+from dilatant.resilience.processes.messages import MESSAGES
 from dilatant.resilience.processes.process import Child, ProcessStart
-from dilatant.resilience.processes.wire import WireLink, accept, connect
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
 from dilatant.resilience.worker.worker_link import WorkerLink
@@ -79,7 +79,7 @@ def _work(port: int, index: int, barrier: Any, turns: int, pace: float, seconds:
 
 def paired_steps(nodes: int, workers: int, turns: int, pace: float) -> tuple[list[float], list[float]]:
     """Seconds of a step without and with the vote, turn by turn, with so many workers on each node."""
-    from dilatant.resilience.launch import AGENT, COORDINATOR  # imports torch, which workers here need not do
+    from dilatant.resilience.processes.process import AGENT, COORDINATOR
 
     settings = Settings(lease_seconds=30.0, initial=nodes)
     context = multiprocessing.get_context("spawn")
@@ -168,13 +168,9 @@ def decision_seconds(voters: int, rounds: int = 20) -> float:
 
 def message_seconds(rounds: int = 500) -> tuple[float, float]:
     """CPU seconds of receiving a vote and of sending the answer, for whoever does it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    accepted: list[WireLink] = []
-    thread = threading.Thread(target=lambda: accepted.append(accept(listener.accept()[0], TOKEN)))
-    thread.start()
-    client = connect("127.0.0.1", listener.getsockname()[1], TOKEN)
-    thread.join()
-    (server,) = accepted
+    ours, theirs = socket.socketpair()
+    client = WireLink(ours, TOKEN, is_client=True, decoder=MESSAGES)
+    server = WireLink(theirs, TOKEN, is_client=False, decoder=MESSAGES)
     vote = Status("node0", 1, generation=1, phase=Phase.RUNNING, prepared=5, applied=5, hashes=HASHES)
     order = Order("node0", 1, 1, Task.RUN, 1)
     received = sent = 0.0
@@ -189,7 +185,6 @@ def message_seconds(rounds: int = 500) -> tuple[float, float]:
         client.receive()
     for each in (client, server):
         each.close()
-    listener.close()
     return received / rounds, sent / rounds
 
 

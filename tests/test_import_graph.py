@@ -94,7 +94,7 @@ ROOMS = ("config", "comm", "cost", "data", "attention", "models", "plan", "sched
 
 SUB_ROOMS = {
     "config": ("files",),
-    "comm": ("store",),
+    "comm": ("wire", "store"),
     "data": ("media", "media_units", "readers", "text", "order", "index", "workers"),
     "attention": ("masks", "kernels"),
     "models": ("adapters", "core", "dropout", "parallel", "language", "encoders", "generators", "families"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from dilatant.comm.store import protocol as protocol
-from dilatant.comm.store.newcomers import AuthenticatedConnection, PendingHandshakes
+from dilatant.comm.wire import handshake
+from dilatant.comm.wire.handshake import AuthenticatedConnection, PendingHandshakes
 
 TOKEN = b"correct horse battery staple"
 SECONDS = 10.0
@@ -47,10 +48,14 @@ def door() -> Iterator[Door]:
         yield Door(stack)
 
 
+def received(connection: socket.socket, count: int) -> bytes:
+    return handshake.receive_exactly(connection, count, time.monotonic() + 5.0)
+
+
 def answer(connection: socket.socket, token: bytes = TOKEN) -> bytes:
-    challenge = protocol.receive_exactly(connection, protocol.CHALLENGE_BYTES)
-    own = b"c" * protocol.NONCE_BYTES
-    return own + protocol.proof(token, b"client", challenge[len(protocol.GREETING) :], own)
+    challenge = received(connection, handshake.CHALLENGE_BYTES)
+    own = b"c" * handshake.NONCE_BYTES
+    return own + handshake.proof(token, b"client", challenge[len(handshake.GREETING) :], own)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -90,8 +95,8 @@ def test_the_oldest_gives_way_and_who_proved_the_token_never(door: Door) -> None
     late.sendall(answer(late))
     assert len(door.turn()) == 1
     proved.connection.sendall(b"still here")
-    protocol.receive_exactly(friend, protocol.PROOF_BYTES)
-    assert protocol.receive_exactly(friend, 10) == b"still here"
+    received(friend, handshake.PROOF_BYTES)
+    assert received(friend, 10) == b"still here"
 
 
 @pytest.mark.parametrize("wrong", ["token", "garbage", "replayed", "half", "reflected"])
@@ -105,9 +110,9 @@ def test_what_does_not_answer_its_own_challenge_is_closed(door: Door, wrong: str
         stranger.sendall(answer(stranger)[:40])
         stranger.shutdown(socket.SHUT_WR)
     elif wrong == "reflected":  # the server's own proof of another connection
-        challenge = protocol.receive_exactly(stranger, protocol.CHALLENGE_BYTES)
-        nonce = challenge[len(protocol.GREETING) :]
-        stranger.sendall(nonce + protocol.proof(TOKEN, b"server", nonce, nonce))
+        challenge = received(stranger, handshake.CHALLENGE_BYTES)
+        nonce = challenge[len(handshake.GREETING) :]
+        stranger.sendall(nonce + handshake.proof(TOKEN, b"server", nonce, nonce))
     else:
         friend = door.enter()
         right = answer(friend)
@@ -124,4 +129,4 @@ def test_a_partial_answer_does_not_extend_the_client_deadline() -> None:
     with ours, theirs:
         theirs.sendall(b"x" * 8)
         with pytest.raises(TimeoutError, match="in time"):
-            protocol.receive_exactly(ours, 16, deadline=0.0)  # long ago
+            handshake.receive_exactly(ours, 16, deadline=0.0)  # long ago

@@ -9,7 +9,6 @@ import pytest
 
 from dilatant.comm import rendezvous
 from dilatant.comm.comm import Comm
-from dilatant.comm.nodes import nodes_of
 from harness.worker_pool import Worker, WorkerPool
 
 
@@ -20,7 +19,7 @@ def _nodes(worker: Worker, hosts: list[str], boots: list[str], folder: Path) -> 
         patch.setattr(socket, "gethostname", lambda: hosts[worker.rank])
         patch.setattr(rendezvous, "_BOOT_ID", boot)
         comm = Comm(worker.store, worker.rank, worker.size)
-    found = nodes_of(comm)
+    found = comm.nodes
     comm.world.barrier("all to have connected")
     comm.close()
     return found

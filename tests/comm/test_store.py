@@ -14,10 +14,11 @@ from datetime import timedelta
 import pytest
 
 from dilatant.comm import rendezvous
-from dilatant.comm.store import newcomers, store
 from dilatant.comm.store import server as store_server
+from dilatant.comm.store import store
 from dilatant.comm.store.server import StoreServer
 from dilatant.comm.store.store import Store, StoreGone, connect
+from dilatant.comm.wire import handshake
 from dilatant.config.errors import UserError
 from harness.patience import HANG_SECONDS
 
@@ -143,7 +144,7 @@ def test_a_server_without_the_token_is_not_believed() -> None:
 
     def echo() -> None:
         connection, _ = listener.accept()
-        connection.sendall(b"dilatant-store-1" + bytes(32))
+        connection.sendall(b"dilatant-wire-2" + bytes(32))
         answer = connection.recv(64)
         connection.sendall(answer[32:])
 
@@ -171,9 +172,9 @@ def test_garbage_and_huge_lengths_hurt_nobody(server: StoreServer) -> None:
     # With the token, malformed requests end their own connection only.
     for request in (b"\xff\xff\xff\xff", b"\0\0\0\4\0\0\1\0", b"\0\0\0\0", b"\0\0\0\5\0\0\0\1?"):
         friend = _connect(server)
-        friend._connection._socket.sendall(request)
-        friend._connection._socket.settimeout(HANG_SECONDS)
-        assert friend._connection._socket.recv(1) == b""
+        friend._connection._link.socket.sendall(request)
+        friend._connection._link.socket.settimeout(HANG_SECONDS)
+        assert friend._connection._link.socket.recv(1) == b""
     for fields in (
         [b"add", b"k", b"1" * 10_000],
         [b"add", b"a", b"1"],
@@ -188,13 +189,13 @@ def test_garbage_and_huge_lengths_hurt_nobody(server: StoreServer) -> None:
 
 
 def test_strangers_push_out_each_other_and_nobody_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newcomers, "MAX_NEWCOMERS", 20)
+    monkeypatch.setattr(handshake, "MAX_PENDING", 20)
     server = StoreServer("127.0.0.1", 0, TOKEN)
     steady = _connect(server)
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
     assert _still_serves(server)  # later than all of them
     steady.set("a", b"b")
-    assert len(server._newcomers) <= 20
+    assert len(server._connections._pending) <= 20
     for connection in silent:
         connection.close()
     server.close()

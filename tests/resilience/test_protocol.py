@@ -350,7 +350,7 @@ def test_who_cannot_leave_in_time_is_given_up() -> None:
     agent.tick(122.6)
     assert agent.status().overdue
     assert not agent.status().failed
-    give = Order("n0", 1, 4, Task.GIVE, 2)
+    give = Order("n0", 1, 4, Task.HAND_OVER, 2)
     assert agent.obey(give, 122.7) == [HandOver(2)]
     assert agent.obey(replace(give, serial=5, generation=3), 122.8) == []
     agent.tick(130.1)
@@ -363,12 +363,12 @@ def test_overdue_leaver_hands_over_before_the_others_rebuild() -> None:
         say(coordinator, nodes, "n0", leaving=True)
         assert coordinator.task is Task.RUN
         tasks = {e.node: e.task for e in say(coordinator, nodes, "n0", overdue=True) if isinstance(e, Order)}
-        assert tasks == {"n0": Task.GIVE, "n1": Task.FENCE, "n2": Task.FENCE}
+        assert tasks == {"n0": Task.HAND_OVER, "n1": Task.FENCE, "n2": Task.FENCE}
         say(coordinator, nodes, "n1", "n2", generation=2, phase=Phase.FENCED, base=1)
-        say(coordinator, nodes, "n0", generation=2, phase=Phase.GIVING)
+        say(coordinator, nodes, "n0", generation=2, phase=Phase.HANDING_OVER)
         assert coordinator.task is Task.FENCE
         if ends == "given":
-            effects = say(coordinator, nodes, "n0", phase=Phase.GIVEN)
+            effects = say(coordinator, nodes, "n0", phase=Phase.HANDED_OVER)
         elif ends == "lost":
             effects = coordinator.lost("n0", 0.0)
         else:

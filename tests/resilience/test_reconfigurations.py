@@ -69,7 +69,7 @@ def test_reconfigured_run_has_losses_of_one_process_to_the_bit(
         # The allocator's: what was used once is kept, and each generation has threads of its own.
         require_flat(before, ranks.held(), mebibytes=16)
         assert len(ranks.reasons()) >= 10
-        assert {rebuild["stays"] for rebuild in [*read_rebuilds(tmp_path / "run")][1:]} == {True, False}
+        assert {rebuild.stays for rebuild in [*read_rebuilds(tmp_path / "run")][1:]} == {True, False}
         told = [reason for reason in ranks.reasons()[1:] if "visitor" not in reason]
         assert told == ["node2: its worker 0 is gone"]  # nobody else was a reason to begin again
     finally:
@@ -88,7 +88,7 @@ def test_salvaged_work_of_survivors_counts_exactly_once(tmp_path: Path, config: 
             ranks.await_commit(ranks.lose_late(name))
     finally:
         ranks.close()
-    kept = [rebuild["salvaged_share"] for rebuild in read_rebuilds(tmp_path / "run")][1:]
+    kept = [rebuild.salvaged_share for rebuild in read_rebuilds(tmp_path / "run")][1:]
     # One may be stopped when it has given all that a step needs of it, so that the others can end that: then none.
     assert any(share > 0 for share in kept), kept
     found = losses(tmp_path / "run")

@@ -39,7 +39,7 @@ def write(run: Path, events: str, agent: str) -> None:
 def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, line: str) -> None:
     write(tmp_path, f"{line}\n{json.dumps(EVENT)}\n", f"{line}\n{json.dumps(AGENT)}\n")
     found = read_status(tmp_path)
-    assert [dict(event) for event in found.events] == [EVENT]
+    assert msgspec.json.decode(msgspec.json.encode(found.events)) == [EVENT]
     assert [(node.name, node.agent, node.is_alive) for node in found.nodes] == [
         ("node0", AGENT["pid"], False)
     ]

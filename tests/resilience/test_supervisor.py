@@ -7,30 +7,30 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dilatant.resilience import launch
-from dilatant.resilience.launch import COORDINATOR, _Supervisor
-from dilatant.resilience.processes import process
-from dilatant.resilience.processes.process import Child, ProcessStart
-from dilatant.resilience.processes.wire import connect
+from dilatant.resilience.processes import process, supervisor
+from dilatant.resilience.processes.messages import connect
+from dilatant.resilience.processes.process import COORDINATOR, Child, ProcessStart
+from dilatant.resilience.processes.supervisor import CoordinatorSupervisor
 from dilatant.resilience.protocol.values import Settings
 from harness.patience import HANG_SECONDS
 
 
 @pytest.fixture
-def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Supervisor, ProcessStart]]:
+def supervised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[CoordinatorSupervisor, ProcessStart]]:
     monkeypatch.setattr(process, "ASK_SECONDS", 0.1)
     monkeypatch.setattr(process, "ANSWER_SECONDS", 2.0)
-    monkeypatch.setattr(launch, "UNATTENDED_SECONDS", 3.0)
+    monkeypatch.setattr(supervisor, "UNATTENDED_SECONDS", 3.0)
     start = ProcessStart("127.0.0.1", 0, (b"t" * 32).hex(), Settings(lease_seconds=0.1), str(tmp_path))
-    first = Child(COORDINATOR, start)
-    start = ProcessStart("127.0.0.1", first.port, start.token, start.settings, str(tmp_path))
-    supervisor = _Supervisor(first, start, [], [], 0)
-    yield supervisor, start
-    supervisor.close().close()
+    coordinator = CoordinatorSupervisor(start)
+    yield coordinator, replace(start, port=coordinator.await_port())
+    coordinator.close(0.0)
 
 
 def answers(start: ProcessStart) -> bool:
@@ -41,33 +41,34 @@ def answers(start: ProcessStart) -> bool:
     return True
 
 
-def becomes(true: Callable[[], bool]) -> bool:
+def becomes(coordinator: CoordinatorSupervisor, true: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + HANG_SECONDS
     while not true() and time.monotonic() < deadline:
+        coordinator.watch()
         time.sleep(0.02)
     return true()
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_coordinator_that_is_lost_or_stands_still_is_replaced(
-    supervised: tuple[_Supervisor, ProcessStart], fault: int
+    supervised: tuple[CoordinatorSupervisor, ProcessStart], fault: int
 ) -> None:
-    supervisor, start = supervised
-    assert becomes(lambda: answers(start))
-    first = supervisor._coordinator.process.pid
+    coordinator, start = supervised
+    assert becomes(coordinator, lambda: answers(start))
+    first = coordinator.child.process.pid
     os.kill(first, fault)
-    assert becomes(lambda: supervisor._coordinator.process.pid != first)
-    assert becomes(lambda: answers(start))
-    assert not supervisor.failure
+    assert becomes(coordinator, lambda: coordinator.child.process.pid != first)
+    assert becomes(coordinator, lambda: answers(start))
+    assert not coordinator.failure
 
 
 def test_connection_flood_neither_kills_nor_blocks_coordinator(
-    supervised: tuple[_Supervisor, ProcessStart],
+    supervised: tuple[CoordinatorSupervisor, ProcessStart],
 ) -> None:
     """Idle ones, some that drip bytes and some that shout."""
-    supervisor, start = supervised
-    assert becomes(lambda: answers(start))
-    first = supervisor._coordinator.process.pid
+    coordinator, start = supervised
+    assert becomes(coordinator, lambda: answers(start))
+    first = coordinator.child.process.pid
     crowd = [socket.create_connection((start.host, start.port)) for _ in range(500)]
     ended = time.monotonic() + 1.3 * process.ANSWER_SECONDS
     while time.monotonic() < ended:
@@ -76,21 +77,22 @@ def test_connection_flood_neither_kills_nor_blocks_coordinator(
                 stranger.send(b"x" if place % 2 else b"\xff" * 4096)
             except OSError:
                 crowd[place] = socket.create_connection((start.host, start.port))
+        coordinator.watch()
         assert answers(start)
-    assert supervisor._coordinator.process.pid == first
+    assert coordinator.child.process.pid == first
     for stranger in crowd:
         stranger.close()
 
 
 def test_run_ends_with_error_when_coordinator_cannot_restart(
-    supervised: tuple[_Supervisor, ProcessStart], capfd: pytest.CaptureFixture[str]
+    supervised: tuple[CoordinatorSupervisor, ProcessStart], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor, start = supervised
-    assert becomes(lambda: answers(start))
+    coordinator, start = supervised
+    assert becomes(coordinator, lambda: answers(start))
     Path(start.folder, "coordinator.json").write_text("nothing of ours")
-    os.kill(supervisor._coordinator.process.pid, signal.SIGKILL)
-    assert becomes(lambda: bool(supervisor.failure))
-    assert "no coordinator could be started" in supervisor.failure
+    os.kill(coordinator.child.process.pid, signal.SIGKILL)
+    assert becomes(coordinator, lambda: bool(coordinator.failure))
+    assert "no coordinator could be started" in coordinator.failure
     said = capfd.readouterr().err
     assert "the coordinator cannot work" in said
     assert "Traceback" not in said

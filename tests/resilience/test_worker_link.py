@@ -9,7 +9,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from dilatant.resilience.processes.wire import Hello, LinkClosed, Warm, WireLink, accept, listen
+from dilatant.comm.wire.link import Connections, LinkClosed, Received, WireLink, listen
+from dilatant.resilience.processes.messages import MESSAGES, Hello, Warm
 from dilatant.resilience.protocol.agent import Computing, Prepared
 from dilatant.resilience.worker.worker_link import SOON_BEATS, WorkerLink
 
@@ -20,22 +21,28 @@ BEAT = 0.2
 @contextmanager
 def linked() -> Iterator[tuple[WorkerLink, WireLink]]:
     """A worker's link, which beats, and the other side of it."""
-    with closing(listen("127.0.0.1")) as listener:
-        accepted: list[WireLink] = []
-        thread = threading.Thread(target=lambda: accepted.append(accept(listener.accept()[0], TOKEN)))
+    listener = listen("127.0.0.1")
+    with closing(Connections(listener, TOKEN, MESSAGES)) as connections:
+        heard: list[Received] = []
+
+        def serve() -> None:
+            while not heard:
+                heard.extend(connections.wait(0.1))
+
+        thread = threading.Thread(target=serve)
         thread.start()
         worker = WorkerLink(listener.getsockname()[1], TOKEN, 0, lambda generation: None, BEAT)
         thread.join()
-        with closing(accepted[0]) as agent, closing(worker):
+        with closing(heard[0].link) as agent, closing(worker):
             worker.warm()
-            assert [type(agent.receive()) for _ in range(2)] == [Hello, Warm]
+            assert [type(heard[0].message), type(agent.receive())] == [Hello, Warm]
             yield worker, agent
 
 
 @pytest.mark.parametrize("changed", ["again", "later", "back", "bit"])
 def test_frames_count_once_in_their_order_and_direction(changed: str) -> None:
     ours, theirs = socket.socketpair()
-    one, other = WireLink(ours, b"key", is_client=True), WireLink(theirs, b"key", is_client=False)
+    one, other = (WireLink(each, b"key", is_client=each is ours, decoder=MESSAGES) for each in (ours, theirs))
     with closing(one), closing(other):
         one.send(Prepared(1, 7))
         frame = theirs.recv(1 << 16)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from dilatant.cli.options import AsJson, RunPath
@@ -42,7 +41,7 @@ def status(
         raise UserError("--follow shows a table; leave out --json, or ask again and again")
     found = read_status(folder)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(msgspec.json.encode(found).decode())
     elif not follow:
         open_console().print(_shown(found))
     else:

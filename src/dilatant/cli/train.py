@@ -158,7 +158,9 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     try:
         result = train(config, overwrite=overwrite, show="stderr" if as_json else "stdout")
     except RunStopped as stopped:
-        line = f"stopped; go on with\n  dilatant resume {shlex.quote(config.output_dir)}"
+        line = "stopped before the run began; nothing is lost"
+        if stopped.can_resume:
+            line = f"stopped; go on with\n  dilatant resume {shlex.quote(config.output_dir)}"
         print(printable(line), file=sys.stderr)
         return stopped.exit_code
     except WorkerFailed as failure:

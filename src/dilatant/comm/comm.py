@@ -17,8 +17,18 @@ from dilatant.comm.backends import Backend, abort_all, gloo_device, open_gloo, o
 from dilatant.comm.deadlines import DeadlineThread, Stalled
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.group import Group
-from dilatant.comm.liveness import ANSWER_SECONDS, answer_check, check_liveness, read_inbox, send_abort
-from dilatant.comm.rendezvous import Rendezvous, join, known_inboxes, register_inbox, this_machine
+from dilatant.comm.rendezvous import (
+    ANSWER_SECONDS,
+    Rendezvous,
+    answer_check,
+    check_liveness,
+    join,
+    known_inboxes,
+    read_inbox,
+    register_inbox,
+    send_abort,
+    this_machine,
+)
 from dilatant.comm.store.store import Store
 
 WORLD = "world"
@@ -126,6 +136,12 @@ class Comm:
     def ranks_here(self) -> tuple[int, ...]:
         """The ranks on this machine."""
         return tuple(rank for rank, other in enumerate(self.machines) if other == self.machines[self.rank])
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of every rank, numbered in the order of each node's first rank."""
+        numbers = {machine: number for number, machine in enumerate(dict.fromkeys(self.machines))}
+        return tuple(numbers[machine] for machine in self.machines)
 
     def tell_machine(self, text: str) -> str:
         """Broadcast `text` from the first rank of this machine to its other ranks; all of them must call this."""

@@ -2,7 +2,8 @@
 
 Ranks may join a generation repeatedly, also after one or all have failed: each attempt gets a fresh id, which rank 0
 draws when all ranks are present and which each of them accepts. All communication is keyed by this id, so no attempt
-sees stale messages.
+sees stale messages. Each rank has an inbox in the store, read by its own thread even while the main thread waits: a
+message either asks what the rank is doing, or says that communication was aborted and why.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
 from dilatant.comm.errors import CommAborted
-from dilatant.comm.liveness import send_abort
 from dilatant.comm.store.store import Store
 
 WORD_AFTER = timedelta(seconds=30)
@@ -26,6 +26,8 @@ WORD_AFTER = timedelta(seconds=30)
 CHECK_AFTER = timedelta(seconds=0.5)
 """Time after which rank 0 looks whether a rank that has not accepted an offer joins anew."""
 BEGIN = "begin"
+ANSWER_SECONDS = 2.0
+"""Time limit for the answer to a liveness check. An idle machine needs a millisecond, a loaded one more."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -187,3 +189,36 @@ def announce_failure(store: Store, reason: str) -> bool:
     for inbox in known_inboxes(store, generation, size).values():
         send_abort(store, inbox, reason)
     return store.check([f"generation/{generation}/started"])
+
+
+def send_abort(store: Store, inbox: str, reason: str) -> None:
+    """Notify the rank that reads `inbox` that communication was aborted."""
+    store.push(inbox, json.dumps({"abort": reason}))
+
+
+def read_inbox(store: Store, inbox: str) -> tuple[str, str]:
+    """Wait for the next message: ("abort", reason) or ("answer", queue for the answer). Raises StoreGone."""
+    ((kind, text),) = json.loads(store.pop(inbox)).items()
+    return kind, text
+
+
+def answer_check(store: Store, where: str, rank: int, activity: str) -> None:
+    """Answer a liveness check with this rank's activity."""
+    store.push(where, json.dumps([rank, activity]))
+
+
+def check_liveness(store: Store, inboxes: Mapping[int, str]) -> dict[int, str]:
+    """Ask ranks what they are doing; return the activity of each rank that answers in time. inboxes: by rank."""
+    where = f"answers/{uuid4().hex}"
+    for inbox in inboxes.values():
+        store.push(inbox, json.dumps({"answer": where}))
+    answers: dict[int, str] = {}
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while len(answers) < len(inboxes):
+        left = deadline - time.monotonic()
+        try:
+            rank, activity = json.loads(store.pop(where, timedelta(seconds=max(0.0, left))))
+        except TimeoutError:
+            break
+        answers[rank] = activity
+    return answers

@@ -2,80 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.report.pages.generations_page import Generation, write_generations_page
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_generations_trace
-from dilatant.resilience.processes.coordinator_process import COMMIT
+from dilatant.resilience.processes.coordinator_process import COMMIT, RunEvent
 from dilatant.resilience.protocol.values import Task
-from dilatant.resilience.status import read_rebuilds, read_status
+from dilatant.resilience.status import RebuildRecord, read_rebuilds, read_status
 
 PAGE = "generations.html"
 TRACE = "generations.json"
 """The history's files in the run folder."""
 
 
-def generations(
-    events: Iterable[Mapping[str, Any]], rebuilds: Iterable[Mapping[str, Any]] = ()
-) -> tuple[Generation, ...]:
+def generations(events: Iterable[RunEvent], rebuilds: Iterable[RebuildRecord] = ()) -> tuple[Generation, ...]:
     """Return events and rebuilds by generation, in order; empty for a run that has not begun.
 
     A generation's lost time runs from the coordinator's detection of the change to its first committed step. Before
     training resumes, all time that the first rank did not spend on copying is reported as reconfiguration.
     """
-    rebuilt = {record["generation"]: record for record in rebuilds}
-    when: dict[int, dict[str, Mapping[str, Any]]] = {}
+    rebuilt = {record.generation: record for record in rebuilds}
+    when: dict[int, dict[str, RunEvent]] = {}
     for event in events:
-        when.setdefault(event["generation"], {}).setdefault(event["task"], event)
+        when.setdefault(event.generation, {}).setdefault(event.task, event)
     found: list[Generation] = []
     before: tuple[str, ...] = ()
     for number, by_task in sorted(when.items()):
         begun = by_task.get(Task.FENCE.value) or next(iter(by_task.values()))
-        members = tuple(map(str, begun["members"]))
+        members = begun.members
         runs, commits = by_task.get(Task.RUN.value), by_task.get(COMMIT)
         lost: dict[str, float] = {}
         phases: dict[str, float] = {}
-        of_first_rank = rebuilt.get(number, {})
+        rebuild = rebuilt.get(number, RebuildRecord(number, 0, {}))
         if runs is not None and found and begun is not runs:
-            whole = max(0.0, runs["time"] - begun["time"])
-            parts = {name: float(seconds) for name, seconds in of_first_rank.get("seconds", {}).items()}
-            copying = min(whole, parts.get("copy", 0.0))
+            whole = max(0.0, runs.time - begun.time)
+            copying = min(whole, rebuild.seconds.get("copy", 0.0))
             lost = {RECONFIGURING: whole - copying, COPYING: copying}
             if (stood := by_task.get(Task.REBUILD.value)) is not None:
-                fencing = min(whole, max(0.0, stood["time"] - begun["time"]))
-                waiting = whole - fencing - sum(parts.values())
-                phases = {"fence": fencing, **parts, "await others": max(0.0, waiting)}
+                fencing = min(whole, max(0.0, stood.time - begun.time))
+                waiting = whole - fencing - sum(rebuild.seconds.values())
+                phases = {"fence": fencing, **rebuild.seconds, "await others": max(0.0, waiting)}
             if commits is not None:
-                lost[UNFINISHED] = max(0.0, commits["time"] - runs["time"])
+                lost[UNFINISHED] = max(0.0, commits.time - runs.time)
                 phases["first step"] = lost[UNFINISHED]
         found.append(
             Generation(
                 number=number,
-                time=begun["time"],
-                step=(runs or begun)["step"],
+                time=begun.time,
+                step=(runs or begun).step,
                 members=len(members),
                 left=tuple(node for node in before if node not in members),
                 joined=tuple(node for node in members if node not in before) if before else (),
-                reason=str(begun["reason"]),
+                reason=begun.reason,
                 lost=lost,
                 phases=phases,
-                kept=_pairs(of_first_rank, "salvaged_pairs"),
-                missing=_pairs(of_first_rank, "missing_pairs"),
+                kept=rebuild.salvaged_pairs,
+                missing=rebuild.missing_pairs,
             )
         )
         before = members
     return tuple(found)
-
-
-def _pairs(record: Mapping[str, Any], name: str) -> int | None:
-    value = record.get(name)
-    return value if isinstance(value, int) else None
 
 
 def write_history(run: Path, title: str) -> None:

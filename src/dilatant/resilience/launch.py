@@ -1,45 +1,61 @@
-"""Launch a resilient run on one machine: its workers, one agent per node, and the coordinator."""
+"""Launch a resilient run: one coordinator, and the nodes of this machine or the agents of several machines."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import queue
 import shutil
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dilatant.comm.launch import WorkerFailed, launch_local
-from dilatant.comm.store.token import fresh_token
+from dilatant.comm.store.server import StoreServer
+from dilatant.comm.store.token import fresh_token, shared_token
 from dilatant.config import Config, UserError
 from dilatant.config.files.durable import write_durably
 from dilatant.plan.plan import Plan
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.say import warn
+from dilatant.report.say import say, warn
 from dilatant.report.text.wording import counted
 from dilatant.resilience.history import PAGE, TRACE, write_history
-from dilatant.resilience.processes.coordinator_process import STATE, read_record
-from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, Child, ProcessStart
+from dilatant.resilience.processes.coordinator_process import STATE, known_record
+from dilatant.resilience.processes.messages import Job, TrainingStart, is_loopback
+from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart
+from dilatant.resilience.processes.supervisor import CoordinatorSupervisor
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
 from dilatant.resilience.worker.rank import FOLDER, Seat, train_rank_resiliently
+from dilatant.resilience.worker.worker_process import RESULT
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.rank import RunResult, Show, console_for
 
-COORDINATOR = "dilatant.resilience.processes.coordinator_process"
-AGENT = "dilatant.resilience.processes.agent_process"
+LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
+LEADER_LAST_SECONDS = 10.0
+"""Time for the coordinator and the local agent of a leader to end after the run."""
 RESTART_SECONDS = 1.0
 """Delay before a lost node is restarted: an immediate start would take CPU cores from the recovery."""
-BETWEEN_STARTS_SECONDS, UNATTENDED_SECONDS = 0.25, 30.0
-"""Pause between restarts of a coordinator that exits at once (port in use, disk full), and limit for all restarts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderAddresses:
+    """The leader's addresses. host, port: where the coordinator listens; host "" for all addresses. name: host name for
+    others. trains_here: this machine also has ranks."""
+
+    host: str
+    port: int
+    name: str
+    trains_here: bool
 
 
 def launch_resiliently(
@@ -58,7 +74,7 @@ def launch_resiliently(
     folder = fresh_folder(config)
     per_node = config.resilience.ranks_per_node
     counts = [min(per_node, ranks - first) for first in range(0, ranks, per_node)]
-    with _agents(config, counts, folder) as (seats, supervisor):
+    with closing(_LocalNodes(config, counts, folder)) as nodes:
         try:
             results = launch_local(
                 train_rank_resiliently,
@@ -67,26 +83,118 @@ def launch_resiliently(
                 plan_json,
                 start,
                 show,
-                seats,
+                nodes.seats,
                 started=started,
                 newcomers=lambda: [
-                    (rank, (config, plan_json, start, show, again)) for rank, again in supervisor.restarted()
+                    (rank, (config, plan_json, start, show, seats)) for rank, seats in nodes.restarted()
                 ],
             )
         except WorkerFailed as failure:
             write_history(folder.parent, config.output_dir)
-            if supervisor.failure:
-                raise WorkerFailed(f"the run stopped: {supervisor.failure}") from failure
+            if nodes.coordinator.failure:
+                raise WorkerFailed(f"the run stopped: {nodes.coordinator.failure}") from failure
             record = known_record(folder)
-            if record is None or not record.stopped:
+            if not record.stopped:
                 raise
             raise stopped_error(record) from failure
     write_history(folder.parent, config.output_dir)
     record = known_record(folder)
-    if record is not None and TOO_FEW in record.stopped:
+    if TOO_FEW in record.stopped:
         raise stopped_error(record)
     finished = [result for result in results if result is not None]
     return next((result for result in finished if result.is_first), finished[0])
+
+
+def run_leader(
+    leading: LeaderAddresses,
+    config: Config,
+    ranks: int,
+    plan_json: str,
+    start: StartingPoint,
+    show: Show,
+    started: Callable[[Callable[[], None]], None],
+) -> RunResult:
+    """Train in `ranks` processes of machines whose agents connect here; returns the result of the final first rank.
+
+    started: called with a function that makes the run save and end. Store and coordinator run here, so the run ends
+    with this process. Raises UserError, or WorkerFailed when no rank can continue.
+    """
+    warn_of_few_copies(config, plan_json, show)
+    folder = fresh_folder(config)
+    token = shared_token()
+    given = config.resilience
+    machines = ranks // given.ranks_per_node
+    settings = settings_of(config, machines)
+    with ExitStack() as stack:
+        store = StoreServer(LOOPBACK if is_loopback(leading.host) else "", 0, token)
+        stack.callback(store.close)
+        checkpoint = "" if start.checkpoint is None else str(start.checkpoint.absolute())
+        job = Job(
+            TrainingStart(config.to_yaml(), plan_json, checkpoint, start.discards, show),
+            store.port,
+            is_loopback(leading.host),
+            given.ranks_per_node,
+            given.restarts,
+            str(folder.absolute()),
+            settings,
+            given.standby or "",
+        )
+        coordinator = CoordinatorSupervisor(
+            ProcessStart(leading.host, leading.port, token.hex(), settings, str(folder), job=job)
+        )
+        stack.callback(coordinator.close, LEADER_LAST_SECONDS)
+        try:
+            coordinator.await_port()
+        except RuntimeError:
+            raise UserError(
+                f"the coordinator cannot listen at {leading.host}:{leading.port}; name another port "
+                "(resilience.listen, or MASTER_PORT under a launcher)"
+            ) from None
+        agent = _local_agent(leading, stack) if leading.trains_here else None
+        started(coordinator.end)
+        others = machines - leading.trains_here
+        say(console_for(show), f"waits for {others} other machines at {leading.name}:{leading.port}")
+        while not (record := known_record(folder)).stopped:
+            time.sleep(WATCH_SECONDS)
+            if coordinator.watch() and coordinator.failure:
+                raise WorkerFailed(f"the run stopped: {coordinator.failure}")
+            if agent is not None and not record.generation and agent.poll():
+                raise WorkerFailed("this machine's agent has failed; what it said is above")
+    write_history(folder.parent, config.output_dir)
+    result = _read_result(folder)
+    if result is None or TOO_FEW in record.stopped:
+        mistake = record.stopped.partition("UserError: ")[2]
+        raise UserError(mistake) if mistake else stopped_error(record)
+    return result
+
+
+def _read_result(folder: Path) -> RunResult | None:
+    """Read the first rank's result; None where no rank reached the end. Raises ValueError for an invalid file."""
+    try:
+        text = (folder / RESULT).read_bytes()
+        return msgspec.json.decode(text, type=RunResult, dec_hook=lambda kind, value: kind(value))
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{folder / RESULT}: {error}") from None
+
+
+def _local_agent(leading: LeaderAddresses, stack: ExitStack) -> subprocess.Popen[bytes]:
+    host = leading.host if is_loopback(leading.host) else LOOPBACK
+    agent = subprocess.Popen(
+        [sys.executable, "-P", "-m", "dilatant", "agent", "--coordinator", f"{host}:{leading.port}"],
+        start_new_session=True,  # Ctrl-C goes to this process, which makes all ranks end
+    )
+
+    def close() -> None:
+        try:
+            agent.wait(LEADER_LAST_SECONDS)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+
+    stack.callback(close)
+    return agent
 
 
 def stopped_error(record: Record) -> WorkerFailed:
@@ -105,7 +213,7 @@ def fresh_folder(config: Config) -> Path:
         (folder.parent / shown).unlink(missing_ok=True)
     try:
         folder.mkdir(parents=True)
-        if before is not None:
+        if before.term:
             write_durably(folder / STATE, msgspec.json.encode(Record(term=before.term)).decode() + "\n")
     except OSError as error:
         raise UserError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
@@ -138,59 +246,46 @@ def warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
         )
 
 
-@contextlib.contextmanager
-def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[list[Seat], _Supervisor]]:
-    """Start the coordinator and an agent per node with `counts` workers; yields all seats and the supervisor."""
-    settings = settings_of(config, len(counts))
-    token = fresh_token()
-    coordinator = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, token.hex(), settings, str(folder)))
-    agents: list[Child] = []
-    supervisor: _Supervisor | None = None
-    try:
-        port = _port(coordinator)
-        for node, count in enumerate(counts):
-            begin = ProcessStart("127.0.0.1", port, token.hex(), settings, str(folder), f"node{node}", count)
-            agents.append(Child(AGENT, begin))
-        seats = [
-            Seat(f"node{node}", index, _port(agent), token)
-            for node, (agent, count) in enumerate(zip(agents, counts))
-            for index in range(count)
-        ]
-        restart = ProcessStart("127.0.0.1", port, token.hex(), settings, str(folder))
-        supervisor = _Supervisor(coordinator, restart, agents, seats, config.resilience.restarts)
-        yield seats, supervisor
-    finally:
-        if supervisor is not None:
-            coordinator = supervisor.close()
-        deadline = time.monotonic() + LAST_SECONDS
-        for child in (*agents, coordinator):
-            child.close(max(0.0, deadline - time.monotonic()))
+class _LocalNodes:
+    """The nodes of a run on one machine: the coordinator and one agent per node, each kept running by one thread.
 
+    The thread kills the workers of an agent that dies, and restarts lost nodes. counts: workers of each node. seats: of
+    all ranks; a restarted node gets new ones.
+    """
 
-class _Supervisor:
-    """Restarts the coordinator when it dies, kills the workers of an agent that dies, and restarts lost nodes."""
-
-    def __init__(
-        self, coordinator: Child, restart: ProcessStart, agents: list[Child], seats: list[Seat], restarts: int
-    ) -> None:
-        self._coordinator = coordinator
-        self._restart = restart
-        self._agents = agents
-        self._seats = seats
-        self._restarts = restarts
+    def __init__(self, config: Config, counts: Sequence[int], folder: Path) -> None:
+        token, settings = fresh_token(), settings_of(config, len(counts))
+        start = ProcessStart(LOOPBACK, 0, token.hex(), settings, str(folder))
+        self.coordinator = CoordinatorSupervisor(start)
+        self.seats: list[Seat] = []
+        self._token, self._folder = token, folder
+        self._agents: list[Child] = []
+        self._restarts = config.resilience.restarts
         self._restarted: queue.SimpleQueue[tuple[int, list[Seat]]] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._began = self._stood = time.monotonic()
-        self.failure = ""
-        """The reason why the run cannot continue, if the coordinator is the cause."""
         self._thread = threading.Thread(target=self._run, name="dilatant-supervisor", daemon=True)
+        self._ranks = [range(sum(counts[:node]), sum(counts[: node + 1])) for node in range(len(counts))]
+        try:
+            self._start = replace(start, port=self.coordinator.await_port())
+            self._agents += [self._agent(node, f"node{node}") for node in range(len(counts))]
+            for node in range(len(counts)):
+                self.seats += self._seats_of(node, f"node{node}")
+        except RuntimeError as error:
+            self.close()
+            raise UserError(f"resilience.enabled: {error}; what it wrote is above") from None
+        except BaseException:
+            self.close()
+            raise
         self._thread.start()
 
-    def close(self) -> Child:
-        """Stop supervising; returns the current coordinator."""
+    def close(self) -> None:
+        """End supervision, then agents and coordinator."""
         self._closed.set()
-        self._thread.join()
-        return self._coordinator
+        if self._thread.ident is not None:
+            self._thread.join()
+        deadline = time.monotonic() + LAST_SECONDS
+        for child in (*self._agents, self.coordinator):
+            child.close(max(0.0, deadline - time.monotonic()))
 
     def restarted(self) -> list[tuple[int, list[Seat]]]:
         """Return the ranks whose processes must be restarted, each with the seats of all ranks."""
@@ -199,94 +294,51 @@ class _Supervisor:
             found.append(self._restarted.get())
         return found
 
-    def _begin_again(self, node: int, name: str) -> None:
-        """Start a new agent, and request its workers, under a node name that was never used."""
-        ranks = [rank for rank, seat in enumerate(self._seats) if seat.node.partition(".")[0] == name]
-        token = bytes.fromhex(self._restart.token)
-        start = replace(self._restart, node=f"{name}.{self._restarts}", workers=len(ranks))
-        agent = self._agents[node] = Child(AGENT, start)
-        for index, rank in enumerate(ranks):
-            self._seats[rank] = Seat(start.node, index, agent.port, token)
-        for rank in ranks:
-            self._restarted.put((rank, list(self._seats)))
+    def _agent(self, node: int, name: str) -> Child:
+        return Child(AGENT, replace(self._start, node=name, workers=len(self._ranks[node])))
 
-    def _watch_coordinator(self) -> None:
-        """Replace a coordinator that has died or hangs; if none can be started in UNATTENDED_SECONDS, end the run."""
-        now = time.monotonic()
-        if self._coordinator.is_alive:
-            if not self._coordinator.stands_still():
-                self._stood = now if self._coordinator.has_answered else self._stood
-                return
-            self._coordinator.process.kill()
-            self._coordinator.process.wait()
-        elif not self._coordinator.process.returncode or self.failure:  # the run is over
-            return
-        elif now - self._stood > UNATTENDED_SECONDS:
-            self.failure = (
-                f"no coordinator could be started for {UNATTENDED_SECONDS:.0f} s (what it wrote is above); "
-                "`dilatant resume` goes on from the newest checkpoint"
-            )
-            _kill(list(range(len(self._seats))))
-            return
-        elif now - self._began < BETWEEN_STARTS_SECONDS:
-            return
-        self._coordinator.close()
-        self._coordinator = Child(COORDINATOR, self._restart)
-        self._began = time.monotonic()
+    def _seats_of(self, node: int, name: str) -> list[Seat]:
+        port = self._agents[node].port
+        return [Seat(name, index, port, self._token) for index in range(len(self._ranks[node]))]
+
+    def _restart(self, node: int) -> None:
+        """Start a new agent, and request its workers, under a node name that was never used."""
+        self._restarts -= 1
+        self._agents[node].close()
+        for worker in _processes(self._ranks[node]):
+            worker.join(LAST_SECONDS)
+        name = f"node{node}.{self._restarts}"
+        self._agents[node] = self._agent(node, name)
+        ranks = self._ranks[node]
+        self.seats[ranks.start : ranks.stop] = self._seats_of(node, name)
+        for rank in ranks:
+            self._restarted.put((rank, list(self.seats)))
 
     def _run(self) -> None:
         ended_at: dict[int, float] = {}
         while not self._closed.wait(WATCH_SECONDS):
-            self._watch_coordinator()
+            if self.coordinator.watch() and self.coordinator.failure:
+                _kill(range(len(self.seats)))
             for node, agent in enumerate(self._agents):
                 if agent.is_alive:
                     continue
-                ranks = [
-                    rank
-                    for rank, seat in enumerate(self._seats)
-                    if seat.node.partition(".")[0] == f"node{node}"
-                ]
                 if node not in ended_at:
                     ended_at[node] = time.monotonic()
                     if agent.process.returncode:
-                        _kill(ranks)
+                        _kill(self._ranks[node])
                 if not self._restarts or time.monotonic() - ended_at[node] < RESTART_SECONDS:
                     continue
-                record = known_record(Path(self._restart.folder))
-                if record is not None and not record.stopped:
-                    self._restarts -= 1
-                    agent.close()
-                    _join(ranks)
-                    self._begin_again(node, f"node{node}")
+                record = known_record(self._folder)
+                if record.term and not record.stopped:
+                    self._restart(node)
                     del ended_at[node]
 
 
-def _port(child: Child) -> int:
-    """Return a child's port. Raises UserError where it could not start; its output says why."""
-    try:
-        return child.port
-    except RuntimeError as error:
-        raise UserError(f"resilience.enabled: {error}; what it wrote is above") from None
-
-
-def known_record(folder: Path) -> Record | None:
-    """Return the last coordinator's record, or None if it cannot be read."""
-    try:
-        return read_record(folder)
-    except (OSError, ValueError):
-        return None
-
-
-def _kill(ranks: list[int]) -> None:
+def _kill(ranks: Sequence[int]) -> None:
     for worker in _processes(ranks):
         worker.kill()
 
 
-def _join(ranks: list[int]) -> None:
-    for worker in _processes(ranks):
-        worker.join(LAST_SECONDS)
-
-
-def _processes(ranks: list[int]) -> list[Any]:
+def _processes(ranks: Sequence[int]) -> list[Any]:
     names = {f"dilatant-{rank}" for rank in ranks}
     return [process for process in multiprocessing.active_children() if process.name in names]

@@ -8,7 +8,7 @@ from pathlib import Path
 from dilatant.config import Config, UserError
 from dilatant.config.environment import place_from
 from dilatant.resilience.processes.agent_run import coordinator_port, launched_agent, run_agent
-from dilatant.resilience.processes.job import is_loopback
+from dilatant.resilience.processes.messages import is_loopback
 from dilatant.training.rank import RunResult, Show
 from dilatant.training.run import Resilient
 from dilatant.training.run import train as train_once
@@ -21,7 +21,7 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
     layout, or is one of them under torchrun, Slurm or Kubernetes. With `resilience.enabled` a launcher starts one
     process per machine instead: the first is the leader, the others are agents. Raises UserError for a mistake in
     config, data or folder, WorkerFailed when a rank fails (with `resilience.enabled`: when no rank can continue),
-    Stopped when a signal ends a run before it trains; after a later signal the run saves and returns.
+    RunStopped when a signal ends a run before it trains; after a later signal the run saves and returns.
     """
     if not config.resilience.enabled:
         return train_once(config, overwrite=overwrite, show=show)
@@ -40,7 +40,7 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
             code = run_agent(launched_agent(config, place))
             return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)
         address = (place.host if is_loopback(place.host) else ""), coordinator_port(place)
-    from dilatant.resilience.processes.machines import LeaderAddresses, run_leader
+    from dilatant.resilience.launch import LeaderAddresses, run_leader
 
     assert address is not None
     name = address[0] if place is None else place.host

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def plan_copies(
     """Plan the copies that give every rank its wanted boxes; equal arguments yield the same plan on all ranks.
 
     held, wanted: by rank. A cell's source is the target itself if it holds the cell, else the holder that has sent
-    least. num_bytes: per number. Raises Lost.
+    least. num_bytes: per number. Raises StateLost.
     """
     holders: dict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
@@ -76,29 +76,16 @@ def transfer(comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece]) -
     """Fill the `wanted` pieces from the pieces that all ranks have `held`; called by all ranks. Returns the bytes
     received from others.
 
-    Raises Lost on all ranks, before anything is filled, and Corrupted.
+    Raises StateLost on all ranks, before anything is filled, and TransferCorrupted.
     """
     own = [[piece.box for piece in pieces] for pieces in (held, wanted)]
-    texts = [json.dumps([_row(box) for box in boxes]) for boxes in own]
+    texts = [msgspec.json.encode(boxes).decode() for boxes in own]
     gathered = all_gather_object(comm, texts)
     read = dict(zip(texts, own))  # most ranks hold and want the same
     for text in {text for two in gathered for text in two} - read.keys():
-        read[text] = [_box(row) for row in json.loads(text)]
+        read[text] = msgspec.json.decode(text, type=list[Box])
     copies = plan_copies([read[has] for has, _ in gathered], [read[wants] for _, wants in gathered])
-    have: dict[str, list[BoxPiece]] = defaultdict(list)
-    for piece in held:
-        have[piece.box.name].append(piece)
-    need: dict[str, list[BoxPiece]] = defaultdict(list)
-    for piece in wanted:
-        need[piece.box.name].append(piece)
-
-    def source_of(cell: Box) -> Tensor:
-        piece = next(piece for piece in have[cell.name] if _contains(piece.box, cell))
-        return piece.tensor[piece.box.place(cell)]
-
-    def target_of(cell: Box) -> Tensor:
-        piece = next(piece for piece in need[cell.name] if _contains(piece.box, cell))
-        return piece.tensor[piece.box.place(cell)]
+    source_of, target_of = _finder(held), _finder(wanted)
 
     outgoing: dict[int, list[Box]] = defaultdict(list)
     incoming: dict[int, list[Box]] = defaultdict(list)
@@ -185,12 +172,19 @@ def _cut(cell: Box, hole: Box) -> list[Box]:
     return pieces
 
 
-def _contains(box: Box, cell: Box) -> bool:
-    try:
-        box.place(cell)
-    except ValueError:
-        return False
-    return True
+def _finder(pieces: Sequence[BoxPiece]) -> Callable[[Box], Tensor]:
+    """Return a function that returns the part of the pieces' tensors that a cell covers."""
+    by_name: dict[str, list[BoxPiece]] = defaultdict(list)
+    for piece in pieces:
+        by_name[piece.box.name].append(piece)
+
+    def find(cell: Box) -> Tensor:
+        for piece in by_name[cell.name]:
+            with suppress(ValueError):  # another piece contains it
+                return piece.tensor[piece.box.place(cell)]
+        raise AssertionError(f"{cell.key} was planned, and is not here")
+
+    return find
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
@@ -204,13 +198,3 @@ def _hash(data: Tensor) -> bytes:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _row(box: Box) -> list[object]:
-    return [box.name, box.whole, box.intervals]
-
-
-def _box(row: Sequence[Any]) -> Box:
-    name, whole, intervals = row
-    spans = tuple(tuple((start, end) for start, end in dim) for dim in intervals)
-    return Box(str(name), tuple(whole), spans)

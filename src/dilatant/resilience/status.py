@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import MOST_TEXT, open_regular
 from dilatant.report.run_folder import last_step
-from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS, read_record
+from dilatant.resilience.processes.agent_process import NodeProcesses
+from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS, RunEvent, read_record
 from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Task
 
+Line = TypeVar("Line")
 REBUILDS = "rebuilds.jsonl"
 """File in the run's recovery folder: how long the first rank took to rebuild each generation."""
+
+
+class RebuildRecord(msgspec.Struct, frozen=True):
+    """A rebuild as its first rank saw it. step: to continue from. seconds: of each phase. bytes_to_first_rank: copied
+    state. salvaged_pairs, missing_pairs: (layer, sample) pairs of the unfinished step, reused and to be repeated.
+    ranks_handed_over: departed ranks whose exported gradients are reused. stays: no rank's part has changed."""
+
+    generation: int
+    step: int
+    seconds: dict[str, float]
+    cpu_seconds: float = 0.0
+    bytes_to_first_rank: int = 0
+    salvaged_share: float = 0.0
+    salvaged_pairs: int | None = None
+    missing_pairs: int | None = None
+    ranks_handed_over: int = 0
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +65,7 @@ class RunStatus:
     step: int | None
     stopped: str
     nodes: tuple[Node, ...]
-    events: tuple[dict[str, Any], ...]
+    events: tuple[RunEvent, ...]
 
     @property
     def exit_code(self) -> int:
@@ -63,21 +84,16 @@ def read_status(run: Path) -> RunStatus:
         raise UserError(f"{str(run)!r} cannot be read: {error}") from None
     if record is None:
         raise UserError(f"{str(run)!r} is no run with resilience.enabled, or has not begun")
-    events = tuple(event for event in _lines(folder / EVENTS) if _is_event(event))
+    events = tuple(_lines(folder / EVENTS, RunEvent))
     nodes = []
     for file in sorted(folder.glob("node*.json")):
-        for document in filter(_is_introduction, _lines(file)):
-            host = str(document.get("host", socket.gethostname()))
-            is_here = host == socket.gethostname() and os.path.isdir("/proc")
-            alive = (
-                Path(f"/proc/{document['pid']}").exists()
-                if is_here
-                else document["node"] in record.members and not record.stopped
-            )
-            workers = tuple(document["workers"].values())
-            name = document["node"]
-            nodes.append(Node(name, host, document["pid"], workers, name in record.members, alive))
-    task = events[-1]["task"] if events else Task.WAIT.value
+        for node in _lines(file, NodeProcesses):
+            is_member = node.node in record.members
+            is_here = node.host == socket.gethostname() and os.path.isdir("/proc")
+            is_alive = Path(f"/proc/{node.pid}").exists() if is_here else is_member and not record.stopped
+            workers = tuple(node.workers.values())
+            nodes.append(Node(node.node, node.host, node.pid, workers, is_member, is_alive))
+    task = events[-1].task if events else Task.WAIT.value
     task = Task.RUN.value if task == COMMIT else task
     return RunStatus(
         record.generation,
@@ -89,48 +105,18 @@ def read_status(run: Path) -> RunStatus:
     )
 
 
-def read_rebuilds(run: Path) -> Iterator[dict[str, Any]]:
+def read_rebuilds(run: Path) -> Iterator[RebuildRecord]:
     """Yield the rebuild records of each generation's first rank; other lines are skipped."""
-    kinds: dict[str, Any] = {"generation": int, "step": int, "seconds": dict}
-    for line in _lines(run / "resilience" / REBUILDS):
-        if all(isinstance(line.get(key), kind) for key, kind in kinds.items()) and all(
-            isinstance(seconds, int | float) for seconds in line["seconds"].values()
-        ):
-            yield line
+    return _lines(run / "resilience" / REBUILDS, RebuildRecord)
 
 
-def _is_event(line: dict[str, Any]) -> bool:
-    """Return True for a line that the coordinator wrote."""
-    kinds: dict[str, Any] = {
-        "time": (int, float),
-        "generation": int,
-        "task": str,
-        "step": int,
-        "members": list,
-        "reason": str,
-    }
-    return all(isinstance(line.get(key), kind) for key, kind in kinds.items()) and abs(line["time"]) < 1e11
-
-
-def _is_introduction(line: dict[str, Any]) -> bool:
-    """Return True for an agent's description of its node."""
-    kinds: dict[str, Any] = {"node": str, "pid": int, "workers": dict}
-    if not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
-        return False
-    return all(isinstance(pid, int) for pid in line["workers"].values())
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of a file that others may be writing to."""
+def _lines(path: Path, kind: type[Line]) -> Iterator[Line]:
+    """Yield the lines of that kind of a file that others may be writing to."""
     try:
         with open_regular(path) as file:
-            text = file.read(MOST_TEXT).decode(errors="replace")
+            text = file.read(MOST_TEXT)
     except OSError:
         return
     for line in text.splitlines():
-        try:
-            document = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(document, dict):
-            yield document
+        with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            yield msgspec.json.decode(line, type=kind)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
-from dilatant.comm.nodes import nodes_of
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.random_draws import draws_of
@@ -108,7 +107,7 @@ class Runtime:
         require_trainable(plan, model.units)
         refuse_unkeyed_dropout(model.units.values())
         if zero == "node" and node_of is None:
-            node_of = nodes_of(comm)
+            node_of = comm.nodes
         self.model = model
         self.plan = plan
         self.comm = comm

@@ -37,11 +37,16 @@ from dilatant.training.stop_signal import StopSignal
 
 
 class RunStopped(Exception):
-    """Raised when a signal ends a run before training begins or after it ends; `exit_code` is as in `RunResult`."""
+    """Raised when a signal ends a run before training begins or after it ends: no step is lost. exit_code: as in
+    `RunResult`. can_resume: `output_dir` holds the run."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(exit_code - 128).name}")
+    def __init__(self, exit_code: int, output_dir: str) -> None:
         self.exit_code = exit_code
+        self.can_resume = Path(output_dir, "config.yaml").exists()
+        then = "go on with `dilatant resume`" if self.can_resume else "nothing had begun, so start it again"
+        super().__init__(
+            f"stopped by {signal.Signals(exit_code - 128).name} while no step was trained; {then}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ def train(
 
     overwrite: start anew in an output_dir that holds a run. show: the stream that progress is written to. Starts the
     ranks of the layout, or is one of them under torchrun, Slurm or Kubernetes. Raises UserError for mistakes in config,
-    data or folder, WorkerFailed when a rank fails, Stopped when a signal ends a run before it trains; a run that was
+    data or folder, WorkerFailed when a rank fails, RunStopped when a signal ends a run before it trains; a run that was
     asked to stop later is saved and returns. resilient: launcher of a run that survives the loss of ranks.
     """
     fork_server.require_main_guard()
@@ -108,7 +113,7 @@ def train(
             try:
                 made = planning.choose(console) if plans else None
             except KeyboardInterrupt:
-                raise RunStopped(128 + signal.SIGINT) from None
+                raise RunStopped(128 + signal.SIGINT, config.output_dir) from None
             prepared = _prepare(config, made, place, console)
             planned = prepared.planned
             ranks = len(planned.plan.ranks)
@@ -199,10 +204,10 @@ def _launch(config: Config, function: Callable[..., Any], ranks: int, *args: Any
         except WorkerFailed as failure:
             # A worker that is not training (yet, or any more) just exits on SIGTERM.
             if stop.signal.received and failure.killed_by == signal.SIGTERM:
-                raise RunStopped(stop.signal.exit_code) from None
+                raise RunStopped(stop.signal.exit_code, config.output_dir) from None
             raise
         except KeyboardInterrupt:
-            raise RunStopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
+            raise RunStopped(stop.signal.exit_code or 128 + signal.SIGINT, config.output_dir) from None
     if stop.signal.exit_code:
         return replace(result, exit_code=stop.signal.exit_code)
     return result
@@ -230,10 +235,10 @@ def _launch_resilient(
             result = resilient.launch(config, ranks, planned.to_json(), start, show, stop.workers_run)
         except WorkerFailed:
             if stop.signal.received:  # before they trained, or after
-                raise RunStopped(stop.signal.exit_code) from None
+                raise RunStopped(stop.signal.exit_code, config.output_dir) from None
             raise
         except KeyboardInterrupt:
-            raise RunStopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
+            raise RunStopped(stop.signal.exit_code or 128 + signal.SIGINT, config.output_dir) from None
     return replace(result, exit_code=stop.signal.exit_code) if stop.signal.exit_code else result
 
 

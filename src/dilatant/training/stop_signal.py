@@ -18,9 +18,9 @@ class StopSignal:
     SAME_WISH_SECONDS later has its usual effect. A signal that was ignored before stays ignored. Only the main thread
     gets signals: opened in another thread, this stores none."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_signal: Callable[[], None] = lambda: None) -> None:
         self.signal: signal.Signals | None = None
-        self.on_signal: Callable[[], None] = lambda: None
+        self.on_signal = on_signal
         self._noted_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 

@@ -30,8 +30,8 @@ from dilatant.config.config import load_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import last_step
 from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS
-from dilatant.resilience.processes.process import Child, ProcessStart
-from dilatant.resilience.processes.wire import connect
+from dilatant.resilience.processes.messages import connect
+from dilatant.resilience.processes.process import AGENT, COORDINATOR, Child, ProcessStart
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
 from dilatant.resilience.worker.rank import FOLDER, LATER_SECONDS, Seat, train_seat
 from dilatant.resilience.worker.worker_link import WorkerLink
@@ -41,10 +41,6 @@ from dilatant.training.prepare import prepare
 from harness.patience import HANG_SECONDS
 
 TOKEN = b"of ranks under test, and no other"
-AGENT, COORDINATOR = (
-    "dilatant.resilience.processes.agent_process",
-    "dilatant.resilience.processes.coordinator_process",
-)
 DYING_STEP = 5
 Leaves = Literal["fenced", "rebuilding", "joined"]
 """How far a visitor comes: it stands still; all are to join; all have joined, and build their groups."""

@@ -47,7 +47,6 @@ class World:
             fence_seconds=5.0,
             join_seconds=draw.choice((0.0, 1.0)),
             return_seconds=4.0,
-            resend_seconds=1.0,
             initial=self.size,
             fewest=draw.choice((1, 1, 1, self.size)),
             drain_seconds=draw.choice((1.0, 3.0, 30.0)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import sys
 import threading
 import time
@@ -13,10 +11,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dilatant.comm.store import protocol as protocol
-from dilatant.comm.store.protocol import TokenMismatch
-from dilatant.comm.store.server import keep_alive
+from dilatant.comm.store.server import FIELDS
 from dilatant.comm.store.token import REMEDY
+from dilatant.comm.wire import link as wire
+from dilatant.comm.wire.handshake import TokenMismatch
 from dilatant.config.errors import UserError
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -156,21 +154,20 @@ class _Connection:
 
     def __init__(self, server: _Server) -> None:
         self._lock = threading.Lock()
-        self._closed = False
-        self._socket, *_ = protocol.dial(server.host, server.port, server.token, ANSWER_SECONDS)
-        keep_alive(self._socket)
-        self.local_address: str = self._socket.getsockname()[0]
+        self._link = wire.connect(server.host, server.port, server.token, ANSWER_SECONDS, decoder=FIELDS)
+        self.local_address: str = self._link.socket.getsockname()[0]
 
     def ask(self, fields: Sequence[bytes], timeout_seconds: float | None) -> list[bytes]:
         """Return the server's answer. Raises TimeoutError if the server reports one, StoreGone without an answer."""
         with self._lock:
-            if self._closed:
+            if self._link.is_closed:
                 raise StoreGone("this connection to the store is closed")
             try:
-                self._socket.settimeout(timeout_seconds)
-                status, *values = protocol.request(self._socket, fields)
+                self._link.socket.settimeout(timeout_seconds)
+                self._link.send(fields)
+                status, *values = self._link.receive()
             except (OSError, ValueError) as error:
-                closed = self._closed
+                closed = self._link.is_closed
                 self.close()  # a late answer would be taken for the answer to the next request
                 if closed:
                     raise StoreGone("this connection to the store was closed") from None
@@ -180,11 +177,7 @@ class _Connection:
         return values
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread blocked in it
-            self._socket.close()
+        self._link.close()
 
 
 def connect(

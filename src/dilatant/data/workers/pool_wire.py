@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from dilatant.comm.wire.link import FrameError, FrameReader, framed
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.arena import aligned
@@ -24,7 +25,6 @@ MAX_FRAME_BYTES = 1 << 31
 MAX_ASK_BYTES = 1 << 20
 IDS, LABELS = "ids", "labels"
 NOTE_BYTES = 1024
-_LENGTH = struct.Struct(">I")
 _COPY_BYTES = NOTE_BYTES // 2
 _CHECKSUM = struct.Struct("<I")
 _NOTE = struct.Struct("<QqdH")
@@ -32,12 +32,11 @@ _NOTE = struct.Struct("<QqdH")
 _READ_TRIES = 8
 
 
+PoolFrames = FrameReader
+PoolProtocolError = FrameError
+"""Raised for bytes that are no message of this protocol, and for messages with impossible values."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """Non-negative integer that fits an address and a note's field."""
-
-
-class PoolProtocolError(ValueError):
-    """Bytes that are no message of this protocol, or a message with impossible values."""
 
 
 class PoolHello(Struct, tag="hello"):
@@ -134,11 +133,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def to_frame(message: Struct) -> bytes:
-    """Return the message with its length prefix. Raises ProtocolError if it is too large."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise PoolProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME_BYTES}")
-    return _LENGTH.pack(len(body)) + body
+    """Return the message with its length prefix. Raises FrameError if it is too large."""
+    return framed(_encoder.encode(message), MAX_FRAME_BYTES)
 
 
 class Note(NamedTuple):
@@ -184,28 +180,6 @@ def _copies(buffer: memoryview) -> list[tuple[int, Note]]:
     return whole
 
 
-class PoolFrames:
-    """Splits a byte stream into message bodies. longest: maximum bytes of a message."""
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the messages that are complete. Raises ProtocolError for a message that is too long."""
-        self._pending += data
-        while len(self._pending) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._pending)
-            if length > self._longest:
-                raise PoolProtocolError(f"a message of {length} bytes is larger than {self._longest}")
-            end = _LENGTH.size + length
-            if len(self._pending) < end:
-                return
-            body = bytes(self._pending[_LENGTH.size : end])
-            del self._pending[:end]
-            yield body
-
-
 def lay_out(sample: EncodedSample) -> tuple[list[ArrayPlace], list[np.ndarray], int]:
     """Return the places of a sample's arrays, the arrays, and their total bytes. Raises TypeError for object arrays."""
     places: list[ArrayPlace] = []
@@ -246,7 +220,7 @@ def pack_arrays(answer: Encoded, arrays: list[np.ndarray]) -> bytes:
 
 
 def unpack_sample(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
-    """Return the sample whose arrays are in `buffer`, copied. Raises ProtocolError if they are not valid."""
+    """Return the sample whose arrays are in `buffer`, copied. Raises FrameError if they are not valid."""
     if answer.nbytes > len(buffer):
         raise PoolProtocolError(f"{answer.sample} takes {answer.nbytes} bytes of {len(buffer)}")
     held = np.array(buffer[: answer.nbytes], np.uint8)  # one copy, of which all arrays are views

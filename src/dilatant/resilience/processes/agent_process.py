@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -13,21 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
+from dilatant.comm.wire.link import Connections, LinkClosed, Received, WireLink, listen
 from dilatant.config.files.durable import write_durably
-from dilatant.resilience.processes.coordinator_process import read_record
-from dilatant.resilience.processes.job import Job, JobRequest
+from dilatant.resilience.processes.coordinator_process import known_record
+from dilatant.resilience.processes.messages import MESSAGES, Hello, Job, JobRequest, StoreAt, Warm, connect
 from dilatant.resilience.processes.process import ProcessStart, end_with_parent, read_start, say
-from dilatant.resilience.processes.wire import (
-    Connections,
-    Hello,
-    LinkClosed,
-    Received,
-    StoreAt,
-    Warm,
-    WireLink,
-    connect,
-    listen,
-)
 from dilatant.resilience.protocol.agent import Agent, Command, Died, Event
 from dilatant.resilience.protocol.values import Order
 
@@ -41,6 +32,15 @@ SILENT_LEASES = 2
 """Leases without a heartbeat after which a worker is lost; normal work may block its interpreter for a while."""
 
 
+class NodeProcesses(msgspec.Struct, frozen=True):
+    """The processes of a node, which its agent writes to the run folder. workers: index → process id."""
+
+    node: str
+    pid: int
+    workers: dict[int, int]
+    host: str = msgspec.field(default_factory=socket.gethostname)
+
+
 class AgentService:
     """Serves one node until the run is over or continues without the node.
 
@@ -52,10 +52,10 @@ class AgentService:
         self._start = start
         self._ended_worker = ended_worker
         self._token = bytes.fromhex(start.token)
-        self._listener = listen("127.0.0.1")
-        self.port: int = self._listener.getsockname()[1]
+        listener = listen("127.0.0.1")
+        self.port: int = listener.getsockname()[1]
         self._agent = Agent(start.node, start.settings, start.workers)
-        self._connections = Connections(self._listener, self._token)
+        self._connections = Connections(listener, self._token, MESSAGES)
         self._is_alone = threading.Event()
         self._is_alone.set()
         self._workers: dict[int, WireLink] = {}
@@ -121,13 +121,9 @@ class AgentService:
     def _introduce(self) -> None:
         """Write the node's process ids to the run folder, for `dilatant status`."""
         if self._start.folder:
-            document = {
-                "node": self._start.node,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "workers": self._pids,
-            }
-            write_durably(Path(self._start.folder) / f"{self._start.node}.json", json.dumps(document) + "\n")
+            processes = NodeProcesses(self._start.node, os.getpid(), self._pids)
+            path = Path(self._start.folder) / f"{self._start.node}.json"
+            write_durably(path, msgspec.json.encode(processes).decode() + "\n")
 
     def _hear(self, received: Received) -> None:
         link, message = received.link, received.message
@@ -190,9 +186,7 @@ class AgentService:
         if self._coordinator is not None or not self._start.folder or now - self._record_read < lease:
             return
         self._record_read = now
-        with suppress(OSError, ValueError):
-            record = read_record(Path(self._start.folder))
-            self.ended = "" if record is None else record.stopped
+        self.ended = known_record(Path(self._start.folder)).stopped
 
     def _follow(self, host: str, port: int) -> None:
         """Send the workers the address of the new leader's store."""

@@ -7,7 +7,6 @@ import json
 import re
 import secrets
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -15,24 +14,23 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dilatant.comm.store.protocol import TokenMismatch
 from dilatant.comm.store.token import REMEDY, shared_token
+from dilatant.comm.wire.handshake import TokenMismatch
 from dilatant.config.config import Config
 from dilatant.config.environment import LaunchPlace
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
 from dilatant.resilience.processes.agent_process import NO_COORDINATOR, AgentService
-from dilatant.resilience.processes.job import Job, JobRequest, WorkerStart
+from dilatant.resilience.processes.messages import Job, JobRequest, WorkerStart, connect
 from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, ProcessStart
 from dilatant.resilience.processes.standby import Standby
-from dilatant.resilience.processes.wire import connect
 from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
+from dilatant.training.stop_signal import StopSignal
 
 WORKER = "dilatant.resilience.worker.worker_process"
 PATIENCE_LEASES = 20
@@ -185,7 +183,8 @@ def _serve_as_node(options: AgentOptions, job: Job, node: str, token: bytes) -> 
     )
     service = AgentService(start, ended_worker)
     closed = threading.Event()
-    with _leaving(service):
+    # On SIGTERM or Ctrl-C the node leaves at the end of the step; a later signal acts as usual.
+    with StopSignal(service.leave):
         threading.Thread(target=_watch_notice, args=(options, service, closed), daemon=True).start()
         try:
             for index in range(job.workers):
@@ -215,27 +214,6 @@ def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
     worker.stdin.write(json.dumps(asdict(start)).encode() + b"\n")
     worker.stdin.flush()
     return worker
-
-
-@contextmanager
-def _leaving(service: AgentService) -> Iterator[None]:
-    """Let the node leave at the end of the step on SIGTERM or Ctrl-C; a second signal acts as usual."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def note(number: int, frame: object) -> None:
-        service.leave()
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    try:
-        for number in before:
-            signal.signal(number, note)
-        yield
-    finally:
-        restore()
 
 
 def _watch_notice(options: AgentOptions, service: AgentService, closed: threading.Event) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from dilatant.comm.wire.link import Connections, LinkClosed, Received, WireLink, listen
 from dilatant.config.files.durable import write_durably
 from dilatant.config.files.own_files import open_in_place, read_text
-from dilatant.resilience.processes.job import JobRequest
+from dilatant.resilience.processes.messages import MESSAGES, JobRequest
 from dilatant.resilience.processes.process import (
     NO_MAJORITY_EXIT_CODE,
     SUPERSEDED_EXIT_CODE,
@@ -23,7 +24,6 @@ from dilatant.resilience.processes.process import (
     read_start,
     say,
 )
-from dilatant.resilience.processes.wire import Connections, LinkClosed, Received, WireLink, close_all, listen
 from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.candidate import LeaderCandidate
 from dilatant.resilience.protocol.coordinator import Coordinator
@@ -39,14 +39,33 @@ COMMIT = "commit"
 """Event in the history: the first step of a generation is committed, so training progresses."""
 
 
+class RunEvent(msgspec.Struct, frozen=True):
+    """A line of the run's history. time: seconds since 1970. task: of the nodes, or COMMIT. step: steps committed."""
+
+    time: Annotated[float, msgspec.Meta(gt=-1e11, lt=1e11)]
+    task: str
+    generation: int
+    step: int
+    members: tuple[str, ...]
+    reason: str
+
+
 def read_record(folder: Path) -> Record | None:
     """Read the record of a run's last coordinator; None if there is none. Raises ValueError for an invalid file."""
     try:
         return msgspec.json.decode(read_text(folder / STATE), type=Record)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{folder / STATE}: {error}") from None
+
+
+def known_record(folder: Path) -> Record:
+    """Return the last coordinator's record; an empty one if it cannot be read now."""
+    try:
+        return read_record(folder) or Record()
+    except (OSError, ValueError):
+        return Record()
 
 
 class CoordinatorService:
@@ -54,10 +73,9 @@ class CoordinatorService:
 
     def __init__(self, start: ProcessStart) -> None:
         self._folder = Path(start.folder)
-        self._token = bytes.fromhex(start.token)
-        self._listener = listen(start.host, start.port)
-        self.port: int = self._listener.getsockname()[1]
-        self._connections = Connections(self._listener, self._token)
+        listener = listen(start.host, start.port)
+        self.port: int = listener.getsockname()[1]
+        self._connections = Connections(listener, bytes.fromhex(start.token), MESSAGES)
         self._job = start.job
         self._is_asked_to_end = threading.Event()
         self._links: dict[str, WireLink] = {}
@@ -89,7 +107,7 @@ class CoordinatorService:
                 self._carry_out(coordinator.end(ASKED, time.monotonic()))
             if coordinator.stopped and ended is None:
                 ended = time.monotonic()
-        close_all(self._links.values())
+        self._connections.close()
 
     def _await_majority(self) -> list[Received]:
         """Wait until most members have connected; returns their messages. Raises SystemExit if they do not."""
@@ -115,7 +133,7 @@ class CoordinatorService:
                     candidate.hear(heard.message)
                 elif heard.link in node_of:
                     candidate.lost(node_of.pop(heard.link))
-        close_all(node_of)
+        self._connections.close()
         raise SystemExit(NO_MAJORITY_EXIT_CODE)
 
     def end(self) -> None:
@@ -172,16 +190,16 @@ class CoordinatorService:
 
     def _write_event(self, task: str) -> None:
         coordinator = self._coordinator
-        event = {
-            "time": time.time(),
-            "task": task,
-            "generation": coordinator.generation,
-            "step": coordinator.committed,
-            "members": list(coordinator.members),
-            "reason": coordinator.stopped or coordinator.reason,
-        }
+        event = RunEvent(
+            time.time(),
+            task,
+            coordinator.generation,
+            coordinator.committed,
+            coordinator.members,
+            coordinator.stopped or coordinator.reason,
+        )
         with suppress(OSError), open_in_place(self._folder / EVENTS) as file:
-            file.write(json.dumps(event).encode() + b"\n")  # a full disk must not end the run
+            file.write(msgspec.json.encode(event) + b"\n")  # a full disk must not end the run
 
 
 def main() -> None:

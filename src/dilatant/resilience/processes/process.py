@@ -16,9 +16,11 @@ from typing import Any
 
 import msgspec
 
-from dilatant.resilience.processes.job import Job
+from dilatant.resilience.processes.messages import Job
 from dilatant.resilience.protocol.values import Settings
 
+AGENT = "dilatant.resilience.processes.agent_process"
+COORDINATOR = "dilatant.resilience.processes.coordinator_process"
 TOO_FEW_EXIT_CODE = 75
 """EX_TEMPFAIL: try again later, with more nodes."""
 ASK = b"?"

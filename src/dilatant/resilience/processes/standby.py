@@ -11,18 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilatant.comm.store.server import StoreServer
-from dilatant.resilience.processes.coordinator_process import read_record
-from dilatant.resilience.processes.job import Job, is_loopback
-from dilatant.resilience.processes.process import (
-    NO_MAJORITY_EXIT_CODE,
-    SUPERSEDED_EXIT_CODE,
-    Child,
-    ProcessStart,
-)
-from dilatant.resilience.processes.wire import connect
-from dilatant.resilience.protocol.values import FINISHED, Record
+from dilatant.resilience.processes.coordinator_process import known_record
+from dilatant.resilience.processes.messages import Job, connect, is_loopback
+from dilatant.resilience.processes.process import ProcessStart
+from dilatant.resilience.processes.supervisor import CoordinatorSupervisor
+from dilatant.resilience.protocol.values import FINISHED
 
-COORDINATOR = "dilatant.resilience.processes.coordinator_process"
 MAJORITY_SECONDS = 20.0
 WATCH_SECONDS = 0.2
 LAST_SECONDS = 10.0
@@ -52,7 +46,7 @@ class Standby:
             if self._answers():
                 spoke = time.monotonic()
             elif time.monotonic() - spoke > self._job.leader_patience_seconds:
-                record = self._record()
+                record = known_record(self._folder)
                 if record.generation and not record.stopped:
                     self._lead()
                 spoke = time.monotonic()
@@ -73,28 +67,20 @@ class Standby:
             job=job,
             majority_seconds=MAJORITY_SECONDS,
         )
-        before = self._record().term
-        child, is_leading = Child(COORDINATOR, start), False
+        before, is_leading = known_record(self._folder).term, False
+        coordinator = CoordinatorSupervisor(start)
         try:
-            while not self._record().stopped:
-                time.sleep(WATCH_SECONDS)
-                if not is_leading and self._record().term > before:
+            while not (coordinator.watch() or known_record(self._folder).stopped):
+                if not is_leading and known_record(self._folder).term > before:
                     is_leading = True
                     print("this machine leads the run now", file=sys.stderr, flush=True)
-                if child.stands_still():
-                    child.close()
-                if child.is_alive:
-                    if self._closed.is_set() and not is_leading:
-                        return
-                    continue
-                if child.process.returncode in (NO_MAJORITY_EXIT_CODE, SUPERSEDED_EXIT_CODE):
+                if self._closed.is_set() and not is_leading:
                     return
-                child.close()
-                child = Child(COORDINATOR, start)
+                time.sleep(WATCH_SECONDS)
         finally:
-            child.close(LAST_SECONDS if is_leading else 0.0)
+            coordinator.close(LAST_SECONDS if is_leading else 0.0)
             store.close()
-        if is_leading and self._record().stopped == FINISHED:
+        if is_leading and known_record(self._folder).stopped == FINISHED:
             self._export()
 
     def _export(self) -> None:
@@ -113,10 +99,3 @@ class Standby:
         except (OSError, ValueError):
             return False
         return True
-
-    def _record(self) -> Record:
-        """Return the last coordinator's record; an empty one where it cannot be read now."""
-        try:
-            return read_record(self._folder) or Record()
-        except (OSError, ValueError):
-            return Record()

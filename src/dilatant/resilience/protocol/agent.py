@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from dilatant.resilience.protocol.values import (
     DRAIN_SHARE,
@@ -26,17 +26,10 @@ class Fence(ProtocolMessage, frozen=True):
     generation: int
 
 
-class Rebuild(ProtocolMessage, frozen=True):
-    """Join this generation, and answer with `Made`. See `Order`; first_rank: rank of this node's first worker."""
+class Rebuild(Order, frozen=True):
+    """Join the order's generation, and answer with `Made`. first_rank: rank of this node's first worker."""
 
-    generation: int
-    members: tuple[str, ...]
-    workers: tuple[int, ...]
-    base: int
-    committed: int
-    first_rank: int
-    reason: str
-    doubted: bool = False
+    first_rank: int = 0
 
 
 class Activate(ProtocolMessage, frozen=True):
@@ -170,12 +163,12 @@ class Agent:
         self._answers: dict[int, Event] = {}
         self._prepared: dict[int, Prepared] = {}
         self._done: set[int] = set()
-        self._given: set[int] = set()
+        self._handed_over: set[int] = set()
         self._deadlines: dict[int, _Deadline] = {}
         self._slow: dict[int, float] = {}
-        self._still_by = 0.0
+        self._stop_deadline = 0.0
         self._leaving_since: float | None = None
-        self._was_told_to_end = False
+        self._is_ending = False
 
     @property
     def node(self) -> str:
@@ -201,8 +194,8 @@ class Agent:
     def obey(self, order: Order, now: float) -> list[Command]:
         """Return the commands for the workers that follow from an order."""
         commands = self._obey(order, now)
-        if order.ending and not self.ended and not self._was_told_to_end and order.node == self.node:
-            self._was_told_to_end = True
+        if order.ending and not self.ended and not self._is_ending and order.node == self.node:
+            self._is_ending = True
             return [SaveAndEnd(order.ending), *commands]
         return commands
 
@@ -215,11 +208,13 @@ class Agent:
             self.is_out = order.task is Task.OUT
             return [End(self.ended, self.is_out)]
         own = self._status
-        if own.phase in (Phase.GIVING, Phase.GIVEN):
+        if own.phase in (Phase.HANDING_OVER, Phase.HANDED_OVER):
             return []
-        if order.task is Task.GIVE:
+        if order.task is Task.HAND_OVER:
             self._deadlines.clear()
-            self._set(generation=order.generation, phase=Phase.GIVING, ready_at=None, broken="", accuses=None)
+            self._set(
+                generation=order.generation, phase=Phase.HANDING_OVER, ready_at=None, broken="", accuses=None
+            )
             return [HandOver(order.generation)]
         if order.generation > own.generation:
             self._answers.clear()
@@ -227,7 +222,7 @@ class Agent:
             self._done.clear()
             self._deadlines.clear()
             self._slow.clear()
-            self._still_by = self._fence_deadline(now)
+            self._stop_deadline = self._fence_deadline(now)
             self._set(
                 generation=order.generation,
                 phase=Phase.FENCING,
@@ -244,18 +239,7 @@ class Agent:
             self._answers.clear()
             self._set(phase=Phase.REBUILDING, prepared=None, hashes={})
             place = order.members.index(own.node)
-            return [
-                Rebuild(
-                    order.generation,
-                    order.members,
-                    order.workers,
-                    order.base,
-                    order.committed,
-                    sum(order.workers[:place]),
-                    order.reason,
-                    order.doubted,
-                )
-            ]
+            return [Rebuild(**asdict(order), first_rank=sum(order.workers[:place]))]
         if order.task is Task.RUN:
             return self._run(order)
         return []
@@ -291,10 +275,10 @@ class Agent:
         elif isinstance(event, Slow):
             self._slow[worker] = event.times
             self._set(slow=max(self._slow.values()))
-        elif isinstance(event, HandedOver) and own.phase is Phase.GIVING:
-            self._given.add(worker)
-            if len(self._given) == own.workers:
-                self._set(phase=Phase.GIVEN)
+        elif isinstance(event, HandedOver) and own.phase is Phase.HANDING_OVER:
+            self._handed_over.add(worker)
+            if len(self._handed_over) == own.workers:
+                self._set(phase=Phase.HANDED_OVER)
         elif isinstance(event, Done) and own.phase is Phase.RUNNING:
             self._done.add(worker)
             if len(self._done) == own.workers:
@@ -307,7 +291,7 @@ class Agent:
         own = self._status
         if own.failed or self.ended:
             return
-        if own.phase is Phase.FENCING and now > self._still_by:
+        if own.phase is Phase.FENCING and now > self._stop_deadline:
             self._set(failed="its workers do not stop")
         if own.leaving:
             self._leaving_since = now if self._leaving_since is None else self._leaving_since
@@ -330,7 +314,7 @@ class Agent:
         own, settings = self._status, self.settings
         if own.phase is Phase.REBUILDING:
             return now + max(settings.fence_seconds, settings.build_seconds)
-        return max(now + settings.fence_seconds, self._still_by if own.phase is Phase.FENCING else 0.0)
+        return max(now + settings.fence_seconds, self._stop_deadline if own.phase is Phase.FENCING else 0.0)
 
     def _run(self, order: Order) -> list[Command]:
         own = self._status

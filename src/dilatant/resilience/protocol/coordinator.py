@@ -21,6 +21,8 @@ from dilatant.resilience.protocol.values import (
 
 DEAF_LEASES = 2
 """Leases within which agents must acknowledge an order, which is repeated meanwhile."""
+RESEND_SECONDS = 1.0
+"""Interval at which the last orders are sent again, since messages may be lost; agents ignore repetitions."""
 STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
 
 
@@ -50,7 +52,7 @@ class Coordinator:
         self._since = now
         self._heard: dict[str, float] = {}
         self._gone: set[str] = set()
-        self._giving: set[str] = set()
+        self._handing_over: set[str] = set()
         self._serial = 0
         self._newcomer_since: float | None = None
         self._sent = now
@@ -68,7 +70,7 @@ class Coordinator:
     def hear(self, status: Status, now: float) -> list[Effect]:
         """Handle a node's status."""
         is_new = status.phase is Phase.FRESH and status.generation == 0
-        is_known = is_new or status.node in self._giving or status.node in self._names
+        is_known = is_new or status.node in self._handing_over or status.node in self._names
         if status.node in self._gone or not is_known:
             return [self._order(status.node, Task.OUT)]
         if self.stopped:
@@ -143,8 +145,10 @@ class Coordinator:
         failed = {s.node: s.failed for s in self.statuses.values() if s.failed}
         if failed:
             return self._without(failed, "; ".join(f"{node}: {why}" for node, why in failed.items()), now)
-        if given := {node for node in self._giving if self.statuses[node].phase is Phase.GIVEN}:
-            return self._without(given, "they have handed over", now)
+        if handed_over := {
+            node for node in self._handing_over if self.statuses[node].phase is Phase.HANDED_OVER
+        }:
+            return self._without(handed_over, "they have handed over", now)
         if self.task is Task.WAIT:
             return self._begin(now)
         own = self._of_members()
@@ -155,7 +159,7 @@ class Coordinator:
             return self._without(blamed, self._why(broken), now)
         if self.task is Task.FENCE:
             stand = all(s.generation == self.generation and s.phase in STANDING for s in own)
-            return self._rebuild(own, now) if stand and not self._giving else []
+            return self._rebuild(own, now) if stand and not self._handing_over else []
         if self.task is Task.REBUILD and all(self._is_ready(s) for s in own):
             return self._run(own, now)
         if self.task is Task.RUN:
@@ -215,7 +219,7 @@ class Coordinator:
 
     def _cut_short(self, leaving: set[str], now: float) -> list[Effect]:
         """Continue without nodes that cannot wait for the end of the step, once they have exported their gradients."""
-        self._giving |= leaving
+        self._handing_over |= leaving
         reason = "; ".join(f"{node} leaves before the end of the step" for node in sorted(leaving))
         return self._new_generation([n for n in self.members if n not in leaving], reason, now)
 
@@ -231,9 +235,9 @@ class Coordinator:
     def _without(self, gone: Iterable[str], reason: str, now: float) -> list[Effect]:
         """Drop the nodes `gone`; form a new generation if `gone` contains a member or is empty (no node to blame)."""
         gone = set(gone)
-        awaited = gone & self._giving
+        awaited = gone & self._handing_over
         self._gone |= gone
-        self._giving -= gone
+        self._handing_over -= gone
         for node in gone:
             self.statuses.pop(node, None)
             self._heard.pop(node, None)
@@ -374,10 +378,10 @@ class Coordinator:
 
     def _orders(self) -> list[Effect]:
         nodes = dict.fromkeys([*self.members, *self.statuses] if self.task is Task.STOP else self.members)
-        giving = [] if self.task is Task.STOP else sorted(self._giving)
+        handing_over = [] if self.task is Task.STOP else sorted(self._handing_over)
         return [
             *(self._order(node, self.task) for node in nodes),
-            *(self._order(node, Task.GIVE) for node in giving),
+            *(self._order(node, Task.HAND_OVER) for node in handing_over),
         ]
 
     def _order(self, node: str, task: Task) -> Order:
@@ -401,7 +405,7 @@ class Coordinator:
 
     def _repeat(self, now: float) -> list[Effect]:
         """Repeat orders, which may have been lost."""
-        if self.task is Task.WAIT or now - self._sent < self.settings.resend_seconds:
+        if self.task is Task.WAIT or now - self._sent < RESEND_SECONDS:
             return []
         self._sent = now
         return self._orders()

@@ -31,8 +31,8 @@ class ProtocolMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Phase(StrEnum):
     """The phase of a node in its generation. fresh: it has none. fencing: its workers are being stopped. fenced: they
-    have stopped. rebuilding: they open groups and copy state. ready: they hold all state. running: they train. giving:
-    the node must leave before the end of the step, and exports its gradients. given: it has exported them."""
+    have stopped. rebuilding: they open groups and copy state. ready: they hold all state. running: they train. handing
+    over: the node must leave before the end of the step, and exports its gradients. handed over: it has done so."""
 
     FRESH = "fresh"
     FENCING = "fencing"
@@ -40,19 +40,19 @@ class Phase(StrEnum):
     REBUILDING = "rebuilding"
     READY = "ready"
     RUNNING = "running"
-    GIVING = "giving"
-    GIVEN = "given"
+    HANDING_OVER = "handing over"
+    HANDED_OVER = "handed over"
 
 
 class Task(StrEnum):
-    """The coordinator's order to the nodes of a generation. give: this node is no longer a member, and must export its
-    gradients of the step. out: this node is not a member, and must rejoin under a new name. stop: the run is over."""
+    """The coordinator's order to the nodes of a generation. hand over: this node is no longer a member, and must export
+    its gradients of the step. out: this node is no member, and must rejoin under a new name. stop: the run is over."""
 
     WAIT = "wait"
     FENCE = "fence"
     REBUILD = "rebuild"
     RUN = "run"
-    GIVE = "give"
+    HAND_OVER = "hand over"
     OUT = "out"
     STOP = "stop"
 
@@ -146,7 +146,7 @@ class Settings:
     fewer the run is saved and ends. attempts: generations in a row without a step before a node is blamed; after twice
     as many, the run stops. drain_seconds: time of a leaving node: it waits `DRAIN_SHARE` of it for the step to end and
     exports its gradients in the rest; then the others continue. accuse_seconds: time for more reports of an
-    unresponsive node. leader_seconds: least time without an answer before a standby takes over (time for a restart).
+    unresponsive node.
     """
 
     lease_seconds: float = 3.0
@@ -154,10 +154,8 @@ class Settings:
     build_seconds: float = 60.0
     join_seconds: float = 5.0
     return_seconds: float = 10.0
-    resend_seconds: float = 1.0
     drain_seconds: float = 600.0
     accuse_seconds: float = 0.5
-    leader_seconds: float = 10.0
     initial: int = 1
     fewest: int = 1
     attempts: int = 3

@@ -8,16 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+import numpy as np
+
 from dilatant.comm.store.store import Store
 from dilatant.config import Config
-from dilatant.plan.plan import Plan
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.planning.layout import INTERLEAVED, SCHEDULE, TrainingPlan
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
-from dilatant.resilience.worker.layer_seconds import layer_seconds
 from dilatant.resilience.worker.replan import replan
 from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
 from dilatant.training.prepare import PreparedRun, with_costs
+from dilatant.training.run_costs import costs_of_run
 
 LOOK = timedelta(seconds=0.2)
 """Interval at which a rank that waits for the plan checks if its generation has ended."""
@@ -30,7 +33,7 @@ class GenerationPlans:
         self._config = config
         self._prepared = prepared
         self._initial = initial
-        self._layer_seconds = layer_seconds(config, prepared, initial.plan)
+        self._layer_seconds = _layer_seconds(config, prepared, initial.plan)
 
     def warm_up(self) -> None:
         """Search the pipeline templates for the loss of a rank ahead of time, so that recovery is faster."""
@@ -44,7 +47,7 @@ class GenerationPlans:
         key = _plan_key(order.generation)
         if rank == 0:
             planned = self._replan(order, store)
-            publish_plan(store, order.generation, planned, order.members, order.workers)
+            publish_plan(store, order, planned)
             return planned
         while True:
             if link.is_fenced:
@@ -63,13 +66,8 @@ class GenerationPlans:
         else:
             document = json.loads(store.get(_plan_key(order.base)))
             before = TrainingPlan.from_json(document["plan"]).plan
-            was, now = (
-                _ranks_of(members, workers)
-                for members, workers in (
-                    (document["members"], document["workers"]),
-                    (order.members, order.workers),
-                )
-            )
+            was = _ranks_of(document["members"], document["workers"])
+            now = _ranks_of(order.members, order.workers)
             old = {rank: now[seat] for seat, rank in was.items() if seat in now}
         plan = self._replanned(before, old, sorted({*range(size)} - {*old.values()}))
         schedule = initial.schedule
@@ -87,12 +85,10 @@ class GenerationPlans:
         return replan(before, anchor, survivors, joined, tolerance, total, self._layer_seconds)
 
 
-def publish_plan(
-    store: Store, generation: int, planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]
-) -> None:
-    """Publish a generation's plan in the store, for the planning of the next one."""
-    document = {"plan": planned.to_json(), "members": members, "workers": workers}
-    store.set(_plan_key(generation), json.dumps(document))
+def publish_plan(store: Store, order: Rebuild, planned: TrainingPlan) -> None:
+    """Publish the plan of a generation in the store, for the planning of the next one."""
+    document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
+    store.set(_plan_key(order.generation), json.dumps(document))
 
 
 def _plan_key(generation: int) -> str:
@@ -111,3 +107,26 @@ def _goes_round(plan: Plan) -> bool:
         for unit in plan.units
         for replica in unit.replicas
     )
+
+
+def _layer_seconds(config: Config, prepared: PreparedRun, plan: Plan) -> dict[str, tuple[float, ...]]:
+    """Return unit → seconds of each layer, forward plus backward, for a typical microbatch of `plan` on one rank."""
+    layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
+    feeds = {unit.name: unit.feeds for unit in plan.units}
+    apart = plan_from_specs(layers, {name: ParallelSpec(pp=count) for name, count in layers.items()}, feeds)
+    costs = costs_of_run(config, prepared.model, apart)
+    found: dict[str, list[float]] = {name: [] for name in layers}
+    for number, placed in enumerate(apart.stages()):
+        tokens = _tokens(config, prepared, placed.unit, len(plan.unit(placed.unit).replicas))
+        powers = np.array([tokens * tokens, tokens, 1.0])
+        found[placed.unit].append(float((costs.stages.seconds[number, :2] @ powers).sum()))
+    return {name: tuple(seconds) for name, seconds in found.items()}
+
+
+def _tokens(config: Config, prepared: PreparedRun, unit: str, replicas: int) -> float:
+    """Return the mean tokens of one replica's microbatch; the token budget of a row where sizes are unknown."""
+    sizes = prepared.samples.train_sizes
+    if sizes is None or unit not in sizes.units or not len(sizes.of(unit)):
+        return float(config.row_tokens)
+    samples = config.train.global_batch_size / (prepared.planned.num_microbatches * replicas)
+    return max(1.0, float(sizes.of(unit).mean()) * samples)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommTimeout
@@ -25,11 +26,11 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.history import write_history
 from dilatant.resilience.partial_step.handover import delete_exported_gradients, export_gradients
 from dilatant.resilience.partial_step.inherited import adopt_gradients, inherit_state
-from dilatant.resilience.processes.wire import StoreAt
+from dilatant.resilience.processes.messages import StoreAt
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.state_transfer import StateLost
-from dilatant.resilience.status import REBUILDS
+from dilatant.resilience.status import REBUILDS, RebuildRecord
 from dilatant.resilience.worker.generation_plan import GenerationPlans, publish_plan
 from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoints.checkpoint import newest_valid
@@ -65,13 +66,15 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldState:
-    """The state of one generation: a trainer that no longer communicates, its plan, members and workers."""
+    """The state of the generation of `order`: its plan, and a trainer that no longer communicates once it is over."""
 
-    generation: int
+    order: Rebuild
     trainer: Trainer
     planned: TrainingPlan
-    members: tuple[str, ...]
-    workers: tuple[int, ...]
+
+    @property
+    def generation(self) -> int:
+        return self.order.generation
 
 
 def train_rank_resiliently(
@@ -245,7 +248,7 @@ class _ResilientRank:
         self._store_at = at
         self._worker = replace(self._worker, store=store)
         if held is not None:
-            publish_plan(self._store, held.generation, held.planned, held.members, held.workers)
+            publish_plan(self._store, held.order, held.planned)
             self._store.set(_BEGUN, b"")
 
     def _made(self, order: Rebuild) -> HeldState:
@@ -279,33 +282,36 @@ class _ResilientRank:
                 self._begin(trainer, planned)
                 watch.lap("copy")
         kept, again = pairs
-        salvaged = {
-            "salvaged_share": kept / max(1, kept + again),
-            "salvaged_pairs": kept,
-            "missing_pairs": again,
-            "ranks_handed_over": given,
-        }
+        record = RebuildRecord(
+            order.generation,
+            trainer.step,
+            watch.laps,
+            time.process_time() - began,
+            copied,
+            kept / max(1, kept + again),
+            kept,
+            again,
+            given,
+            trainer.stays,
+        )
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
+            names = (
+                "bytes_to_first_rank",
+                "salvaged_share",
+                "salvaged_pairs",
+                "missing_pairs",
+                "ranks_handed_over",
+            )
             trainer.recovery = {
                 "ranks": trainer.comm.size,
-                "bytes_to_first_rank": copied,
-                **salvaged,
+                **{name: getattr(record, name) for name in names},
                 **costs,
             }
         if trainer.rank == 0:
-            record = {
-                "generation": order.generation,
-                "step": trainer.step,
-                "seconds": watch.laps,
-                "cpu_seconds": time.process_time() - began,
-                "bytes_to_first_rank": copied,
-                **salvaged,
-                "stays": trainer.stays,
-            }
             with open_in_place(self._folder.path / FOLDER / REBUILDS) as file:
-                file.write(json.dumps(record).encode() + b"\n")
-        return HeldState(order.generation, trainer, planned, order.members, order.workers)
+                file.write(msgspec.json.encode(record) + b"\n")
+        return HeldState(order, trainer, planned)
 
     def _trainer(
         self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None

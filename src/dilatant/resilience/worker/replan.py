@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dilatant.plan.errors import PlanError
@@ -36,65 +36,189 @@ def replan(
     placed like that unit, and so is a unit whose own ranks form too few replicas. A replica that lost no rank is
     unchanged. If units share ranks in any other layout, or nothing fits, all units are placed on all ranks.
     """
-    seconds = layer_seconds or {unit.name: [1.0] * unit.replicas[0].stages[-1].end for unit in plan.units}
+    seconds = layer_seconds or {unit.name: [1.0] * _num_layers(unit) for unit in plan.units}
+    change = _Change(plan, anchor, survivors, tuple(joined), fault_tolerance, num_microbatches, seconds)
     try:
-        return _reinstantiated(
-            plan, anchor, survivors, list(joined), fault_tolerance, num_microbatches, seconds
-        )
+        return change.reinstantiated()
     except PlanError:
-        return _colocate_all(plan, anchor, len(survivors) + len(joined), fault_tolerance)
+        return change.colocated()
 
 
-def _reinstantiated(
-    plan: Plan,
-    anchor: str,
-    survivors: Mapping[int, int],
-    joined: list[int],
-    fault_tolerance: int,
-    num_microbatches: int,
-    layer_seconds: Mapping[str, Sequence[float]],
-) -> Plan:
-    hosts = _hosts(plan, anchor)
-    owners = [name for name in hosts if hosts[name] is None]
-    alive = {name: _alive(plan.unit(name), survivors) for name in owners}
-    if not any(alive[anchor]):
-        raise PlanError("all ranks of the unit that hosts others are gone")
-    homeless = [
-        name
-        for name in owners
-        if name != anchor and _lacks_copies(plan.unit(name), alive[name], len(joined), fault_tolerance)
-    ]
-    for name in homeless:
-        hosts[name] = anchor
-    owners = [name for name in owners if name not in homeless]
-    used = {rank for name in owners for groups in alive[name] for group in groups for rank in group}
-    free = sorted({*joined, *(new for new in survivors.values() if new not in used)})
-    given = _assign_free_ranks(plan, owners, alive, free, anchor)
-    made: dict[str, UnitPlan] = {}
-    for name in owners:
-        made[name] = _unit(
-            plan.unit(name),
-            alive[name],
-            given[name],
-            survivors,
-            fault_tolerance,
-            num_microbatches,
-            layer_seconds[name],
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """The arguments of `replan`."""
+
+    plan: Plan
+    anchor: str
+    survivors: Mapping[int, int]
+    joined: tuple[int, ...]
+    fault_tolerance: int
+    num_microbatches: int
+    layer_seconds: Mapping[str, Sequence[float]]
+
+    @property
+    def size(self) -> int:
+        return len(self.survivors) + len(self.joined)
+
+    def reinstantiated(self) -> Plan:
+        """Return the plan in which every unit keeps its own ranks. Raises PlanError for other layouts."""
+        plan, anchor = self.plan, self.anchor
+        hosts = _hosts(plan, anchor)
+        owners = [name for name in hosts if hosts[name] is None]
+        alive = {name: self._alive(plan.unit(name)) for name in owners}
+        if not any(alive[anchor]):
+            raise PlanError("all ranks of the unit that hosts others are gone")
+        for name in owners:
+            if name != anchor and self._lacks_copies(plan.unit(name), alive[name]):
+                hosts[name] = anchor
+        owners = [name for name in owners if hosts[name] is None]
+        used = {rank for name in owners for groups in alive[name] for group in groups for rank in group}
+        free = sorted({*self.joined, *(new for new in self.survivors.values() if new not in used)})
+        added = self._assign_free_ranks(owners, alive, free)
+        units = {name: self._unit(plan.unit(name), alive[name], added[name]) for name in owners}
+        for name, host in hosts.items():
+            if host is not None:
+                units[name] = self._place_on_host(plan.unit(name), units[host])
+        new = Plan(tuple(units[unit.name] for unit in plan.units))
+        if new.ranks != tuple(range(self.size)):
+            raise PlanError(f"ranks {new.ranks} are used of {self.size}")
+        return new
+
+    def colocated(self) -> Plan:
+        """Return the plan with all units on all ranks: with the required number of replicas if it divides the ranks,
+        else one per rank."""
+        layers = {unit.name: _num_layers(unit) for unit in self.plan.units}
+        feeds = {unit.name: unit.feeds for unit in self.plan.units}
+        replicas = self.fault_tolerance + 1
+        if self.size % replicas or self.size // replicas > layers[self.anchor]:
+            replicas = self.size
+        specs = {name: ParallelSpec(replicas=replicas) for name in layers}
+        specs[self.anchor] = ParallelSpec(replicas=replicas, pp=self.size // replicas)
+        hosts = {name: self.anchor for name in layers if name != self.anchor}
+        units = plan_from_specs(layers, specs, feeds, hosts).units
+        return Plan(tuple(replace(unit, recompute=self.plan.unit(unit.name).recompute) for unit in units))
+
+    def _is_alive(self, ranks: RankGroup) -> bool:
+        return all(rank in self.survivors for rank in ranks)
+
+    def _new(self, ranks: RankGroup) -> RankGroup:
+        return tuple(self.survivors[rank] for rank in ranks)
+
+    def _renamed(self, replica: Replica) -> Replica:
+        return Replica(tuple(replace(stage, ranks=self._new(stage.ranks)) for stage in replica.stages))
+
+    def _alive(self, unit: UnitPlan) -> list[list[RankGroup]]:
+        """Return, for every replica, the groups without lost ranks, as new ranks, in pipeline order."""
+        return [
+            [self._new(group) for group in _groups(replica) if self._is_alive(group)]
+            for replica in unit.replicas
+        ]
+
+    def _lacks_copies(self, unit: UnitPlan, alive: list[list[RankGroup]]) -> bool:
+        """Return True if the unit's own ranks, with one group per replica, form fewer replicas than before and than
+        required: the next failure might hit the last one. On another unit's ranks it has as many replicas as that."""
+        left = sum(map(len, alive))
+        added = len(self.joined) // _width(unit)
+        return not left or left + added < min(len(unit.replicas), self.fault_tolerance + 1)
+
+    def _assign_free_ranks(
+        self, owners: Sequence[str], alive: Mapping[str, list[list[RankGroup]]], free: list[int]
+    ) -> dict[str, list[RankGroup]]:
+        """Assign free ranks in groups, first to units that lost ranks, then to the unit that hosts others. Raises
+        PlanError if the ranks do not fill whole groups."""
+        added: dict[str, list[RankGroup]] = {name: [] for name in owners}
+        wants = []
+        for name in owners:
+            groups = sum(len(_groups(replica)) for replica in self.plan.unit(name).replicas)
+            wants += [name] * (groups - sum(map(len, alive[name])))
+        while free:
+            name = wants.pop(0) if wants else self.anchor
+            width = _width(self.plan.unit(name))
+            if len(free) < width:
+                raise PlanError(f"{len(free)} ranks are left for groups of {width}")
+            added[name].append(tuple(free[:width]))
+            del free[:width]
+        return added
+
+    def _unit(self, unit: UnitPlan, alive: list[list[RankGroup]], added: list[RankGroup]) -> UnitPlan:
+        """Reinstantiate a unit on the groups that are alive and those added."""
+        old = [_groups(replica) for replica in unit.replicas]
+        if not added and all(len(groups) == len(kept) for groups, kept in zip(old, alive)):
+            return replace(unit, replicas=tuple(map(self._renamed, unit.replicas)))
+        sample = unit.replicas[0].stages[0]
+        if any(
+            (s.tp, s.cp, s.ep) != (sample.tp, sample.cp, sample.ep) for r in unit.replicas for s in r.stages
+        ):
+            raise PlanError(f"{unit.name} has stages of unlike widths")
+        number = {group: index for index, group in enumerate(group for groups in old for group in groups)}
+        running = [[number[group] for group in groups] for groups in old]
+        new_ranks = {index: self._new(group) for group, index in number.items() if self._is_alive(group)}
+        joined = range(len(number), len(number) + len(added))
+        new_ranks |= dict(zip(joined, added))
+        count, total = len(new_ranks), self.num_microbatches
+        templates = _templates(tuple(self.layer_seconds[unit.name]), max(count, *map(len, old)), total)
+        answer = reinstantiate(
+            templates,
+            running,
+            [index for index in number.values() if index not in new_ranks],
+            min(self.fault_tolerance + 1, count, total) - 1,
+            total,
+            joined=joined,
         )
-    for name, host in hosts.items():
-        if host is not None:
-            made[name] = _place_on_host(plan, name, made[host], host, survivors, layer_seconds[name])
-    new = Plan(tuple(made[unit.name] for unit in plan.units))
-    if new.ranks != tuple(range(len(survivors) + len(joined))):
-        raise PlanError(f"ranks {new.ranks} are used of {len(survivors) + len(joined)}")
-    return new
+        replicas = []
+        for pipeline in answer.pipelines:
+            nodes = list(pipeline.nodes)
+            if nodes in running:
+                replicas.append(self._renamed(unit.replicas[running.index(nodes)]))
+                continue
+            stages = zip(templates[len(nodes)].stages, nodes)
+            replicas.append(
+                Replica(
+                    tuple(
+                        replace(sample, first=first, end=end, ranks=new_ranks[node])
+                        for (first, end, _), node in stages
+                    )
+                )
+            )
+        return replace(unit, replicas=tuple(replicas))
+
+    def _place_on_host(self, unit: UnitPlan, host: UnitPlan) -> UnitPlan:
+        """Place a unit on the ranks of another, replica by replica, stage by stage."""
+        count = min(len(host.replicas), max(len(unit.replicas), 1))
+        if len(unit.replicas) >= len(self.plan.unit(host.name).replicas):
+            count = len(host.replicas)
+        intact = {
+            frozenset(self._new(ranks)): replica
+            for replica in unit.replicas
+            if self._is_alive(ranks := _ranks(replica))
+        }
+        num_layers = _num_layers(unit)
+        most = max(len(_groups(replica)) for replica in unit.replicas)
+        replicas = []
+        for replica in host.replicas[:count]:
+            here = {*_ranks(replica)}
+            kept = next((ranks for ranks in intact if ranks <= here), None)
+            if kept is not None:
+                replicas.append(self._renamed(intact.pop(kept)))
+                continue
+            stages = list({stage.ranks: stage for stage in replica.stages}.values())[: min(most, num_layers)]
+            template = _templates(tuple(self.layer_seconds[unit.name]), len(stages), num_layers)[len(stages)]
+            cuts = [*(first for first, _, _ in template.stages), num_layers]
+            replicas.append(
+                Replica(
+                    tuple(
+                        Stage(first, end, stage.ranks, stage.tp, stage.cp)
+                        for stage, first, end in zip(stages, cuts, cuts[1:])
+                    )
+                )
+            )
+        return replace(unit, replicas=tuple(replicas))
 
 
 def _hosts(plan: Plan, anchor: str) -> dict[str, str | None]:
     """Return unit → the unit on whose ranks it runs, None if it has its own. Raises PlanError for other layouts."""
     ranks = {
-        unit.name: {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
-        for unit in plan.units
+        unit.name: {rank for replica in unit.replicas for rank in _ranks(replica)} for unit in plan.units
     }
     hosts: dict[str, str | None] = {}
     for name in sorted(ranks, key=lambda name: (name != anchor, -len(ranks[name]))):
@@ -106,107 +230,22 @@ def _hosts(plan: Plan, anchor: str) -> dict[str, str | None]:
     return {unit.name: hosts[unit.name] for unit in plan.units}
 
 
-def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[RankGroup]]:
-    """Return, for every replica, the groups without lost ranks, as new ranks, in pipeline order."""
-    return [
-        [
-            tuple(survivors[rank] for rank in group)
-            for group in _groups(replica)
-            if all(rank in survivors for rank in group)
-        ]
-        for replica in unit.replicas
-    ]
+def _num_layers(unit: UnitPlan) -> int:
+    return unit.replicas[0].stages[-1].end
 
 
-def _lacks_copies(unit: UnitPlan, alive: list[list[RankGroup]], joined: int, fault_tolerance: int) -> bool:
-    """Return True if the unit's own ranks, with one group per replica, form fewer replicas than before and than
-    required: the next failure might hit the last one. On another unit's ranks it has as many replicas as that unit."""
-    left = sum(map(len, alive))
+def _width(unit: UnitPlan) -> int:
+    """Return the number of ranks of each of a unit's stages."""
     stage = unit.replicas[0].stages[0]
-    return not left or left + joined // (stage.tp * stage.cp) < min(len(unit.replicas), fault_tolerance + 1)
+    return stage.tp * stage.cp
 
 
 def _groups(replica: Replica) -> list[RankGroup]:
     return list(dict.fromkeys(stage.ranks for stage in replica.stages))
 
 
-def _assign_free_ranks(
-    plan: Plan,
-    owners: Sequence[str],
-    alive: Mapping[str, list[list[RankGroup]]],
-    free: list[int],
-    anchor: str,
-) -> dict[str, list[RankGroup]]:
-    """Assign free ranks in groups, first to units that lost ranks, then to the unit that hosts others. Raises PlanError
-    if the ranks do not fill whole groups."""
-    given: dict[str, list[RankGroup]] = {name: [] for name in owners}
-    wants = []
-    for name in owners:
-        unit = plan.unit(name)
-        lost = sum(len(_groups(replica)) for replica in unit.replicas) - sum(map(len, alive[name]))
-        wants += [name] * lost
-    while free:
-        name = wants.pop(0) if wants else anchor
-        stage = plan.unit(name).replicas[0].stages[0]
-        width = stage.tp * stage.cp
-        if len(free) < width:
-            raise PlanError(f"{len(free)} ranks are left for groups of {width}")
-        given[name].append(tuple(free[:width]))
-        del free[:width]
-    return given
-
-
-def _unit(
-    unit: UnitPlan,
-    alive: list[list[RankGroup]],
-    given: list[RankGroup],
-    survivors: Mapping[int, int],
-    fault_tolerance: int,
-    num_microbatches: int,
-    layer_seconds: Sequence[float],
-) -> UnitPlan:
-    old = [_groups(replica) for replica in unit.replicas]
-    if not given and all(len(groups) == len(kept) for groups, kept in zip(old, alive)):
-        return replace(unit, replicas=tuple(_renamed(replica, survivors) for replica in unit.replicas))
-    sample = unit.replicas[0].stages[0]
-    if any((s.tp, s.cp, s.ep) != (sample.tp, sample.cp, sample.ep) for r in unit.replicas for s in r.stages):
-        raise PlanError(f"{unit.name} has stages of unlike widths")
-    number = {group: index for index, group in enumerate(group for groups in old for group in groups)}
-    running = [[number[group] for group in groups] for groups in old]
-    new_ranks = {
-        index: tuple(survivors[rank] for rank in group)
-        for group, index in number.items()
-        if all(rank in survivors for rank in group)
-    }
-    joined = range(len(number), len(number) + len(given))
-    new_ranks |= dict(zip(joined, given))
-    count = len(new_ranks)
-    templates = _templates(tuple(layer_seconds), max(count, *map(len, old)), num_microbatches)
-    replicas = min(fault_tolerance + 1, count, num_microbatches)
-    answer = reinstantiate(
-        templates,
-        running,
-        [index for index in number.values() if index not in new_ranks],
-        replicas - 1,
-        num_microbatches,
-        joined=joined,
-    )
-    made = []
-    for pipeline in answer.pipelines:
-        nodes = list(pipeline.nodes)
-        if nodes in running:
-            made.append(_renamed(unit.replicas[running.index(nodes)], survivors))
-            continue
-        stages = templates[len(nodes)].stages
-        made.append(
-            Replica(
-                tuple(
-                    replace(sample, first=first, end=end, ranks=new_ranks[node])
-                    for (first, end, _), node in zip(stages, nodes)
-                )
-            )
-        )
-    return replace(unit, replicas=tuple(made))
+def _ranks(replica: Replica) -> RankGroup:
+    return tuple(rank for group in _groups(replica) for rank in group)
 
 
 @lru_cache(maxsize=64)
@@ -216,65 +255,3 @@ def _templates(layer_seconds: tuple[float, ...], most: int, num_microbatches: in
     return plan_templates(
         {1: layer_seconds}, range(1, min(most, layers) + 1), 1, max(num_microbatches, layers)
     )
-
-
-def _place_on_host(
-    plan: Plan,
-    name: str,
-    host: UnitPlan,
-    host_name: str,
-    survivors: Mapping[int, int],
-    layer_seconds: Sequence[float],
-) -> UnitPlan:
-    """Place a unit on the ranks of another, replica by replica, stage by stage."""
-    unit = plan.unit(name)
-    count = min(len(host.replicas), max(len(unit.replicas), 1))
-    if len(unit.replicas) >= len(plan.unit(host_name).replicas):
-        count = len(host.replicas)
-    intact = {
-        frozenset(survivors[rank] for stage in replica.stages for rank in stage.ranks): replica
-        for replica in unit.replicas
-        if all(rank in survivors for stage in replica.stages for rank in stage.ranks)
-    }
-    num_layers = unit.replicas[0].stages[-1].end
-    most = max(len(_groups(replica)) for replica in unit.replicas)
-    replicas = []
-    for replica in host.replicas[:count]:
-        here = {rank for stage in replica.stages for rank in stage.ranks}
-        kept = next((ranks for ranks in intact if ranks <= here), None)
-        if kept is not None:
-            replicas.append(_renamed(intact.pop(kept), survivors))
-            continue
-        stages = list({stage.ranks: stage for stage in replica.stages}.values())[: min(most, num_layers)]
-        template = _templates(tuple(layer_seconds), len(stages), num_layers)[len(stages)]
-        cuts = [*(first for first, _, _ in template.stages), num_layers]
-        replicas.append(
-            Replica(
-                tuple(
-                    Stage(first, end, stage.ranks, stage.tp, stage.cp)
-                    for stage, first, end in zip(stages, cuts, cuts[1:])
-                )
-            )
-        )
-    return replace(unit, replicas=tuple(replicas))
-
-
-def _renamed(replica: Replica, survivors: Mapping[int, int]) -> Replica:
-    return Replica(
-        tuple(
-            replace(stage, ranks=tuple(survivors[rank] for rank in stage.ranks)) for stage in replica.stages
-        )
-    )
-
-
-def _colocate_all(plan: Plan, anchor: str, size: int, fault_tolerance: int) -> Plan:
-    """Place all units on all ranks: with the required number of replicas if it divides the ranks, else one per rank."""
-    layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
-    feeds = {unit.name: unit.feeds for unit in plan.units}
-    replicas = fault_tolerance + 1
-    if size % replicas or size // replicas > layers[anchor]:
-        replicas = size
-    specs = {name: ParallelSpec(replicas=replicas) for name in layers}
-    specs[anchor] = ParallelSpec(replicas=replicas, pp=size // replicas)
-    made = plan_from_specs(layers, specs, feeds, {name: anchor for name in layers if name != anchor})
-    return Plan(tuple(replace(unit, recompute=plan.unit(unit.name).recompute) for unit in made.units))

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from dilatant.resilience.processes.wire import Beat, Hello, LinkClosed, StoreAt, Warm, WireLink, connect
+from dilatant.comm.wire.link import LinkClosed, WireLink
+from dilatant.resilience.processes.messages import Beat, Hello, StoreAt, Warm, connect
 from dilatant.resilience.protocol.agent import (
     Activate,
     Apply,

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,13 +16,16 @@ import msgspec
 from dilatant.config.config import parse_config
 from dilatant.config.environment import hide_gpus
 from dilatant.config.errors import UserError
+from dilatant.config.files.durable import write_durably
 from dilatant.config.files.yaml_text import read_yaml
 from dilatant.config.printable import printable
-from dilatant.resilience.processes.job import WorkerStart
+from dilatant.resilience.processes.messages import WorkerStart
 from dilatant.resilience.processes.process import end_with_parent
 
 if TYPE_CHECKING:
     from dilatant.training.rank import Show
+RESULT = "result.json"
+"""File in the folder of the coordinator's record: the result of the final first rank, which the leader reads."""
 
 
 def main() -> None:
@@ -48,13 +52,12 @@ def main() -> None:
 
 def train(start: WorkerStart) -> None:
     """Train in one worker. Raises UserError for a mistake on this machine or in the run's configuration."""
-    job = start.job
-    config = parse_config(read_yaml(job.config), base=Path("/"))
+    job, begin = start.job, start.job.training
+    config = parse_config(read_yaml(begin.config), base=Path("/"))
     if config.train.device == "cpu":
         hide_gpus()
     from dilatant.comm.launch import worker_here
-    from dilatant.resilience.processes.wire import StoreAt
-    from dilatant.resilience.run_result import write_result
+    from dilatant.resilience.processes.messages import StoreAt
     from dilatant.resilience.worker.rank import Seat, train_seat
     from dilatant.resilience.worker.worker_link import RunEnded
     from dilatant.training.checkpoints.starting_point import StartingPoint
@@ -63,13 +66,14 @@ def train(start: WorkerStart) -> None:
     worker = worker_here(start.index, job.workers, start.index, job.workers, None)
     at = StoreAt(start.host, job.store_port)
     seat = Seat(start.node, start.index, start.agent_port, token, at, job.on_one_machine)
-    begin = StartingPoint(Path(job.checkpoint) if job.checkpoint else None, job.discards)
+    point = StartingPoint(Path(begin.checkpoint) if begin.checkpoint else None, begin.discards)
     try:
-        result = train_seat(worker, config, job.plan, begin, cast("Show", job.show), seat)
+        result = train_seat(worker, config, begin.plan, point, cast("Show", begin.show), seat)
     except RunEnded:
         return  # the coordinator says why
     if result is not None and result.is_first:
-        write_result(Path(job.folder), result)
+        text = msgspec.json.encode(asdict(result), enc_hook=str).decode()
+        write_durably(Path(job.folder) / RESULT, text + "\n")
 
 
 if __name__ == "__main__":
