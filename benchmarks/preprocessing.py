@@ -47,7 +47,8 @@ from dilatant.data.workers.pool_source import join
 from dilatant.data.workers.ray_cluster import LOCAL, Connection
 from dilatant.data.workers.ray_source import RaySource
 from dilatant.planning.measuring.decode_costs import DecodeCost
-from dilatant.training.feeding.feed import LOOK_AHEAD, IndexedData, StepPrefetcher, StepSamples
+from dilatant.training.feeding.feed import StepPrefetcher
+from dilatant.training.feeding.step_data import LOOK_AHEAD, IndexedData, StepSamples
 
 PARTS = frozenset({TOKENS, "vision"})
 BATCH = 2

@@ -16,7 +16,7 @@ import pytest
 from cases.pool_cases import ALL, ENCODING, PLENTY, Numbered, contents, is_alive, requests
 from dilatant.config import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.sample import Sample, Turn
+from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers import pool_source
@@ -34,6 +34,8 @@ def test_a_pool_gives_what_the_caller_would_make_itself(pool) -> None:
     asked = [SampleRequest(n, n, frozenset(parts), name) for n, (parts, name) in enumerate(
         [({TOKENS}, "train"), ({"vision"}, "train"), (set(), "train"), (ALL, "eval")] * 6
     )]  # fmt: skip
+    streamed = [SampleRequest(n, n, ALL, "train", n % 2, Numbered()[n]) for n in range(50, 60)]
+    asked += streamed
     for source in sources:
         source.ask(asked)
     # Taken in another order than asked for.
@@ -48,6 +50,21 @@ def test_a_pool_gives_what_the_caller_would_make_itself(pool) -> None:
         assert set(alone.media) == one.parts & {n for n, size in alone.sizes.items() if size} - {TOKENS}
         assert bool(len(alone.input_ids)) == (TOKENS in one.parts)
         assert ours.input_ids.flags.writeable  # torch warns of others
+
+
+def test_a_streamed_sample_waits_for_memory_and_may_be_too_large_for_it(pool) -> None:
+    _, join_pool = pool({"train": ()})
+    source = join_pool(1 << 20)
+    media = [Media("image", bytes(length), "a") for length in (700_000, 700_000, 1 << 21)]
+    source.ask(
+        [
+            SampleRequest(n, n, frozenset({TOKENS}), sample=Sample(f"stream:{n}", (Turn("user", (item,)),)))
+            for n, item in enumerate(media)
+        ]
+    )
+    errors = [str(source.take("train", draw)) for draw in range(3)]
+    assert ["is no image" in error for error in errors] == [True, True, False]
+    assert "stream:2: has 2,097," in errors[2]
 
 
 def test_parts_of_a_sample_have_the_sizes_of_all_of_it() -> None:

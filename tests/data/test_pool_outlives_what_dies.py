@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import random
 import signal
 import socket
@@ -375,13 +376,21 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
                 with suppress(ConnectionError):
                     assert connection.recv(100) == b""
     arena = Arena(1 << 12)
-    for ticket, offset, room in (
-        (0, -1, 5), (0, 0, (1 << 12) + 1), (0, 1 << 12, 1), (0, 5, -1), (1 << 63, 0, 8),
+    harmful = (
+        pickle.dumps(Media("image", Path("x"), "x"))
+        .replace(b"pathlib", b"posix")
+        .replace(b"PosixPath", b"system")
+    )
+    with arena.view(0, len(harmful)) as slot:
+        slot[:] = harmful
+    for ticket, offset, space, packed in (
+        (0, -1, 5, 0), (0, 0, (1 << 12) + 1, 0), (0, 1 << 12, 1, 0), (0, 5, -1, 0), (1 << 63, 0, 8, 0),
+        (0, 0, 8, 9), (0, 2000, 8, 8), (0, 0, 1000, len(harmful)),
     ):  # fmt: skip
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"{owner.address}/0.sock")
             connection.settimeout(HANG_SECONDS)
-            bad = to_frame(PoolAsk(ticket, "train", 0, 0, [], offset, room))
+            bad = to_frame(PoolAsk(ticket, "train", 0, 0, [], offset, space, packed))
             socket.send_fds(connection, [hello + bad], [arena.fd])
             assert b"greeting" in connection.recv(1 << 16)
             with suppress(ConnectionError):

@@ -133,6 +133,10 @@ class MediaUnit(Protocol):
         """Return the number of language-model tokens of one item."""
         ...
 
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """Return the inputs that later stages need of one item, as far as its size tells."""
+        ...
+
     def process(self, media: Media) -> dict[str, EncoderInput]:
         """Decode one item into encoder inputs, whose first dimension is encoder rows."""
         ...

@@ -19,7 +19,8 @@ from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.frame_choice import FrameChoice
 from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import UnitBase
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize
 
 SHAPES = "image_sizes"
 """Keyword for the shapes of items, int64 [items, 3]: height, width and `ALONE` or `AMONG` for an image; frames, 0 and
@@ -86,7 +87,7 @@ class AnyresShape:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyresImageUnit:
+class AnyresImageUnit(UnitBase):
     """Media unit for images; each tile is one encoder row of `tokens_per_tile`."""
 
     name: str
@@ -98,12 +99,6 @@ class AnyresImageUnit:
     written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "image"
-
-    @property
-    def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.tokens_per_tile, self.shape, self.marker, self.written,
-                 self.processor.fingerprint)  # fmt: skip
-        return digest_of(parts)
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the encoder inputs that the projector needs of an image, from its size."""
@@ -126,7 +121,7 @@ class AnyresImageUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyresClipUnit:
+class AnyresClipUnit(UnitBase):
     """Media unit for clips; each frame is an encoder row of `tokens_per_tile`, and one end token follows them."""
 
     name: str
@@ -139,11 +134,6 @@ class AnyresClipUnit:
     written: MediaMarkup | None = None
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "video"
-
-    @property
-    def fingerprint(self) -> str:
-        return digest_of((self.name, self.placeholder_id, self.tokens_per_tile, self.shape, self.marker, self.written,
-                          self.processor.fingerprint, repr(self.choice)))  # fmt: skip
 
     def _count(self, size: MediaSize) -> int:
         return len(self.choice.frames(size))

@@ -12,11 +12,12 @@ from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput, as_array
 from dilatant.data.media_units.image_unit import ImageProcessor, PixelProcessor
 from dilatant.data.media_units.latents import NAME, Latents
+from dilatant.data.media_units.unit_base import UnitBase
 from dilatant.data.sample import Media, MediaKind, MediaSize, digest_of
 
 
 @dataclass(frozen=True, slots=True)
-class ImageTarget:
+class ImageTarget(UnitBase):
     """Target of one generator: how the language model requests an image, and the format of the image.
 
     The text holds `start`, which the assistant writes, and then `tokens_per_item` placeholder tokens, whose outputs

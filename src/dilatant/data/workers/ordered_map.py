@@ -72,10 +72,9 @@ def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
 
 
 class WorkerPool(Generic[T, R]):
-    """`workers` processes, each with its own copy of `job`; with 0 workers the job runs in the caller.
+    """`workers` processes, each with its own copy of `job`.
 
-    job: picklable; called with one task. A UserError from the job is an ordinary result (see `map`). named: returns a
-    task's name for messages. task_seconds: time limit of a worker for one task.
+    job: picklable; called with one task. named: returns a task's name for messages. task_seconds: time limit of a task.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class WorkerPool(Generic[T, R]):
         named: Callable[[T], str] = repr,
         task_seconds: float = TASK_SECONDS,
     ) -> None:
-        self._job = job
         self._named = named
         self._task_seconds = task_seconds
         self._in_hand: list[deque[T]] = []
@@ -94,32 +92,28 @@ class WorkerPool(Generic[T, R]):
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         util.Finalize(self, _end, (self._processes, self._connections), exitpriority=0)
-        if workers:
-            context = multiprocessing.get_context("forkserver")
-            warm_up()
-            payload = pickle.dumps(job)
-            for number in range(workers):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_work,
-                    args=(theirs, payload, fork_server.multiprocessing_folder()),
-                    name=f"dilatant-data-{number}",
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                self._connections.append(ours)
-                self._processes.append(process)
+        context = multiprocessing.get_context("forkserver")
+        warm_up()
+        payload = pickle.dumps(job)
+        for number in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work,
+                args=(theirs, payload, fork_server.multiprocessing_folder()),
+                name=f"dilatant-data-{number}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
 
-    def map(self, tasks: Iterable[T], ahead: int) -> Iterator[R | UserError]:
-        """Yield the result of every task, in order. A task whose job raised UserError yields that error as its result.
+    def map(self, tasks: Iterable[T], ahead: int) -> Iterator[R]:
+        """Yield the result of every task, in order. Raises the UserError of a job in its place.
 
         ahead: most tasks started but not yet yielded. Raises WorkerError as soon as a worker dies, a job fails with
         another error, or a task exceeds its time limit. One map at a time.
         """
-        if not self._processes:
-            yield from self._map_here(tasks)
-            return
         source = enumerate(tasks)
         done: dict[int, Any] = {}
         self._in_hand = [deque() for _ in self._processes]
@@ -145,14 +139,6 @@ class WorkerPool(Generic[T, R]):
                 return
             for number, *result in self._receive():
                 done[number] = result
-
-    def _map_here(self, tasks: Iterable[T]) -> Iterator[R | UserError]:
-        for task in tasks:
-            try:
-                result: R | UserError = self._job(task)
-            except UserError as error:
-                result = error
-            yield result
 
     def _send(self, worker: int, number: int, task: T) -> None:
         if not self._in_hand[worker]:
@@ -206,7 +192,7 @@ class WorkerPool(Generic[T, R]):
         if kind == "value":
             return value
         if kind == "mistake":
-            return value
+            raise value
         raise WorkerError(f"a data worker failed:\n{value}")
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class SampleRequest:
 
     draw: unique among the open requests of its data set. index: in its data set. parts: `encode.TOKENS` (ids, labels)
     and names of media units to decode. dataset: key into the pool's data sets. nbytes: estimated size of the encoded
-    sample, which bounds reading ahead; 0 if unknown.
+    sample, which bounds reading ahead; 0 if unknown. sample: the undecoded sample itself, if it comes from a stream.
     """
 
     draw: int
@@ -48,10 +48,13 @@ class SampleRequest:
     parts: frozenset[str]
     dataset: str = "train"
     nbytes: int = 0
+    sample: Sample | None = None
 
     @property
     def name(self) -> str:
         """Return the name of the sample in messages, for use before its record has been read."""
+        if self.sample is not None:
+            return self.sample.id
         return f"sample {self.index} of {self.dataset!r} (counted from 0 through all sources)"
 
 
@@ -149,7 +152,7 @@ def make(
     name, began = request.name, time.perf_counter()
     for attempt in range(1, IO_TRIES + 1):
         try:
-            sample = datasets[request.dataset][request.index]
+            sample = request.sample or datasets[request.dataset][request.index]
             name = sample.id
             read(sample)
             encoded = encode_sample(sample, encoding, request.parts)

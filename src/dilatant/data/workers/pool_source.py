@@ -26,6 +26,7 @@ from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import NO_GUARD
 from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
@@ -46,6 +47,7 @@ from dilatant.data.workers.pool_wire import (
     PoolProtocolError,
     PoolRefused,
     ToRank,
+    pack_undecoded,
     read_note,
     to_frame,
     to_rank,
@@ -228,17 +230,30 @@ class PoolSource:
             entry = self._asked.next() if free else None
             if entry is None:
                 return
-            link = min(free, key=lambda link: (link.number == entry.shunned, len(link.entries)))
+            request = entry.request
+            packed = b"" if request.sample is None else pack_undecoded(request.sample)
+            self._asked.enlarge(entry, len(packed))
             entry.slot = self._arena.allocate(entry.charge)
+            if entry.slot is None and packed:  # it travels in the arena alone
+                self._asked.discharge(entry)
+                if len(packed) <= self._asked.budget:
+                    self._asked.again(entry)
+                    return
+                problem = f"has {len(packed):,} bytes, more than the {self._asked.budget:,} of 'data.memory'"
+                self._asked.conclude(entry, SampleError(entry.name, problem, "raise 'data.memory'"))
+                continue
+            link = min(free, key=lambda link: (link.number == entry.shunned, len(link.entries)))
             entry.holder, entry.ticket = link, self._next_ticket
             self._next_ticket += 1
             if not link.entries:
                 link.heard = time.monotonic()
             link.entries[entry.ticket] = entry
-            request = entry.request
-            room = entry.charge if entry.slot is not None else 0
+            if packed:
+                with self._arena.view(entry.slot or 0, len(packed)) as slot:
+                    slot[:] = packed
+            space = entry.charge if entry.slot is not None else 0
             ask = PoolAsk(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
-                      entry.slot or 0, room)  # fmt: skip
+                      entry.slot or 0, space, len(packed))  # fmt: skip
             self._send(link, to_frame(ask))
 
     def _receive(self, link: _WorkerLink) -> None:

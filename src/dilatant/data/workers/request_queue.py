@@ -163,6 +163,12 @@ class RequestQueue:
         self.charged += need
         return entry
 
+    def enlarge(self, entry: Entry, nbytes: int) -> None:
+        """Charge at least `nbytes` for a request."""
+        more = max(0, nbytes - entry.charge)
+        entry.charge += more
+        self.charged += more
+
     def discharge(self, entry: Entry) -> None:
         """Credit the request's bytes back to the budget, because no worker holds the request any more."""
         self.charged -= entry.charge

@@ -10,10 +10,9 @@ from functools import partial
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import DataConfig, UserError
-from dilatant.data.order.blend import Blend
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import warm_up, workers_of_machine
-from dilatant.data.workers.pool import InlineSource, SampleSource, Waiting
+from dilatant.data.workers.pool import Dataset, InlineSource, SampleSource, Waiting
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import join
 from dilatant.data.workers.ray_cluster import Connection, cluster_address
@@ -42,7 +41,7 @@ class ClusterSource:
     """`SampleSource` of producers on a Ray cluster, made by all ranks together; rank 0 starts a local cluster."""
 
     def __init__(
-        self, comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
+        self, comm: Comm | None, datasets: Mapping[str, Dataset], encoding: Encoding, how: Decoding
     ) -> None:
         assert how.cluster is not None
         rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
@@ -80,7 +79,7 @@ class PersistentPool:
         self._owner: PoolOwner | None = None
 
     def owner(
-        self, datasets: Mapping[str, Blend], encoding: Encoding, workers: int, how: Decoding
+        self, datasets: Mapping[str, Dataset], encoding: Encoding, workers: int, how: Decoding
     ) -> PoolOwner:
         """Return the existing pool, with the number of workers that it began with; a new one if there is none left."""
         if self._owner is None or not self._owner.is_open:
@@ -94,7 +93,7 @@ class PersistentPool:
 
 def open_source(
     comm: Comm | None,
-    datasets: Mapping[str, Blend],
+    datasets: Mapping[str, Dataset],
     encoding: Encoding,
     how: Decoding,
     pool: PersistentPool | None = None,
@@ -116,7 +115,7 @@ class MachineSource:
     def __init__(
         self,
         comm: Comm | None,
-        datasets: Mapping[str, Blend],
+        datasets: Mapping[str, Dataset],
         encoding: Encoding,
         how: Decoding,
         pool: PersistentPool | None = None,
