@@ -21,8 +21,7 @@ from dilatant.config import DataSource, UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.media.pixels import as_array
 from dilatant.data.order.blend import open_blend
-from dilatant.data.order.sampler import Sampler, SamplerState
-from dilatant.data.order.stream_sampler import StreamSampler
+from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.workers.loader import Loader
 from dilatant.data.workers.ordered_map import WorkerError, WorkerPool, unpickle_job

@@ -86,7 +86,7 @@ def test_each_sample_is_made_once_where_nothing_dies(pool, tmp_path: Path) -> No
     for number in range(40):
         assert first.take("train", number + 100).id == f"file:{number}"
         assert second.take("train", number + 140).id == f"file:{number + 40}"
-    assert not [death for hand in owner._crew.hands for death in hand.deaths]
+    assert not [death for slot in owner._group.slots for death in slot.deaths]
     assert Counter(map(int, (tmp_path / "log").read_text().split())) == Counter(range(80))
 
 
@@ -97,21 +97,21 @@ def test_held_samples_stay_in_budget_and_due_ones_still_arrive(pool) -> None:
     source.ask(requests(range(100), nbytes=each))
 
     def taken() -> int:
-        return sum(nbytes for _, nbytes in list(source._asked._outcomes.values()))
+        return sum(nbytes for _, nbytes in list(source._outcomes.values()))
 
     wait_until(lambda: taken() > 8 * each)
     held = -1
-    while held != len(source._asked._outcomes) or not held:
-        held = len(source._asked._outcomes)
+    while held != len(source._outcomes) or not held:
+        held = len(source._outcomes)
         time.sleep(0.5)
     # Of samples that take less than was said there are more than ten.
-    assert taken() + each <= source._asked.charged + each <= 11 * each
+    assert taken() + each <= source.charged + each <= 11 * each
     assert held < 100
     # The last one has not been sent, and nothing is taken that would make room.
     assert source.take("train", 199).id == "file:99"
     for number in reversed(range(99)):
         assert source.take("train", number + 100).id == f"file:{number}"
-    assert source._asked.charged == 0
+    assert source.charged == 0
 
 
 @pytest.mark.parametrize("nbytes", [1, 10**9])
@@ -139,8 +139,8 @@ def test_forgotten_draws_are_dropped_and_can_be_requested_again(pool) -> None:
     source.ask(requests([3]))
     assert source.take("train", 103).id == "file:3"
     free = source._arena._free
-    wait_until(lambda: not source._asked.charged and len(free) == 1)  # of those that were in hand
-    assert source._asked.charged == 0
+    wait_until(lambda: not source.charged and len(free) == 1)  # of those that were in hand
+    assert source.charged == 0
     assert [end for _, end in free] == [source._arena.nbytes]
 
 
@@ -169,15 +169,15 @@ def test_a_rank_that_asks_for_much_does_not_hold_up_another(pool) -> None:
     for number in range(5):
         modest.take("train", number + 100)
     # In turn; a few more were waiting when it came.
-    assert len(greedy._asked._outcomes) <= 5 + 2 * pool_source.TASKS_IN_HAND + 5
+    assert len(greedy._outcomes) <= 5 + 2 * pool_source.TASKS_PER_WORKER + 5
 
 
 def test_more_samples_are_made_while_none_is_taken(pool) -> None:
     _, join_pool = pool(Numbered(), workers=1)
     source = join_pool()
     source.ask(requests(range(50)))
-    wait_until(lambda: len(source._asked._outcomes) >= 50)
-    assert len(source._asked._outcomes) == 50
+    wait_until(lambda: len(source._outcomes) >= 50)
+    assert len(source._outcomes) == 50
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import pytest
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.index.sizes import SizesIndex
-from dilatant.data.order.sampler import Sampler
-from dilatant.data.order.stream_sampler import StreamSampler
+from dilatant.data.order.sampler import Sampler, StreamSampler
 from dilatant.data.sample import EncodedSample, Sample, content_digest
 from dilatant.data.text.encoding import QUESTION
 from dilatant.data.workers.pool import SampleRequest

@@ -77,6 +77,14 @@ class Sample:
     unused: tuple[str, ...] = field(default=(), compare=False)
 
 
+class Dataset(Protocol):
+    """A map-style data set of undecoded samples. Picklable."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSize:
     """The size of a media item by its header: pixels of an image, seconds of a sound; for a clip both, and its frames.

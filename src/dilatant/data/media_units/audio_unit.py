@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,23 +16,6 @@ from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.unit_base import Fingerprinted, UnitBase
 from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize
-
-
-class AudioProcessor(Protocol):
-    """Protocol: compute encoder inputs from windows of sound."""
-
-    @property
-    def sampling_rate(self) -> int: ...
-
-    @property
-    def window_samples(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
-        """Compute the inputs of zero-padded windows, float32 [rows, window_samples]; rows stay the first dimension."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +75,7 @@ class AudioUnit(UnitBase):
     name: str
     placeholder_id: int
     tokens_per_window: int
-    processor: AudioProcessor
+    processor: LogMelProcessor
     merged_per_window: int | None = None
     marker: str = "<audio>"
     merge: Literal["placeholder", "prepend"] = "placeholder"

@@ -8,8 +8,7 @@ from typing import Literal
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
-from dilatant.data.media_units.frame_choice import FrameChoice
-from dilatant.data.media_units.frame_texts import FRAME_TEXTS
+from dilatant.data.media_units.frame_choice import FRAME_TEXTS, FrameChoice
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.native_image_unit import NativeImageUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit

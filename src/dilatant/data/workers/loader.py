@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.order.sampler import SamplerState
-from dilatant.data.sample import EncodedSample, Sample
+from dilatant.data.sample import Dataset, EncodedSample, Sample
 from dilatant.data.text.encoding import TOKENS, Encoding
-from dilatant.data.workers.pool import Dataset, InlineSource, SampleRequest, SampleSource
+from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import DECODE_SECONDS, PoolOwner
 from dilatant.data.workers.pool_source import join
 

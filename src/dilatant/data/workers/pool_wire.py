@@ -135,12 +135,12 @@ ToRank = Greeting | Forgotten | Encoded | PoolRefused | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 to_rank = msgspec.msgpack.Decoder(ToRank)
-_encoder = msgspec.msgpack.Encoder()
+encoder = msgspec.msgpack.Encoder()
 
 
 def to_frame(message: Struct) -> bytes:
     """Return the message with its length prefix. Raises ProtocolError if it is too large."""
-    body = _encoder.encode(message)
+    body = encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise PoolProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body

@@ -18,11 +18,10 @@ from multiprocessing.connection import Connection
 from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import remove_orphaned_folder
-from dilatant.data.sample import Sample
+from dilatant.data.sample import Dataset, Sample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import WorkerError, begin_work, unpickle_job
-from dilatant.data.workers.pool import Dataset, SampleRequest
-from dilatant.data.workers.pool_answer import answer
+from dilatant.data.workers.pool import SampleRequest, answer
 from dilatant.data.workers.pool_wire import (
     MAX_ASK_BYTES,
     NOTE_BYTES,

@@ -10,9 +10,10 @@ from functools import partial
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import DataConfig, UserError
+from dilatant.data.sample import Dataset
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import warm_up, workers_of_machine
-from dilatant.data.workers.pool import Dataset, InlineSource, SampleSource, Waiting
+from dilatant.data.workers.pool import InlineSource, SampleSource, Waiting
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import join
 from dilatant.data.workers.ray_cluster import Connection, cluster_address

@@ -9,8 +9,7 @@ import numpy as np
 from dilatant.comm.comm import Comm
 from dilatant.config import Config
 from dilatant.data.order.blend import Blend
-from dilatant.data.order.sampler import Sampler, SamplerState
-from dilatant.data.order.stream_sampler import StreamSampler
+from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import QUESTION, TOKENS
 from dilatant.planning.assemble import Samples

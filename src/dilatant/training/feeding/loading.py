@@ -10,8 +10,7 @@ from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.order.blend import Blend, StreamBlend, open_blend
-from dilatant.data.order.sampler import Sampler
-from dilatant.data.order.stream_sampler import StreamSampler
+from dilatant.data.order.sampler import Sampler, StreamSampler
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import TOKENS, Encoding

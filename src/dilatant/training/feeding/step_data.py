@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.order.blend import Blend
-from dilatant.data.order.sampler import Sampler, SamplerState
-from dilatant.data.order.stream_sampler import StreamSampler
+from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers.loader import read_batches
