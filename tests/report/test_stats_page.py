@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.index.stats import BlendSource, describe
-from dilatant.data.text.example import Example, ExampleSpan
+from dilatant.data.sample import Example, ExampleSpan
 from dilatant.report.pages.stats_page import render_stats_page, write_stats_page
 from dilatant.report.stats_report import StatsReport
 from dilatant.report.text.stats_table import print_stats, summarize_stats

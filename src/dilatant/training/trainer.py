@@ -43,7 +43,7 @@ from dilatant.training.evaluation.evaluator import Evaluator
 from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.inputs import RankInputs, Steps
 from dilatant.training.feeding.latents import with_latents
-from dilatant.training.feeding.steps import count_steps, seed_step
+from dilatant.training.feeding.step_data import count_steps, seed_step
 from dilatant.training.model_flops import model_flops, peak_flops
 from dilatant.training.optimizers.averages import AVERAGE, Averages
 from dilatant.training.optimizers.learning_rate import rate_factor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -85,24 +85,34 @@ _SETTINGS = ("min_pixels", "max_pixels", "size", "patch_size", "merge_size", "te
              "do_convert_rgb")  # fmt: skip
 
 
+def _mismatches(settings: Mapping[str, Any], known: Sequence[str], encoder: Mapping[str, int]) -> list[str]:
+    """Return where saved settings do not fit an encoder, which has the values `encoder`. Raises UserError for unknown
+    settings."""
+    unknown = [key for key in settings if key not in known and not key.endswith("_type")]
+    if unknown and "image_processor_type" not in settings:
+        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+    wrong = [
+        f"{key} is {settings[key]}, but the encoder has {value}"
+        for key, value in encoder.items()
+        if settings.get(key, value) != value
+    ]
+    return wrong + [
+        f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True
+    ]
+
+
 def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, frames: int) -> PatchProcessor:
     """Make the processor of saved settings for an encoder with these patches. Raises UserError if they do not match."""
-    unknown = [key for key in settings if key not in _SETTINGS and not key.endswith("_type")]
-    if unknown and "image_processor_type" not in settings:
-        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(_SETTINGS)}")
+    wrong = _mismatches(
+        settings, _SETTINGS, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}
+    )
+    if wrong:
+        raise UserError(f"model.processor: {'; '.join(wrong)}")
     size = settings.get("size") or {}
     limits = {
         "min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
         "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
     }
-    wrong = [
-        f"{key} is {settings[key]}, but the encoder has {own}"
-        for key, own in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", frames))
-        if settings.get(key, own) != own
-    ]
-    wrong += [f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True]
-    if wrong:
-        raise UserError(f"model.processor: {'; '.join(wrong)}")
     normalized = settings.get("do_normalize", True)
     given: dict[str, Any] = {key: int(value) for key, value in limits.items() if value}
     if "resample" in settings:
@@ -175,15 +185,7 @@ _KNOWN = (
 
 def soft_token_processor(settings: Mapping[str, Any], *, patch: int, merge: int) -> SoftTokenProcessor:
     """Make the processor of saved settings for an encoder with these patches. Raises UserError if they do not match."""
-    unknown = [key for key in settings if key not in _KNOWN and not key.endswith("_type")]
-    if unknown and "image_processor_type" not in settings:
-        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(_KNOWN)}")
-    wrong = [
-        f"{key} is {settings[key]}, but the encoder has {own}"
-        for key, own in (("patch_size", patch), ("pooling_kernel_size", merge))
-        if settings.get(key, own) != own
-    ]
-    wrong += [f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True]
+    wrong = _mismatches(settings, _KNOWN, {"patch_size": patch, "pooling_kernel_size": merge})
     wrong += [
         f"{key} is not of this family, whose images are limited by max_soft_tokens"
         for key in ("min_pixels", "max_pixels")

@@ -179,13 +179,7 @@ class WorkerPool(Generic[T, R]):
         code = process.exitcode
         if code == fork_server.NO_GUARD_EXIT:
             return UnreadableFileError(fork_server.NO_GUARD)
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL:
-                how += ", probably because memory ran out; use fewer 'data.workers'"
-        else:
-            how = f"ended with exit code {code}"
-        return WorkerError(f"{self._shown(worker)} {how}")
+        return WorkerError(f"{self._shown(worker)} {how_ended(code)}")
 
     @staticmethod
     def _opened(result: Any) -> Any:
@@ -199,6 +193,14 @@ class WorkerPool(Generic[T, R]):
     def close(self) -> None:
         """Kill the worker processes. Idempotent."""
         _end(self._processes, self._connections)
+
+
+def how_ended(code: int | None) -> str:
+    """Describe the exit code of a data worker."""
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    hint = ", probably because memory ran out (use fewer 'data.workers')" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
 def _end(processes: list[Any], connections: list[Connection]) -> None:

@@ -23,7 +23,7 @@ from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.files.durable import write_durably
 from dilatant.data.sample import Dataset
 from dilatant.data.text.encoding import Encoding
-from dilatant.data.workers.ordered_map import warm_up
+from dilatant.data.workers.ordered_map import how_ended, warm_up
 from dilatant.data.workers.pool_wire import Death
 from dilatant.data.workers.pool_worker import LEAVE, PING, work
 
@@ -265,12 +265,5 @@ def _death(slot: _WorkerSlot, decode_seconds: float) -> Death:
     code = slot.process.exitcode
     if code == -signal.SIGALRM:
         return Death(slot.process.pid, f"was ended after {decode_seconds:g} s at one sample", True)
-    if slot.stood_still:
-        how = f"stood still for {decode_seconds + GRACE_SECONDS:g} s and was ended"
-    elif code is not None and code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            how += ", probably because memory ran out (use fewer 'data.workers')"
-    else:
-        how = f"ended with exit code {code}"
-    return Death(slot.process.pid, how, False)
+    stood_still = f"stood still for {decode_seconds + GRACE_SECONDS:g} s and was ended"
+    return Death(slot.process.pid, stood_still if slot.stood_still else how_ended(code), False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.data.index.stats import JointHistogram, UnitRatio, UnitStats
-from dilatant.data.text.example import Example, ExampleSpan
+from dilatant.data.sample import Example, ExampleSpan
 from dilatant.report.pages.page import render, write_page
 from dilatant.report.stats_report import StatsReport
 from dilatant.report.text.gantt_tables import HUES

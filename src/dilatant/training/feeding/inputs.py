@@ -16,7 +16,7 @@ from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.feeding.decode_requirements import DecodeRequirements
-from dilatant.training.feeding.decoding import PersistentPool, decoding_of, open_source
+from dilatant.training.feeding.decoding import PersistentPool, RankSource, decoding_of
 from dilatant.training.feeding.feed import StepInput, StepPrefetcher, gather_bad_samples
 from dilatant.training.feeding.step_data import IndexedData, StepSamples, StreamedData, draws
 
@@ -50,7 +50,7 @@ class RankInputs:
             if isinstance(blend, Blend) and sizes is not None
         }
         datasets = {TRAIN: samples.train} | {name: known.samples for name, known in self._data.items()}
-        self._source = open_source(comm, datasets, samples.encoding, decoding_of(config.data), pool)
+        self._source = RankSource(comm, datasets, samples.encoding, decoding_of(config.data), pool)
 
     def training(
         self,

@@ -20,7 +20,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.feeding.decode_requirements import DecodeRequirements
-from dilatant.training.feeding.decoding import Decoding, MachineSource
+from dilatant.training.feeding.decoding import Decoding, RankSource
 from dilatant.training.feeding.feed import StepPrefetcher, gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.step_data import IndexedData, StreamedData, draws
 
@@ -101,7 +101,7 @@ class LoadedBatches:
             data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
             if data.refused and not skips:
                 raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
-        self._source = MachineSource(self._comm, {"train": blend}, encoding, how)
+        self._source = RankSource(self._comm, {"train": blend}, encoding, how)
         if isinstance(sampler, Sampler):
             order = draws(sampler, sampler.start(), 0, steps)
         else:

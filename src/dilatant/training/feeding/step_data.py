@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import count
 from typing import ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from dilatant.config import Config
 from dilatant.config.errors import UserError
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.order.blend import Blend
@@ -18,6 +23,7 @@ from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers.loader import read_batches
 from dilatant.data.workers.pool import SampleSource
+from dilatant.planning.assemble import Samples
 
 LOOK_AHEAD = 8
 """Steps whose samples are requested, as memory permits, before the step being assembled is complete: short steps
@@ -130,3 +136,30 @@ class StreamedData:
         for known in (self._samples, self.refused):
             for index in [index for index in known if index < first]:
                 del known[index]
+
+
+def count_steps(config: Config, samples: Samples, done: int = 0, drawn: int = 0) -> int:
+    """Return the optimizer steps of the run: `train.steps`, or enough for `train.epochs` passes (default 1).
+
+    done, drawn: steps already done, and the samples they took, in batches of any size. Raises UserError for data of
+    unknown length.
+    """
+    if config.train.steps is not None:
+        return config.train.steps
+    passes = 1.0 if config.train.epochs is None else config.train.epochs
+    left = max(0.0, passes * len(samples.train) - drawn)
+    return max(1, done + math.ceil(left / config.train.global_batch_size))
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed the global generators with a key of this step, so that a resumed run draws what the undisturbed one would.
+
+    Training models draw by sample (`models.dropout`); this is for what is not intercepted, as Python's `random`.
+    """
+    key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
+    random.seed(key)
+    np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
+    # `torch.manual_seed` takes milliseconds for devices that are not used.
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)
