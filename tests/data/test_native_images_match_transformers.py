@@ -13,12 +13,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from dilatant.config.errors import UserError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import as_array
-from dilatant.data.media_units.native_image_unit import (
-    GRID,
-    NativeImageUnit,
-    patch_processor,
-    soft_token_processor,
-)
+from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit, patch_processor
+from dilatant.data.media_units.soft_token_image_unit import soft_token_processor
 from dilatant.data.sample import Media, MediaSize
 
 SETTINGS = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}

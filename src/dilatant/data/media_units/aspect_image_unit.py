@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.media_units.unit_base import ImageUnitBase
-from dilatant.data.sample import MediaKind, MediaMarkup, MediaSize
+from dilatant.data.sample import MediaMarkup, MediaSize
 
 RATIOS = "aspect_ratio_ids"
 """Keyword for the id of each image's tile layout: int64 [images, 1]."""
@@ -29,8 +29,6 @@ class AspectImageUnit(ImageUnitBase):
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "image"
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the inputs that the language model needs of an image, from its size."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
-from dilatant.data.media_units.unit_base import Fingerprinted, UnitBase
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import Fingerprinted, SoundUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _mel_filters(bins: int, fft_length: int, sampling_rate: int) -> NDArray[np.f
 
 
 @dataclass(frozen=True, slots=True)
-class AudioUnit(UnitBase):
+class AudioUnit(SoundUnitBase):
     """Media unit for an encoder with a fixed window: a longer sound takes several rows, a shorter one is zero-padded.
 
     tokens_per_window: tokens that the encoder processes. merged_per_window: tokens that reach the language model, fewer
@@ -80,7 +80,6 @@ class AudioUnit(UnitBase):
     marker: str = "<audio>"
     merge: Literal["placeholder", "prepend"] = "placeholder"
     written: MediaMarkup | None = None
-    kind: MediaKind = "audio"
 
     def windows(self, size: MediaSize) -> int:
         """Return the number of encoder rows of one item."""

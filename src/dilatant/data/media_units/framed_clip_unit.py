@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.media_header import media_size
@@ -12,12 +11,12 @@ from dilatant.data.media_units.frame_choice import FRAME_TEXTS, FrameChoice
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.native_image_unit import NativeImageUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
-from dilatant.data.media_units.unit_base import UnitBase
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import ClipUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
-class FramedClipUnit(UnitBase):
+class FramedClipUnit(ClipUnitBase):
     """Media unit for clips. frame: the unit for one frame, with the texts around an image. choice: selects the frames.
     texts: key in `FRAME_TEXTS` of the additional texts."""
 
@@ -26,8 +25,6 @@ class FramedClipUnit(UnitBase):
     texts: str
     marker: str = "<video>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "video"
 
     @property
     def name(self) -> str:

@@ -22,8 +22,8 @@ from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.open_media import open_media
 from dilatant.data.media.pixels import EncoderInput, as_array
 from dilatant.data.media_units.image_unit import ImageProcessor, PixelProcessor
-from dilatant.data.media_units.unit_base import UnitBase
-from dilatant.data.sample import Media, MediaKind, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import ImageUnitBase
+from dilatant.data.sample import Media, MediaSize, digest_of
 
 NAME = "latents"
 """Name of the array in a file, and of the generator's input."""
@@ -114,7 +114,7 @@ def _about(key: str, values: NDArray[np.float32]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageTarget(UnitBase):
+class ImageTarget(ImageUnitBase):
     """Target of one generator: how the language model requests an image, and the format of the image.
 
     The text holds `start`, which the assistant writes, and then `tokens_per_item` placeholder tokens, whose outputs
@@ -129,7 +129,6 @@ class ImageTarget(UnitBase):
     processor: ImageProcessor
     marker: str = "<image>"
     latents: Latents | None = None
-    kind: MediaKind = "image"
 
     @property
     def fingerprint(self) -> str:

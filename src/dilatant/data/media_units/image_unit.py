@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.unit_base import Fingerprinted, ImageUnitBase
-from dilatant.data.sample import MediaKind, MediaMarkup, MediaSize
+from dilatant.data.sample import MediaMarkup, MediaSize
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 RESAMPLE_NAMES: tuple[Resample, ...] = get_args(Resample)
@@ -111,7 +111,6 @@ class ImageUnit(ImageUnitBase):
     marker: str = "<image>"
     merge: Literal["placeholder", "prepend"] = "placeholder"
     written: MediaMarkup | None = None
-    kind: MediaKind = "image"
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return self.tokens_per_image

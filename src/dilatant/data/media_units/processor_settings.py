@@ -13,8 +13,9 @@ from dilatant.data.media_units.frame_choice import FirstFrames, MiddleFrames, Sp
 from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
-from dilatant.data.media_units.native_image_unit import PatchProcessor, SoftTokenProcessor
+from dilatant.data.media_units.native_image_unit import PatchProcessor
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
+from dilatant.data.media_units.soft_token_image_unit import SoftTokenProcessor
 from dilatant.data.media_units.usm_sound_unit import UsmMelProcessor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.media_units.unit_base import ImageUnitBase
-from dilatant.data.sample import MediaKind, MediaMarkup, MediaSize
+from dilatant.data.sample import MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,6 @@ class TiledImageUnit(ImageUnitBase):
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "image"
 
     def tiles(self, size: MediaSize) -> int:
         """Return the number of encoder rows of one image."""

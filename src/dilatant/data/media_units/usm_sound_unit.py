@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.sound_unit import FRAMES
-from dilatant.data.media_units.unit_base import Fingerprinted, UnitBase
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import Fingerprinted, SoundUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 LONGEST_SECONDS = 30
 """Length to which the family's extractor cuts sounds."""
@@ -122,7 +122,7 @@ def usm_processor(settings: Mapping[str, Any] | None, mel_bins: int) -> UsmMelPr
 
 
 @dataclass(frozen=True, slots=True)
-class UsmSoundUnit(UnitBase):
+class UsmSoundUnit(SoundUnitBase):
     """Media unit for sounds: four frames are one encoder token and one language-model token. Sounds longer than
     `LONGEST_SECONDS` are refused."""
 
@@ -131,8 +131,6 @@ class UsmSoundUnit(UnitBase):
     processor: UsmMelProcessor
     marker: str = "<audio>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "audio"
 
     def frames(self, size: MediaSize) -> int:
         """Return a sound's number of frames, at least one (silence-padded). Raises ValueError if it is too long."""

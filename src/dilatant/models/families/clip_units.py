@@ -18,13 +18,8 @@ from dilatant.data.media_units.native_clip_unit import (
     NativeClipUnit,
     frame_sampling,
 )
-from dilatant.data.media_units.native_image_unit import (
-    SOFT_TOKENS,
-    NativeImageUnit,
-    PatchProcessor,
-    SoftTokenProcessor,
-    patch_processor,
-)
+from dilatant.data.media_units.native_image_unit import NativeImageUnit, PatchProcessor, patch_processor
+from dilatant.data.media_units.soft_token_image_unit import SOFT_TOKENS, SoftTokenProcessor
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.families.pretrained import PretrainedModel

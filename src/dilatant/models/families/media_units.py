@@ -14,7 +14,7 @@ from dilatant.data.media_units.aspect_image_unit import AspectImageUnit
 from dilatant.data.media_units.audio_unit import AudioUnit
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.native_clip_unit import CLIP_SETTINGS, NativeClipUnit
-from dilatant.data.media_units.native_image_unit import NativeImageUnit, soft_token_processor
+from dilatant.data.media_units.native_image_unit import NativeImageUnit
 from dilatant.data.media_units.processors import (
     HuggingFaceImageProcessor,
     audio_processor,
@@ -24,6 +24,7 @@ from dilatant.data.media_units.processors import (
     pretrained_settings,
     sound_processor,
 )
+from dilatant.data.media_units.soft_token_image_unit import soft_token_processor
 from dilatant.data.media_units.sound_unit import SoundUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.data.media_units.usm_sound_unit import UsmSoundUnit, usm_processor
