@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.index.stats import BlendSource, describe
-from dilatant.data.text.example import Example, ExampleSpan
+from dilatant.data.sample import Example, ExampleSpan
 from dilatant.report.pages.stats_page import print_stats, render_stats_page, write_stats_page
 from dilatant.report.text.stats_summary import StatsReport, summarize_stats
 from dilatant.schedule.assignment.batch_balance import BatchBalance

@@ -41,8 +41,8 @@ def stats(
     """Show the tokens of every training sample in every unit: distributions, ratios, the gain of balancing, and samples
     that training would refuse. No media are decoded, except for the few samples shown on the page."""
     resolved = options.read()
+    from dilatant.data.index.lint import unused_by_source, unused_lines
     from dilatant.data.index.sizes import blend_sizes
-    from dilatant.data.unused_columns import unused_by_source, unused_lines
     from dilatant.planning.assemble import assemble_samples
     from dilatant.planning.problem.describe_data import describe_data
     from dilatant.report.pages.page_links import link_pages
@@ -98,8 +98,8 @@ def lint(
     from rich.text import Text
 
     from dilatant.data.index.lint import lint as find_problems
+    from dilatant.data.index.lint import unused_by_source, unused_lines
     from dilatant.data.index.sizes import blend_sizes
-    from dilatant.data.unused_columns import unused_by_source, unused_lines
     from dilatant.planning.assemble import assemble_samples
     from dilatant.report.say import open_console, say
     from dilatant.report.text.wording import counted

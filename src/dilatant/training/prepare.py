@@ -20,7 +20,7 @@ from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.report.text.wording import counted
 from dilatant.training.checkpoints.starting_point import with_template_date
 from dilatant.training.cuts import Cutter, plan_before
-from dilatant.training.feeding.steps import count_steps
+from dilatant.training.feeding.step_data import count_steps
 from dilatant.training.run_costs import costs_of_run
 
 LOOKED_AT = 4096

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
-from dilatant.data.unused_columns import unused_lines
+from dilatant.data.index.lint import unused_lines
 from dilatant.planning.assemble import Samples
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.problem.describe_data import describe_data

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from dilatant.data.index.stats import DataStats, JointHistogram, UnitStats
-from dilatant.data.text.example import Example, ExampleSpan
+from dilatant.data.sample import Example, ExampleSpan
 from dilatant.report.pages.page import render, write_page
 from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, number, plain_bar, summary, tiles
 from dilatant.report.printed_parts import print_parts

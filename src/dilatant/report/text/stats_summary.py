@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dilatant.data.index.stats import DataStats, UnitStats
-from dilatant.data.text.example import Example
+from dilatant.data.sample import Example
 from dilatant.report.text.wording import counted, listed, percent_text
 from dilatant.schedule.assignment.batch_balance import BatchBalance
 
