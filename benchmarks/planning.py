@@ -25,8 +25,10 @@ import numpy as np
 from machine import machine
 from planning_quality import small_cases
 
-from dilatant.cost import CostModel, LayerCost, Quadratic
+from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import BF16, Zero
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import (
     Cluster,
     LayerSpec,

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.mask_kinds import MASK_KINDS, build_mask
 from cases.mask_strategies import masks
 from dilatant.attention import AttentionMask, RowLayout, attention, block_workloads, place_blocks
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.masks.blocks import block_table
-from dilatant.attention.masks.packing import MASK_KINDS, build_mask
 from dilatant.attention.masks.placement import POLICIES, Placement
 from harness.rank_pool import Among, RankPool
 
@@ -103,7 +103,7 @@ def make_call(
         return torch.randn(shape, generator=random).to(dtype)
 
     work = block_workloads(mask, BLOCK)
-    placement = place_blocks(work, ranks, policy, documents=np.arange(work.size) // 3)
+    placement = place_blocks(work, ranks, policy)
     query_heads, kv_heads = heads
     return Call(
         query=draw(mask.num_tokens, query_heads, 8),
@@ -201,10 +201,10 @@ def test_key_blocks_of_a_share_stay_as_exact_as_those_of_the_row() -> None:
     mask = build_mask(RowLayout.of_samples([[("text", 40), ("image", 88)] * 4]), "embedded")
     placement = place_blocks(block_workloads(mask, BLOCK), 4)
     share = ContextParallelRow(mask, placement, Group(), block=BLOCK)
-    whole = block_table(mask, BLOCK).take(placement.blocks_of_rank(1))
+    whole, mine = block_table(mask, BLOCK), placement.blocks_of_rank(1)
     table = share.plan.table(BLOCK, BLOCK)
-    assert table.full_blocks.tolist() == whole.full_blocks.tolist()
-    assert table.partial_blocks.tolist() == whole.partial_blocks.tolist()
+    assert table.full_blocks.tolist() == whole.full_blocks[mine].tolist()
+    assert table.partial_blocks.tolist() == whole.partial_blocks[mine].tolist()
 
 
 def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:

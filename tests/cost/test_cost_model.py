@@ -11,30 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config.errors import UserError
-from dilatant.cost import (
-    BF16,
-    FP32,
-    CostModel,
-    Hardware,
-    LayerCost,
-    Quadratic,
+from dilatant.cost.analytic import (
     analytic_cost,
     analytic_costs,
     block_shape,
     embedding_shape,
-    fit,
-    fit_link,
-    frozen_work,
     head_shape,
     linear_shape,
-    load_costs,
-    load_hardware,
-    save_costs,
-    save_hardware,
-    trainable_before,
 )
-from dilatant.cost.layer import ZERO
-from dilatant.cost.model import save_group_costs
+from dilatant.cost.hardware import Hardware, fit_link, load_hardware, save_hardware
+from dilatant.cost.layer import ZERO, LayerCost, frozen_work, trainable_before
+from dilatant.cost.memory import BF16, FP32
+from dilatant.cost.model import CostModel, load_costs, save_costs, save_group_costs
+from dilatant.cost.quadratic import Quadratic, fit
 
 COUNTS = (64, 256, 1024, 4096)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dilatant.cost import LayerCost, Link, Quadratic, block_shape
-from dilatant.cost.analytic import collective_seconds
-from dilatant.cost.group import group_cost
-from dilatant.cost.hardware import GroupLinks, load_hardware
+from dilatant.cost.analytic import block_shape, collective_seconds, group_cost
+from dilatant.cost.hardware import GroupLinks, Link, load_hardware
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.quadratic import Quadratic
 
 SHAPE = block_shape(64, 256, 8, 4)
 LINK = Link(bandwidth=1e9, latency=1e-5)

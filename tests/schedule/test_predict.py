@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.step_cases import random_step
-from dilatant.cost import CostModel, LayerCost, Link, Quadratic, frozen_work, trainable_before
 from dilatant.cost.dense import DenseRows
+from dilatant.cost.hardware import Link
+from dilatant.cost.layer import LayerCost, frozen_work, trainable_before
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import (
     Cluster,
     LayerSpec,

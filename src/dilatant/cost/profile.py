@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,30 +59,8 @@ class LayerProbe:
         return tokens if self.modelled is None else self.modelled.pass_seconds(tokens) + 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Seconds and bytes of one layer at one token count; fields as in `LayerCost`."""
-
-    tokens: int
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-    first_trainable: float
-    recompute: float
-    activation_bytes: int
-    weight_bytes: int
-    checkpoint_bytes: int
-    output_bytes: int
-    attention: float = 0.0
-    attention_bytes: int = 0
-    working_bytes: int = 0
-    frozen_bytes: int = 0
-    row_bytes: int = 0
-    row_working_bytes: int = 0
-    common_bytes: int = 0
-    forward_bytes: int = 0
-    frozen_working_bytes: int = 0
-
+Measurement = Mapping[str, float]
+"""Seconds and bytes of one layer at one token count, by their names in `LayerCost`, and `tokens`."""
 
 PASSES = 14
 """Approximate number of forwards and backwards in the shortest measurement of a layer at one token count."""
@@ -157,7 +135,7 @@ def _measured(
             return None
         measured.append(found := measure(layer, probe, count, repeats, end))
         if probe.modelled is not None:
-            seconds = found.forward + found.input_gradient + found.weight_gradient
+            seconds = found["forward"] + found["input_gradient"] + found["weight_gradient"]
             pairs.append((seconds, probe.expected(count)))
     parameters = sum(parameter.numel() for parameter in layer.parameters())
     cost = fit_layer(measured, parameters, probe.square)
@@ -182,30 +160,23 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
 
     Weight gradients get no quadratic term: they grow linearly, so the term would be noise that longer rows amplify.
     """
-    counts = [entry.tokens for entry in measured]
+    counts = [entry["tokens"] for entry in measured]
     errors: list[float] = []
 
-    def fitted(name: str, timed: bool) -> Quadratic:
-        values = [float(getattr(entry, name)) for entry in measured]
+    def fitted(name: str) -> Quadratic:
+        values = [float(entry[name]) for entry in measured]
         curved = square and name != "weight_gradient"
         if min(values) <= 0:
             # A layer without parameters has no weight gradient, one without saved tensors no activations.
             positive = [(count, value) for count, value in zip(counts, values, strict=True) if value > 0]
-            if not positive:
-                return Quadratic()
-            return fit([at for at, _ in positive], [value for _, value in positive], curved)[0]
+            return fit(*zip(*positive, strict=True), curved)[0] if positive else Quadratic()
         found, error = fit(counts, values, curved)
-        if timed:
+        if name in ("forward", "input_gradient", "weight_gradient", "first_trainable"):
             errors.append(error)
         return found
 
-    times = ("forward", "input_gradient", "weight_gradient", "first_trainable")
-    sizes = [field.name for field in fields(Measurement) if field.name.endswith("_bytes")]
-    timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
-    untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
-    return LayerCost(
-        **timed, **untimed, parameters=parameters, fit_error=round(max(errors), 4) if errors else None
-    )
+    curves: dict[str, Any] = {name: fitted(name) for name in measured[0] if name != "tokens"}
+    return LayerCost(**curves, parameters=parameters, fit_error=round(max(errors), 4) if errors else None)
 
 
 def measure(
@@ -302,29 +273,29 @@ def measure(
     own = 0 if source is None else int(args[source].numel() * args[source].element_size())
     for parameter in parameters:
         parameter.requires_grad_(True).grad = None
-    return Measurement(
-        tokens=tokens,
-        forward=seconds["both forward"],
-        input_gradient=seconds["input"],
-        weight_gradient=max(0.0, seconds["both"] - seconds["input"]),
-        first_trainable=seconds["weights"],
-        recompute=max(0.0, seconds["recomputed"] - seconds["both"]),
-        attention=max(0.0, seconds["recomputed"] - seconds["kept"]) if attention_bytes else 0.0,
-        activation_bytes=kept,
-        attention_bytes=attention_bytes,
-        working_bytes=working,
-        frozen_bytes=frozen,
-        weight_bytes=weight,
-        checkpoint_bytes=int(own * probe.checkpoint_share),
-        output_bytes=output,
-        row_bytes=of_row,
-        row_working_bytes=working_of_row,
-        common_bytes=0
+    return {
+        "tokens": tokens,
+        "forward": seconds["both forward"],
+        "input_gradient": seconds["input"],
+        "weight_gradient": max(0.0, seconds["both"] - seconds["input"]),
+        "first_trainable": seconds["weights"],
+        "recompute": max(0.0, seconds["recomputed"] - seconds["both"]),
+        "attention": max(0.0, seconds["recomputed"] - seconds["kept"]) if attention_bytes else 0.0,
+        "activation_bytes": kept,
+        "attention_bytes": attention_bytes,
+        "working_bytes": working,
+        "frozen_bytes": frozen,
+        "weight_bytes": weight,
+        "checkpoint_bytes": int(own * probe.checkpoint_share),
+        "output_bytes": output,
+        "row_bytes": of_row,
+        "row_working_bytes": working_of_row,
+        "common_bytes": 0
         if probe.blocks is None
         else _common_bytes(probe.blocks(layer), lambda: forward(to_input=True)),
-        forward_bytes=alone + own,
-        frozen_working_bytes=working_frozen,
-    )
+        "forward_bytes": alone + own,
+        "frozen_working_bytes": working_frozen,
+    }
 
 
 def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> int:

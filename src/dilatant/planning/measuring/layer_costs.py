@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from dilatant.config import Config, UserError, list_problems
-from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs
-from dilatant.cost.group import group_cost
+from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs, group_cost
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs
@@ -141,7 +140,7 @@ def measure_layers(
     """Measure every layer type on one device of this machine, at the (tp, cp) of `degrees`.
 
     The computation of one tensor-parallel rank alone is measured: the layer with its share of heads, feed-forward and
-    vocabulary. Collectives, and the part of a row that context parallelism leaves (see `cost.group`), are modelled from
+    vocabulary. Collectives, and the part of a row that context parallelism leaves (`cost.analytic`), are modelled from
     the links of the target's hardware; the cost model's note says so. `tokens`: counts for the language model; encoders
     are measured at 1 to 8 images or clips, rows of several samples at `dense_tokens`. Within `seconds` those layer
     types come first that take most of a step; the others are modelled, see `profile_layers`. `known`: costs that were
