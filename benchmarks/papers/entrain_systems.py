@@ -14,6 +14,7 @@ from dilatant.schedule import Action, ActionKind, Assignment, Schedule, Timeline
 from dilatant.schedule.assignment.assign import assign_microbatches
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape
 from papers.datasets import Sizes
+from papers.disttrain_order import disttrain
 from papers.entrain_stability import language_factor, work
 
 # Stages (encoder, LLM) of DistTrain and of Entrain, thesis Tables 4.1 and C.1; DIP has both units on all eight stages.
@@ -132,7 +133,7 @@ def _disttrain(
     part: NDArray[np.float64], layout: tuple[int, int]
 ) -> tuple[Timeline, Microbatches, Microbatches]:
     """Random groups of equal count in DistTrain's order, plain 1F1B."""
-    found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, "disttrain", shape=_shape(layout))
+    found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, disttrain, shape=_shape(layout))
     return _shared_groups(part, layout, found.microbatches[0], eagerly=False)
 
 

@@ -30,7 +30,7 @@ from dilatant.planning.problem.layer_shards import tensor_shard
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule import FAMILIES, trainability_of
-from dilatant.schedule.assignment.distribute import assign
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.predict import predict
 from dilatant.training.optimizers.optimizer import build_optimizer
@@ -113,7 +113,7 @@ class Drawn:
 
     def step(self) -> tuple[Assignment, Schedule]:
         plan, model = self.plan(), self.model()
-        assignment = assign(plan, self.tokens(), self.microbatches, anchor="language")
+        assignment = assign(plan, self.tokens(), Microbatching(self.microbatches), anchor="language")
         trainability = trainability_of(plan, trainable_layers(model.units))
         return assignment, FAMILIES[self.family](plan, assignment, trainability)
 

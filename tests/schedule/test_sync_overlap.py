@@ -15,7 +15,7 @@ from dilatant.plan.costs.sync_time import SyncSeconds
 from dilatant.schedule import FAMILIES, build
 from dilatant.schedule.packed import BACKWARD, WEIGHT_GRADIENT
 from dilatant.schedule.simulator.graph import ScheduleGraph
-from dilatant.schedule.simulator.sync_overlap import synced_seconds
+from dilatant.schedule.simulator.predict import synced_seconds
 
 
 def line_of_buckets(

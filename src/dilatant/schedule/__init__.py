@@ -1,11 +1,10 @@
 """Schedules: the Assignment and Schedule of a step, schedule families, and the simulator that times them."""
 
 from dilatant.schedule.assignment.assign import Microbatches, assign_microbatches
-from dilatant.schedule.assignment.distribute import assign
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape
+from dilatant.schedule.assignment.step_assignment import assign
 from dilatant.schedule.dependencies import Message, messages
 from dilatant.schedule.families.families import (
-    depths_within,
     eager,
     gpipe,
     half_eager,
@@ -50,7 +49,6 @@ __all__ = [
     "assign",
     "assign_microbatches",
     "build",
-    "depths_within",
     "eager",
     "gpipe",
     "half_eager",

@@ -26,7 +26,7 @@ from dilatant.schedule.assignment.step_assignment import Microbatching, assign_s
 from dilatant.schedule.families.families import gpipe
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
-from dilatant.schedule.simulator.step_time import TimedStep, time_step
+from dilatant.schedule.simulator.predict import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import Trainability
 

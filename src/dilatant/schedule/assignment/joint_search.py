@@ -102,21 +102,3 @@ def joint_search(
         evaluations if len(result) and model.num_slots > 1 else 0, True, START_THRESHOLD, seed,
     )  # fmt: skip
     return result, float(best)
-
-
-def order_search(
-    shape: PipelineShape, load: NDArray[np.float64], evaluations: int, seed: int
-) -> NDArray[np.int64]:
-    """Return an execution order of microbatches of `load [units, microbatches]`, as `[microbatches]` numbers."""
-    from dilatant.schedule.assignment import assign_kernels as kernels
-
-    count = load.shape[1]
-    model = step_model(shape, count)
-    slot_of = np.arange(count)
-    kernels.anneal(
-        np.ascontiguousarray(load), np.zeros(count), np.inf, slot_of, count, model.before, model.cost_of, model.share,
-        model.last, model.fixed, evaluations if count > 1 else 0, False, START_THRESHOLD, seed,
-    )  # fmt: skip
-    order = np.empty(count, dtype=np.int64)
-    order[slot_of] = np.arange(count)
-    return order

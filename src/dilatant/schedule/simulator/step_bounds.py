@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT
-from dilatant.schedule.simulator.step_time import TimedStep
+from dilatant.schedule.simulator.predict import TimedStep
 
 
 def least_seconds(step: TimedStep) -> tuple[float, float]:
