@@ -47,9 +47,11 @@ from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_hardware import Target
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
-from dilatant.schedule import FAMILIES, Assignment, trainability_of
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import PlanSimulator, step_costs
+from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.trainability import trainability_of
 
 RANKS, PACED_RANKS, PACED_HIDDEN = 2, 4, 32
 PACES = (5e-5, 1e-4)

@@ -31,19 +31,15 @@ from planning_quality import grouped_bound, step_bound
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.plan.costs.step_costs import StepCosts
-from dilatant.schedule import (
-    FAMILIES,
-    Assignment,
-    assign_microbatches,
-    build,
-    messages,
-    one_f_one_b,
-    run,
-    step_seconds,
-)
-from dilatant.schedule.assignment.assign import POLICIES
+from dilatant.schedule.assignment.assign import POLICIES, assign_microbatches
 from dilatant.schedule.assignment.pipeline_shape import default_shape, shape_seconds
 from dilatant.schedule.assignment.step_assignment import Microbatching, sample_seconds
+from dilatant.schedule.dependencies import messages
+from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.simulator.graph import build
+from dilatant.schedule.simulator.simulate import run, step_seconds
 from dilatant.schedule.validate import validate
 
 
@@ -190,8 +186,8 @@ def step_rows(runs: int, microbatches: int = 16) -> Iterator[Row]:
     """Planning a step of 64 ranks: what is done ahead of it, what is left in it, and how even the work is."""
     from dilatant.runtime.step.cost_correction import CostCorrection
     from dilatant.runtime.step.step_planner import StepPlanner
-    from dilatant.schedule import Trainability
     from dilatant.schedule.assignment.assign import POLICIES
+    from dilatant.schedule.trainability import Trainability
 
     plan, costs, samples = drawn_run(microbatches)
     backward = tuple(placed.unit == "language" for placed in plan.stages())
@@ -265,7 +261,11 @@ FIRST_USE = """
 import time, numpy as np
 began = time.perf_counter()
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import Assignment, assign_microbatches, build, one_f_one_b, run
+from dilatant.schedule.assignment.assign import assign_microbatches
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.simulator.graph import build
+from dilatant.schedule.simulator.simulate import run
 loaded = time.perf_counter()
 plan = Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)), Stage(1, 2, (1,)))),)),))
 assignment = Assignment({"language": (((0,), (1,)),)})

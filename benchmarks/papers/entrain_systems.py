@@ -10,9 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import Action, ActionKind, Assignment, Schedule, Timeline, eager, one_f_one_b, simulate
 from dilatant.schedule.assignment.assign import assign_microbatches
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape
+from dilatant.schedule.families.families import eager, one_f_one_b
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.simulator.simulate import simulate
+from dilatant.schedule.timeline import Timeline
 from papers.datasets import Sizes
 from papers.disttrain_order import disttrain
 from papers.entrain_stability import language_factor, work

@@ -74,7 +74,7 @@ class Case:
         schedule: str | None = None,
     ) -> PlanScore:
         """The fastest of some plans in simulation, whether or not it fits memory."""
-        from dilatant.schedule import FAMILIES
+        from dilatant.schedule.families import FAMILIES
 
         model, costs = model_spec(self.units), cost_model(self.units, self.hardware)
         scorer = PlanSimulator(

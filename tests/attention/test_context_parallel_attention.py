@@ -52,7 +52,6 @@ class Call:
     softcap: float | None = None
     layer_window: int | None = None
     heads_per_gather: int | None = None
-    reduce_dtype: torch.dtype | None = torch.float32
 
     @property
     def mask(self) -> AttentionMask:
@@ -62,7 +61,7 @@ class Call:
 def run_share(group: Among, call: Call) -> tuple[np.ndarray, list[torch.Tensor]]:
     """One rank's tokens, and its output and gradients of query, key, value and sinks."""
     placement = Placement(call.rank_of_block, np.zeros(len(group.ranks)), 0.0)
-    share = ContextParallelRow(call.mask, placement, group, block=BLOCK, reduce_dtype=call.reduce_dtype)
+    share = ContextParallelRow(call.mask, placement, group, block=BLOCK)
     if call.layer_window is not None:
         share = share.windowed(call.layer_window)
     inputs = [share.take(x).requires_grad_() for x in (call.query, call.key, call.value)]
@@ -178,12 +177,9 @@ def test_softcaps_sinks_and_layer_windows_equal_one_process(pool: RankPool) -> N
     check(pool, 3, make_call(mask, 3, sinks=True, softcap=1.5, layer_window=20))
 
 
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
-def test_bfloat16_gradients_are_summed_in_the_reduce_dtype(
-    pool: RankPool, reduce_dtype: torch.dtype | None
-) -> None:
-    call = make_call(build_mask(ROW, "embedded"), 4, dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    check(pool, 4, call, tolerance=2**-5 if reduce_dtype is None else 2**-6)  # roundings of sums to 8 bits
+def test_bfloat16_gradients_are_summed_in_float32(pool: RankPool) -> None:
+    call = make_call(build_mask(ROW, "embedded"), 4, dtype=torch.bfloat16)
+    check(pool, 4, call, tolerance=2**-6)  # roundings of sums to 8 bits
 
 
 def test_float64_gradients_are_not_summed_in_less(pool: RankPool) -> None:

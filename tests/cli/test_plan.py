@@ -20,7 +20,7 @@ from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.planning import planning_problem, simulated_steps
 from dilatant.report.plan_report import PlanReport
-from dilatant.schedule import FAMILIES
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.trainability import Trainability
 from dilatant.training.prepare import prepare

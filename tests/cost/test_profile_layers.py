@@ -12,6 +12,7 @@ from torch import nn
 
 from dilatant.config.errors import UserError
 from dilatant.cost import clock as clock_module
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel
@@ -167,13 +168,13 @@ def test_a_profile_is_a_cost_model_with_its_fit_error():
     heard: list[str] = []
     probes = [
         LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH), rows),
-        LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH // 2), rows, degree=(2, 1)),
+        LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH // 2), rows, degrees=Degrees(2)),
     ]
     costs = profile_layers(probes, "CPU", "float32", tokens=(32, 128), repeats=2, progress=heard.append)
     assert heard == [f"measuring layers: {number} of 2, linear at tp {number}, cp 1" for number in (1, 2)]
     assert costs.origin == "measured"
     assert costs.layer("linear").fit_error is not None
-    assert costs.layer("linear", 2).parameters == WIDTH // 2 * (WIDTH + 1)
+    assert costs.layer("linear", Degrees(2)).parameters == WIDTH // 2 * (WIDTH + 1)
     assert CostModel.from_yaml(costs.to_yaml()) == costs
 
 

@@ -11,9 +11,10 @@ from cases.search_cases import RULES
 from dilatant.plan import Mode, Workload
 from dilatant.plan.search.search import search
 from dilatant.plan.validate import plan_problems
-from dilatant.schedule import FAMILIES, trainability_of
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import PlanSimulator, step_costs
+from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.validate import schedule_problems
 
 BATCH = 16

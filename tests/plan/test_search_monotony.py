@@ -19,7 +19,7 @@ from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.layouts.options import OptionTable
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.search.search import search
-from dilatant.schedule import FAMILIES
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, PlanSimulator
 
 

@@ -20,7 +20,8 @@ from dilatant.report.pages.plan_page import render_plan_page
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.search_report import search_report, size_distribution, workload_ratio
 from dilatant.report.text.search_reasons import layout_text
-from dilatant.schedule import Assignment, one_f_one_b
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.predict import predict
 
 RULES = ParameterBytes(2.0, 4.0, 12.0)

@@ -29,10 +29,11 @@ from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.layer_shards import tensor_shard
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
-from dilatant.schedule import FAMILIES, trainability_of
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.predict import predict
+from dilatant.schedule.trainability import trainability_of
 from dilatant.training.optimizers.optimizer import build_optimizer
 from harness.worker_pool import Worker, WorkerPool
 from oracles.live_storages import LiveStorages

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from dilatant.config.errors import UserError
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import assign, assign_microbatches, eager
 from dilatant.schedule.assignment import entrain_kernels as kernels
-from dilatant.schedule.assignment.assign import POLICIES
+from dilatant.schedule.assignment.assign import POLICIES, assign_microbatches
 from dilatant.schedule.assignment.entrain import effective_microbatches, entrain_microbatches
 from dilatant.schedule.assignment.joint_search import step_model
 from dilatant.schedule.assignment.pipeline_shape import default_shape, shape_seconds
-from dilatant.schedule.assignment.step_assignment import Microbatching, intra_reorder
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign, intra_reorder
+from dilatant.schedule.families.families import eager
 from dilatant.schedule.validate import validate
 from oracles import microbatches as oracle
 from oracles.step_bound import step_bound
@@ -285,14 +285,14 @@ def test_unlike_replica_counts_get_an_assignment_that_runs(seed, encoders, langu
     seconds = {name: rng.lognormal(0, 1, samples) for name in ("vision", "language", "image")}
     seconds["vision"][rng.random(samples) < 0.4] = 0.0
     seconds["image"][rng.random(samples) < 0.7] = 0.0
-    found = assign(plan, seconds, Microbatching(4, None, policy, seed))
+    found = assign(plan, seconds, Microbatching(4, eager, policy, seed))
     present = {name: np.flatnonzero(values).tolist() for name, values in seconds.items()}
     validate(plan, found, eager(plan, found), samples=present)
 
 
 def test_faster_replicas_get_more_samples():
     plan = Plan((UnitPlan("language", replicas(2, 1, 0)),))
-    found = assign(plan, {"language": np.ones(90)}, Microbatching([8, 4]))
+    found = assign(plan, {"language": np.ones(90)}, Microbatching(8), speed=[2.0, 1.0])
     assert [sum(map(len, batches)) for batches in found.microbatches["language"]] == [60, 30]
 
 
@@ -300,8 +300,8 @@ def test_assign_names_what_is_missing():
     plan = Plan((UnitPlan("language", replicas(2, 1, 0)),))
     with pytest.raises(UserError, match="nothing about units \\['language'\\]"):
         assign(plan, {}, Microbatching(2))
-    with pytest.raises(UserError, match="2 replicas, but there are 3 microbatch counts"):
-        assign(plan, {"language": np.ones(4)}, Microbatching([1, 2, 3]))
+    with pytest.raises(UserError, match="2 replicas, but there are 3 speeds"):
+        assign(plan, {"language": np.ones(4)}, Microbatching(2), speed=[1.0, 2.0, 3.0])
 
 
 def test_entrain_uses_fewer_microbatches_where_that_is_faster():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dilatant.config.errors import UserError
-from dilatant.schedule import assign_microbatches
+from dilatant.schedule.assignment.assign import assign_microbatches
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape, default_shape
 
 SHAPES = (

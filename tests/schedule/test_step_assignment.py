@@ -14,13 +14,15 @@ from dilatant.plan import Plan, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.costs.sync_time import SyncSeconds
-from dilatant.schedule import FAMILIES, build, trainability_of
 from dilatant.schedule.assignment import step_assignment
 from dilatant.schedule.assignment.assign import POLICIES, Microbatches, assign_microbatches
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape, shape_seconds
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import step_costs
+from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.simulator.predict import time_step
+from dilatant.schedule.trainability import trainability_of
 
 FROZEN = model(unit("vision", 4, ("language",), trainable=False), unit("language", 4))
 

@@ -17,6 +17,7 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.durable import write_named
 from dilatant.config.files.own_files import read_text
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.quadratic import fit
 
 
@@ -61,12 +62,12 @@ class Hardware:
     ports: Annotated[int, Meta(ge=1)] = 1
     source: str = ""
 
-    def group_links(self, tp: int, cp: int, gpus_per_node: int | None = None) -> GroupLinks:
-        """Return the links of a stage of tp * cp devices with `gpus_per_node` devices per node (None: one node holds
-        all). If its context-parallel rings span nodes, which the stage fills, tp rings share a node's ports."""
-        if gpus_per_node is None or tp * cp <= gpus_per_node:
+    def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
+        """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
+        context-parallel rings span nodes, which the stage fills, tp rings share a node's ports."""
+        if gpus_per_node is None or degrees.ranks <= gpus_per_node:
             return GroupLinks(self.inside, self.inside)
-        share = min(self.inside.bandwidth, self.between.bandwidth / tp)
+        share = min(self.inside.bandwidth, self.between.bandwidth / degrees.tp)
         return GroupLinks(self.inside, Link(share, self.between.latency))
 
     def flops(self, dtype: str) -> float:

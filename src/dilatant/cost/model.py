@@ -16,6 +16,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.durable import write_named
 from dilatant.config.files.own_files import read_text
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
+from dilatant.cost.degrees import ONE, Degrees
 from dilatant.cost.layer import LayerCost
 
 Degree = tuple[int, int]
@@ -71,20 +72,20 @@ class CostModel:
         changed = {name: change(own) for name, own in self.groups.items()}
         return replace(next(iter(changed.values())), groups=changed) if changed else change(self)
 
-    def layer(self, kind: str, tp: int = 1, cp: int = 1) -> LayerCost:
+    def layer(self, kind: str, degrees: Degrees = ONE) -> LayerCost:
         """Return the cost of a layer type. Raises UserError that names the available ones."""
         if kind not in self.layers:
             raise UserError(
                 f"the cost model of {self.hardware} has no layer type {kind!r}; it has {sorted(self.layers)}. "
                 f"Run `dilatant profile` for this model."
             )
-        degrees = self.layers[kind]
-        if (tp, cp) not in degrees:
+        known, wanted = self.layers[kind], (degrees.tp, degrees.cp)
+        if wanted not in known:
             raise UserError(
-                f"the cost model of {self.hardware} has layer type {kind!r} at (tp, cp) {sorted(degrees)}, "
-                f"not at ({tp}, {cp}). Run `dilatant profile` with these degrees."
+                f"the cost model of {self.hardware} has layer type {kind!r} at (tp, cp) {sorted(known)}, "
+                f"not at {wanted}. Run `dilatant profile` with these degrees."
             )
-        return degrees[tp, cp]
+        return known[wanted]
 
     def to_yaml(self) -> str:
         """Return a YAML document that `from_yaml` reads back to an equal value; quadratics are `[a, b, c]`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilatant.config.errors import UserError
 from dilatant.cost.clock import Clock, deadlines, now
+from dilatant.cost.degrees import ONE, Degrees
 from dilatant.cost.dense_probe import CallArguments, DenseProbe, dense_seconds
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerProbe:
-    """Description of one layer type at one (tp, cp) for measuring.
+    """Description of one layer type at some degrees for measuring.
 
     `build()`: makes the layer, on its device and in its dtype, with every parameter trainable; under tensor parallelism
     one rank's shard. `inputs(tokens)`: makes its positional and keyword arguments for one sample of `tokens` tokens
@@ -44,7 +45,7 @@ class LayerProbe:
     kind: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int], CallArguments]
-    degree: Degree = (1, 1)
+    degrees: Degrees = ONE
     keep: Callable[[], tuple[Any, Any]] | None = None
     tokens: tuple[int, ...] | None = None
     square: bool = True
@@ -88,18 +89,19 @@ def profile_layers(
     budget = "" if math.isinf(seconds) else f" for {seconds:g} s at most"
     weights = [sum(map(probe.expected, probe.tokens or tokens)) for probe in probes]
     for number, (probe, end) in enumerate(zip(probes, deadlines(until, weights), strict=True), 1):
-        if probe.degree in layers.setdefault(probe.kind, {}):
-            raise UserError(f"layer type {probe.kind!r} at (tp, cp) {probe.degree} is to be measured twice")
+        degree = probe.degrees.tp, probe.degrees.cp
+        if degree in layers.setdefault(probe.kind, {}):
+            raise UserError(f"layer type {probe.kind!r} at {probe.degrees} is to be measured twice")
         found, pairs = None, _Pairs()
         if now() < until:
             if progress is not None:
-                what = f"{probe.kind} at tp {probe.degree[0]}, cp {probe.degree[1]}"
-                progress(f"measuring layers{budget}: {number} of {len(probes)}, {what}")
+                what = f"{number} of {len(probes)}, {probe.kind} at {probe.degrees}"
+                progress(f"measuring layers{budget}: {what}")
             found = _measured(probe, tokens, repeats, (end, until), pairs, _ratio(everything))
             everything += pairs
         if found is None:
-            ratios[probe.kind, probe.degree] = _ratio(pairs)
-        layers[probe.kind][probe.degree] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
+            ratios[probe.kind, degree] = _ratio(pairs)
+        layers[probe.kind][degree] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
     for (kind, degree), ratio in ratios.items():
         layers[kind][degree] = layers[kind][degree].slower(ratio or _ratio(everything) or 1.0)
     origin, note = "measured", f"tokens {list(tokens)}, median of {repeats}{budget and ' or fewer'}"
@@ -257,17 +259,21 @@ def measure(
     for parameter in parameters:
         parameter.requires_grad_(True)
     seconds = {name: statistics.median(values) for name, values in taken.items()}
-    kept, weight, output = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
-    working = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
-    of_row, working_of_row = 0, 0
-    if probe.before_chunks is not None:
-        before = probe.before_chunks(layer)
-        of_row, _, _ = _saved_bytes(layer, parameters, lambda: forward(True, run=before)[0])
-        working_of_row = _working_bytes(clock.device, lambda: forward(True, run=before)[0])
+
+    def bytes_of(run: Callable[..., Any]) -> tuple[int, int, int, int]:
+        """Return saved bytes, the weight half's, the output's, and the working memory of the backward."""
+
+        def once() -> torch.Tensor:
+            return forward(True, run=run)[0]
+
+        return *_saved_bytes(layer, once), _working_bytes(clock.device, once)
+
+    kept, weight, output, working = bytes_of(layer)
+    before = None if probe.before_chunks is None else probe.before_chunks(layer)
+    of_row, _, _, working_of_row = (0, 0, 0, 0) if before is None else bytes_of(before)
     for parameter in parameters:
         parameter.requires_grad_(False)
-    frozen, _, _ = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
-    working_frozen = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
+    frozen, _, _, working_frozen = bytes_of(layer)
     with torch.no_grad():
         alone = _most_bytes(clock.device, lambda: forward(to_input=False))
     own = 0 if source is None else int(args[source].numel() * args[source].element_size())
@@ -362,9 +368,7 @@ def _first_tensor(result: Any, kind: str) -> torch.Tensor:
     )
 
 
-def _saved_bytes(
-    layer: nn.Module, parameters: Sequence[torch.Tensor], forward: Callable[[], torch.Tensor]
-) -> tuple[int, int, int]:
+def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[int, int, int]:
     """Return the bytes that autograd saves, the part that a split backward keeps for its weight half, and the output's.
 
     Bytes are counted per storage, so that views are not counted twice, and without parameters. The weight half needs

@@ -11,7 +11,7 @@ from dilatant.plan.search.finals import RankedPlan
 from dilatant.planning.measuring.layer_costs import costs_in_use, layer_costs
 from dilatant.planning.planning import PlanningProblem, scorer_of
 from dilatant.planning.problem.describe_model import describe_unfrozen
-from dilatant.schedule import FAMILIES
+from dilatant.schedule.families import FAMILIES
 
 
 def compare_schedules(

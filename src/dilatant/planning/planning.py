@@ -43,9 +43,11 @@ from dilatant.planning.problem.planned_samples import PlannedSamples, planned_sa
 from dilatant.planning.searched_zeros import zero_variants
 from dilatant.report.text.why_not_text import no_plan_text
 from dilatant.runtime.layouts import context_problems
-from dilatant.schedule import FAMILIES, plan_scorer, predict
+from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import Policy
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.simulator.predict import predict
 from dilatant.schedule.timeline import Timeline
 
 ALIKE = 0.02

@@ -35,7 +35,7 @@ from dilatant.report.plan_report import (
 )
 from dilatant.report.text.search_reasons import layout_text, recomputation_text, search_reasons
 from dilatant.report.text.wording import counted, microbatches_text
-from dilatant.schedule import Timeline
+from dilatant.schedule.timeline import Timeline
 
 _BINS = 24
 _RUNNERS_UP = 6

@@ -25,8 +25,7 @@ from dilatant.plan.roles import roles_of
 from dilatant.schedule.assignment.assign import Policy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import QUICK, Microbatching, assign_step
-from dilatant.schedule.families.families import eager, half_eager, interleaved, one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.simulator.predict import TimedStep, time_step
@@ -35,15 +34,13 @@ from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
 WHOLE_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {
-    "1f1b": one_f_one_b,
-    "half-eager": half_eager,
-    "eager": eager,
+    name: FAMILIES[name] for name in ("1f1b", "half-eager", "eager")
 }
-SPLIT_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
+SPLIT_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {name: FAMILIES[name] for name in ("zb-h1", "zb-h2")}
 CANDIDATE_FAMILIES = {**WHOLE_BACKWARD_FAMILIES, **SPLIT_BACKWARD_FAMILIES}
-"""The candidate families by their names in `schedule.FAMILIES`; a plan gets the fastest one that fits memory."""
+"""The candidate families by their names in `FAMILIES`; a plan gets the fastest one that fits memory."""
 
-INTERLEAVED_FAMILIES: Mapping[str, ScheduleFamily] = {"interleaved": interleaved}
+INTERLEAVED_FAMILIES: Mapping[str, ScheduleFamily] = {"interleaved": FAMILIES["interleaved"]}
 """The candidate families for a plan whose ranks hold several stages of a replica (interleaved)."""
 
 PROMISING = ("eager", "zb-h2")
@@ -65,7 +62,7 @@ def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A simulated step; `schedule` is a key of `schedule.FAMILIES`, `seconds` includes summing all gradients."""
+    """A simulated step; `schedule` is a key of `FAMILIES`, `seconds` includes summing all gradients."""
 
     timeline: Timeline
     seconds: float

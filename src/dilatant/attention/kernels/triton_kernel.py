@@ -295,22 +295,15 @@ def _launch(
 
 
 def _work(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    tuning: Tuning,
-    copies: int,
-    transposed: bool = False,
-    copy_cost: int = 1,
+    plan: AttentionPlan, query: torch.Tensor, tuning: Tuning, copies: int, **options: Any
 ) -> DeviceWork:
     return plan.work(
         query.device,
         tuning.block,
-        tuning.block,
         copies,
         tuning.processors or _processors(query.device),
-        transposed=transposed,
-        copy_cost=copy_cost,
         smallest_piece_tokens=tuning.smallest_piece_tokens,
+        **options,
     )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from dilatant.config import Config, UserError, list_problems
 from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs, group_cost
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs
@@ -164,9 +165,9 @@ def measure_layers(
             if not (lacks or again):
                 continue
             share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
-            modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, tp)
+            modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, Degrees(tp))
             probe = _probe(share, getattr(torch, target.dtype), dense_tokens(model, entry, tokens))
-            probe = replace(probe, degree=(tp, 1), modelled=modelled)
+            probe = replace(probe, degrees=Degrees(tp), modelled=modelled)
             seconds_of_all = counts[entry.kind] * probe.expected(max(probe.tokens or tokens))
             probes.append((known is not None and not lacks, -seconds_of_all, probe))
     ordered = [probe for *_, probe in sorted(probes, key=lambda entry: entry[:2])]
@@ -217,9 +218,9 @@ def _on_groups(
     for kind, shares in measured.layers.items():
         whole = None if kind in divided else next(iter(shares.values()))
         for degree in degrees[kind]:
-            links = target.hardware.group_links(*degree, target.cluster.gpus_per_node)
+            links = target.hardware.group_links(Degrees(*degree), target.cluster.gpus_per_node)
             if (share := shares.get((degree[0], 1), whole)) is not None:
-                cost = group_cost(share, shapes[kind], links, target.dtype, degree)
+                cost = group_cost(share, shapes[kind], links, target.dtype, Degrees(*degree))
                 layers.setdefault(kind, {})[degree] = cost
     source = target.hardware.source or target.hardware.name
     note = (

@@ -7,9 +7,17 @@ from collections.abc import Sequence
 
 from dilatant.plan import Plan
 from dilatant.report.gantt import BETWEEN, GanttChart, GanttRow, Lane
-from dilatant.schedule import Action, Timeline
 from dilatant.schedule.measured import DataWait, MeasuredAction
-from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
+from dilatant.schedule.schedule import Action
+from dilatant.schedule.timeline import (
+    COMMUNICATION,
+    DRAIN,
+    IMBALANCE,
+    WAITING_FOR_DATA,
+    WARM_UP,
+    Timeline,
+    waiting_for,
+)
 
 
 def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart:

@@ -36,14 +36,13 @@ from dilatant.schedule.schedule import Assignment, Microbatch
 class Microbatching:
     """Settings for dividing a global batch into microbatches and ordering them on ranks.
 
-    `num_microbatches` is per replica of the anchor (the language model), or lists the count of each; the token budget
-    may require more. `family` is the schedule that runs, None for eager 1F1B. `row_tokens` is that budget, the most
-    anchor tokens in one microbatch; a longer sample is alone in its own. `alone` puts every sample into a separate
-    microbatch, after grouping samples as usual for balance.
+    `num_microbatches` is per replica of the anchor (the language model); the token budget may require more.
+    `row_tokens` is that budget, the most anchor tokens in one microbatch; a longer sample is alone in its own. `alone`
+    puts every sample into a separate microbatch, after grouping samples as usual for balance.
     """
 
-    num_microbatches: int | Sequence[int] = 1
-    family: ScheduleFamily | None = one_f_one_b
+    num_microbatches: int = 1
+    family: ScheduleFamily = one_f_one_b
     policy: Policy = "balanced"
     seed: int = 0
     row_tokens: int | None = None
@@ -105,8 +104,8 @@ def assign(
 
     `seconds[unit][sample]` is the time of a sample on a typical stage of the unit, forward plus backward, 0 where
     it has no work there: such a sample is absent from that unit's microbatches (without work anywhere, it stays in the
-    anchor's). `speed` is the anchor replicas' relative throughput, by default in proportion to their counts of
-    microbatches (`compose_pipelines` gives a slow pipeline fewer). `anchor` defaults to the unit that most others feed.
+    anchor's). `speed` is the anchor replicas' relative throughput, by default equal. `anchor` defaults to the unit that
+    most others feed.
     With a token budget, the `tokens[sample]` of an anchor's microbatch add up to at most `how.row_tokens`. Raises
     UserError if a unit is missing or lists differ in length.
     """
@@ -117,18 +116,14 @@ def assign(
     table = np.stack([np.asarray(seconds[name], dtype=np.float64) for name in names], axis=1)
     fed = [sum(name in unit.feeds for unit in plan.units) for name in names]
     center = fed.index(max(fed)) if anchor is None else names.index(anchor)
-    replicas, counts = len(plan.units[center].replicas), how.num_microbatches
-    counts = [counts] * replicas if isinstance(counts, int) else list(counts)
-    rates = list(speed) if speed is not None else [float(count) for count in counts]
-    if len(counts) != replicas or len(rates) != replicas:
-        raise UserError(
-            f"{names[center]} has {replicas} replicas, but there are {len(counts)} microbatch counts and "
-            f"{len(rates)} speeds"
-        )
+    replicas = len(plan.units[center].replicas)
+    rates = [1.0] * replicas if speed is None else list(speed)
+    if len(rates) != replicas:
+        raise UserError(f"{names[center]} has {replicas} replicas, but there are {len(rates)} speeds")
     replica_of = split_over_replicas(table, rates)
 
     def group(replica: int) -> tuple[NDArray[np.int64], Microbatches]:
-        mine, count = np.flatnonzero(replica_of == replica), counts[replica]
+        mine, count = np.flatnonzero(replica_of == replica), how.num_microbatches
         weights, capacity = None, np.inf
         if tokens is not None and how.row_tokens is not None:
             # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
@@ -162,7 +157,7 @@ def assign(
 
 
 def _pipeline(
-    plan: Plan, replica: int, anchors: int, times: Mapping[str, UnitTimes], family: ScheduleFamily | None
+    plan: Plan, replica: int, anchors: int, times: Mapping[str, UnitTimes], family: ScheduleFamily
 ) -> tuple[PipelineShape, NDArray[np.float64]]:
     """Return the pipeline of one of the `anchors` replicas of the anchor (its stages and those of the replicas that
     serve it) and, by unit, the seconds of a stage there relative to a stage of the unit's first replica.
