@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 from machine import machine
+from papers.disttrain_order import disttrain
+from papers.entrain_assignment import entrain
 from planning_quality import grouped_bound, step_bound
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
@@ -125,14 +127,15 @@ def assignment_rows(runs: int, seeds: int = 5) -> Iterator[Row]:
     for samples, count, bar in ((128, 32, 1.15), (512, 128, 1.07)):
         data = [vlm(samples, seed) for seed in range(seeds)]
         bound = float(np.mean([step_bound(shape, seconds) for seconds in data]))
-        for policy in POLICIES:
+        for policy in (*POLICIES, disttrain, entrain):
             steps = []
             for seed, seconds in enumerate(data):
                 found = assign_microbatches(seconds, count, policy, seed)
                 steps.append(shape_seconds(shape, seconds, found.microbatches))
             note = f"modelled; mean of {seeds} seeds, worst {max(steps):.3f}, bound {bound:.3f}"
             searched = policy == "searched"
-            name = f"{policy}, vlm {samples} samples x {count}"
+            called = policy.__name__ if callable(policy) else policy
+            name = f"{called}, vlm {samples} samples x {count}"
             yield Row(f"{name}: T / work", float(np.mean(steps)), "", bar if searched else None, note)
             took = best_of(2 if searched else runs, assign_microbatches, data[0], count, policy)
             yield Row(f"{name}: time", took, "ms", 250.0 if searched else None)

@@ -16,6 +16,7 @@ from dilatant.schedule.assignment import assign_kernels as kernels
 from dilatant.schedule.assignment.assign import MicrobatchProblem, random_slots
 from dilatant.schedule.assignment.joint_search import START_THRESHOLD, step_model
 from dilatant.schedule.assignment.pipeline_shape import (
+    ByUnit,
     PipelineShape,
     op_shares,
     shape_graph,
@@ -28,7 +29,7 @@ from dilatant.schedule.simulator.graph import ScheduleGraph
 from dilatant.schedule.simulator.simulate import op_ends
 
 
-def disttrain(problem: MicrobatchProblem) -> NDArray[np.int64]:
+def disttrain(problem: MicrobatchProblem) -> ByUnit:
     """Return random groups, reordered if that shortens the simulated step. No order is always the best for interleaved
     pipelines, so the order for 1F1B with the same number of stages is tried, too."""
     shape, slot_of = problem.shape, random_slots(problem)
@@ -41,11 +42,11 @@ def disttrain(problem: MicrobatchProblem) -> NDArray[np.int64]:
     for interleave in (False, True) if shape.family is interleaved and goes_round else (False,):
         found.append(np.argsort(inter_reorder(shape, loads, interleave))[slot_of])
 
-    def seconds(slots: NDArray[np.int64]) -> float:
-        batches = tuple(tuple(np.flatnonzero(slots == slot).tolist()) for slot in range(count))
-        return shape_seconds(shape, problem.seconds, shared(batches, shape.num_units))
+    def batches(slots: NDArray[np.int64]) -> ByUnit:
+        groups = [tuple(np.flatnonzero(slots == slot).tolist()) for slot in range(count)]
+        return shared(sorted(groups, key=lambda group: not group), shape.num_units)  # empty ones last
 
-    return min(found, key=seconds)
+    return min(map(batches, found), key=lambda by_unit: shape_seconds(shape, problem.seconds, by_unit))
 
 
 def inter_reorder(

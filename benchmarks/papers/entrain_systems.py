@@ -18,6 +18,7 @@ from dilatant.schedule.simulator.simulate import simulate
 from dilatant.schedule.timeline import Timeline
 from papers.datasets import Sizes
 from papers.disttrain_order import disttrain
+from papers.entrain_assignment import entrain as entrain_policy
 from papers.entrain_stability import language_factor, work
 
 # Stages (encoder, LLM) of DistTrain and of Entrain, thesis Tables 4.1 and C.1; DIP has both units on all eight stages.
@@ -152,7 +153,7 @@ def entrain(
     part: NDArray[np.float64], layout: tuple[int, int]
 ) -> tuple[Timeline, Microbatches, Microbatches]:
     """Hierarchical assignment with pairwise deferral, backwards split by deferral, forwards eager."""
-    found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, "entrain", shape=_shape(layout))
+    found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, entrain_policy, shape=_shape(layout))
     encoder, language = (tuple(one for one in found.microbatches[unit] if one) for unit in (0, 1))
     plan, assignment = plan_of(layout), Assignment({"encoder": (encoder,), "language": (language,)})
     return simulate_step(part, plan, assignment, eager(plan, assignment)), encoder, language

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from dilatant.config.errors import UserError
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule.assignment import entrain_kernels as kernels
 from dilatant.schedule.assignment.assign import POLICIES, assign_microbatches
-from dilatant.schedule.assignment.entrain import effective_microbatches, entrain_microbatches
 from dilatant.schedule.assignment.joint_search import step_model
 from dilatant.schedule.assignment.pipeline_shape import default_shape, shape_seconds
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign, intra_reorder
@@ -145,7 +143,7 @@ def test_the_search_reaches_its_step_on_the_vlm_distribution():
 @settings(max_examples=30, deadline=None)
 @given(SMALL, st.sampled_from(POLICIES))
 def test_policies_keep_their_groups_within_a_capacity(seed, policy):
-    """Of `random` and `entrain` each microbatch is a part of one that the policy makes without a limit."""
+    """Of `random` each microbatch is a part of one that the policy makes without a limit."""
     rng = np.random.default_rng(seed)
     seconds, weight = rng.lognormal(0, 1, (40, 2)), rng.integers(1, 20, 40)
     limits = {"weight": weight, "capacity": 70, "evaluations": 500}
@@ -153,7 +151,7 @@ def test_policies_keep_their_groups_within_a_capacity(seed, policy):
     for unit in (0, 1):
         assert sorted(sample for batch in found[unit] for sample in batch) == list(range(40))
     assert all(weight[list(batch)].sum() <= 70 for batch in found[1])
-    if policy in ("random", "entrain"):
+    if policy == "random":
         without = {
             frozenset(batch) for batch in assign_microbatches(seconds, 8, policy, seed).microbatches[1]
         }
@@ -174,7 +172,7 @@ def test_samples_that_fit_no_microbatch_are_named():
         ([[1.0], [-1.0]], 2, "balanced", "samples \\[1\\]"),
         ([[1.0], [float("nan")]], 2, "balanced", "samples \\[1\\]"),
         ([[1.0]], 0, "balanced", "at least 1"),
-        ([[1.0]], 1, "best", "unknown policy 'best'; there are random, entrain"),
+        ([[1.0]], 1, "best", "unknown policy 'best'; there are random, balanced"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(seconds, count, policy, complaint):
@@ -195,69 +193,6 @@ def test_intra_reordering_is_longest_first(seed, groups):
         loads[loads.index(min(loads))] += value
     group = intra_reorder(size, groups)
     assert sorted(np.bincount(group, size, groups).tolist()) == sorted(loads)
-
-
-# --- Entrain
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.floats(0.01, 1.0))
-def test_the_subset_nearest_to_the_target_is_found(values, share):
-    units = np.asarray(values, dtype=np.int64)
-    target = share * sum(values)
-    last = kernels.reachable_sums(units, int(units.sum()))
-    nearest, moved = kernels.closest_sums(last, units, units.astype(float), np.asarray([target]))
-    expected = oracle.closest_subset_sum([float(v) for v in values], target)
-    assert abs(moved[0] - target) == pytest.approx(abs(expected - target))
-    assert nearest[0] == moved[0]
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.integers(1, 4), SMALL)
-def test_matchings_equal_brute_force(count, seed):
-    rng = np.random.default_rng(seed)
-    after, own = rng.integers(0, 20, (count, count)).astype(float), rng.integers(0, 20, count).astype(float)
-    values = np.unique(np.concatenate([after.ravel(), own]))
-    feasible = [v for v in values if kernels.matchable(after <= v, own > v)]
-    # A row that hands nothing over needs no column of its own, but every row ends up with some partner.
-    assert feasible[0] == oracle.least_bottleneck(after.tolist(), own.tolist(), float("-inf"))
-    cost = rng.random((count, count))
-    column = kernels.least_cost_matching(cost)
-    assert sorted(column.tolist()) == list(range(count))
-    assert cost[np.arange(count), column].sum() == pytest.approx(oracle.least_cost(cost.tolist()))
-
-
-@settings(max_examples=60, deadline=None)
-@given(SMALL)
-def test_deferral_uses_only_next_microbatch_and_shortens_longest(seed):
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(1, 9))
-    encoder, language = rng.lognormal(0, 1, (2, int(rng.integers(1, 60))))
-    encoders, languages = entrain_microbatches(encoder, language, count)
-    for place, (own, run) in enumerate(zip(encoders, languages, strict=True)):
-        following = set(languages[place + 1]) if place + 1 < count else set()
-        assert set(own) - set(run) <= following
-    before = max(language[list(batch)].sum() for batch in encoders)
-    after = max(language[list(batch)].sum() for batch in languages)
-    assert after <= before + 1e-9
-    if count % 2:
-        assert encoders[-1] == languages[-1]
-        loads = sorted(language[list(batch)].sum() for batch in encoders)
-        assert language[list(encoders[-1])].sum() == pytest.approx(loads[count // 2])
-
-
-def test_deferral_balances_language_loads_of_the_thesis_figure():
-    # Encoder 3 units per microbatch; language loads spread, to be balanced by handing samples over (Fig. 4.8).
-    seconds = vlm(512, seed=3)
-    encoders, languages = entrain_microbatches(seconds[:, 0], seconds[:, 1], 32)
-    spread = [np.std([seconds[list(b), 1].sum() for b in batches]) for batches in (encoders, languages)]
-    assert spread[1] < 0.6 * spread[0]
-
-
-def test_longest_sample_limits_effective_microbatches():
-    assert effective_microbatches(np.asarray([4.0, 2.0, 2.0]), 8) == 2
-    assert effective_microbatches(np.asarray([1.0] * 9), 8) == 8
-    assert effective_microbatches(np.zeros(3), 8) == 8
 
 
 # --- Replicas
@@ -302,16 +237,3 @@ def test_assign_names_what_is_missing():
         assign(plan, {}, Microbatching(2))
     with pytest.raises(UserError, match="2 replicas, but there are 3 speeds"):
         assign(plan, {"language": np.ones(4)}, Microbatching(2), speed=[1.0, 2.0, 3.0])
-
-
-def test_entrain_uses_fewer_microbatches_where_that_is_faster():
-    rng = np.random.default_rng(5)
-    samples, asked = int(rng.integers(8, 40)), int(rng.integers(4, 20))
-    spread = rng.uniform(0.2, 2.0)
-    seconds = np.stack([rng.lognormal(0, spread, samples), rng.lognormal(0, 0.5, samples)], axis=1)
-    fewer = effective_microbatches(seconds[:, 0], asked)
-    assert fewer < asked
-    found = assign_microbatches(seconds, asked, "entrain")
-    assert sum(bool(batch) for batch in found.microbatches[0]) == fewer
-    all_asked = entrain_microbatches(seconds[:, 0], seconds[:, 1], asked)
-    assert found.seconds < shape_seconds(default_shape(2), seconds, all_asked)

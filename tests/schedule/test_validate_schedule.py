@@ -169,5 +169,5 @@ def test_numbers_in_a_file_of_a_step_are_whole_or_refused(wrong):
         {"schedule": {"0": [["F", 0, 1, [wrong]]]}},
         {"tokens": {"language": [5, 6, wrong]}},
     ):
-        with pytest.raises(ValueError, match="whole number"):
+        with pytest.raises(ValueError, match="not a measured step"):
             MeasuredStep.from_json(json.dumps({**document, **change}))

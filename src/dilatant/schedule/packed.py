@@ -7,7 +7,7 @@ through the whole step; the pieces of a chain (a unit replica) are consecutive, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
@@ -41,6 +41,7 @@ class Pieces:
         return tuple(self.samples[self.offsets[piece] : self.offsets[piece + 1]].tolist())
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PackedActions(Mapping[int, tuple[Action, ...]]):
     """`Schedule.actions` kept as arrays; the `Action` values of a rank are created on first access.
 
@@ -48,24 +49,13 @@ class PackedActions(Mapping[int, tuple[Action, ...]]):
     `stage` and a `piece`.
     """
 
-    __slots__ = ("_decoded", "kind", "offsets", "piece", "pieces", "ranks", "stage")
-
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        offsets: NDArray[np.int64],
-        kind: NDArray[np.int8],
-        stage: NDArray[np.int32],
-        piece: NDArray[np.int32],
-        pieces: Pieces,
-    ) -> None:
-        self.ranks = ranks
-        self.offsets = offsets
-        self.kind = kind
-        self.stage = stage
-        self.piece = piece
-        self.pieces = pieces
-        self._decoded: dict[int, tuple[Action, ...]] = {}
+    ranks: tuple[int, ...]
+    offsets: NDArray[np.int64]
+    kind: NDArray[np.int8]
+    stage: NDArray[np.int32]
+    piece: NDArray[np.int32]
+    pieces: Pieces
+    _decoded: dict[int, tuple[Action, ...]] = field(default_factory=dict, init=False)
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
         if rank not in self._decoded:

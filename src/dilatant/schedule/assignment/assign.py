@@ -33,10 +33,10 @@ class MicrobatchProblem:
     seed: int
 
 
-NamedPolicy = Literal["random", "entrain", "balanced", "searched"]
-POLICIES: tuple[NamedPolicy, ...] = ("random", "entrain", "balanced", "searched")
-Policy = NamedPolicy | Callable[[MicrobatchProblem], NDArray[np.int64]]
-"""A named policy, or a function that returns the microbatch of each sample, `[samples]`, the same in all units."""
+NamedPolicy = Literal["random", "balanced", "searched"]
+POLICIES: tuple[NamedPolicy, ...] = ("random", "balanced", "searched")
+Policy = NamedPolicy | Callable[[MicrobatchProblem], ByUnit]
+"""A named policy, or a function that returns the microbatches of every unit; units may group samples differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Microbatches:
 
     `microbatches[unit]` has one tuple of sample numbers per requested microbatch, in execution order (more if a
     policy's microbatches were split to fit the capacity); each sample occurs once in every unit. Empty microbatches
-    (fewer samples than microbatches, or Entrain's K_eff) are not run. `seconds` is the simulated step, None for
+    (fewer samples than microbatches) are not run. `seconds` is the simulated step, None for
     policies that do not simulate; `depths` are the in-flight microbatches by stage that it assumes.
     """
 
@@ -73,8 +73,6 @@ def assign_microbatches(
     Policies:
 
     - `random`: equal counts, in an order drawn from `seed`.
-    - `entrain`: Alg. 4 of Entrain (the thesis, 4.5), pairwise deferral at `num_microbatches` and at K_eff, whichever
-      simulates faster. Samples are deferred in the unit that the others feed; later units use its microbatches.
     - `balanced`: each sample, largest first, to the microbatch whose largest load grows least.
     - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
       `evaluations` simulated steps.
@@ -92,13 +90,11 @@ def assign_microbatches(
         table, num_microbatches, shape or default_shape(num_units), weights, limit, seed
     )
     if callable(policy):
-        return _cut(problem, _simulated(problem, _shared(problem, policy(problem))))
+        return _cut(problem, _simulated(problem, Microbatches(policy(problem))))
     if policy == "balanced":
         return _shared(problem, _balanced(problem))
     if policy == "random":
         return _cut(problem, _shared(problem, random_slots(problem)))
-    if policy == "entrain":
-        return _cut(problem, _entrain(problem))
     return _searched(problem, evaluations)
 
 
@@ -270,50 +266,18 @@ def _simulated(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
     return replace(found, seconds=shape_seconds(problem.shape, problem.seconds, found.microbatches))
 
 
-def _entrain(problem: MicrobatchProblem) -> Microbatches:
-    from dilatant.schedule.assignment.entrain import effective_microbatches, entrain_microbatches
-
-    count = problem.num_microbatches
-    if problem.shape.num_units == 1:
-        return _simulated(problem, _shared(problem, _balanced(problem)))
-    shape = problem.shape
-    encoder, language = problem.seconds[:, list(shape.encoders)].sum(axis=1), problem.seconds[:, shape.anchor]
-    found = []
-    for wanted in sorted({count, effective_microbatches(encoder, count)}, reverse=True):
-        batches = entrain_microbatches(encoder, language, wanted)
-        padded = [_fill([batch for batch in side if batch], count) for side in batches]
-        by_unit = tuple(padded[0] if unit in shape.encoders else padded[1] for unit in range(shape.num_units))
-        found.append(_simulated(problem, Microbatches(by_unit)))
-    return min(found, key=lambda entry: entry.seconds or 0.0)
-
-
-def _fill(batches: list[Microbatch], count: int) -> tuple[Microbatch, ...]:
-    return (*batches, *((),) * (count - len(batches)))
-
-
 def _searched(problem: MicrobatchProblem, evaluations: int | None) -> Microbatches:
-    """Return the best of all policies, including a search from the best policy whose units share microbatches."""
-    from dilatant.schedule.assignment.joint_search import default_evaluations, joint_search, step_model
+    """Return the best of all policies, improved by a search over membership, order and depth."""
+    from dilatant.schedule.assignment.joint_search import joint_search, step_model
 
     model = step_model(problem.shape, problem.num_microbatches)
-    budget = default_evaluations(model) if evaluations is None else evaluations
     starts = [_balanced(problem)]
     if np.isinf(problem.capacity):
         starts.append(random_slots(problem))
-    scored = [(model.seconds(_loads(problem, slot_of)), number) for number, slot_of in enumerate(starts)]
-    slot_of, _ = joint_search(
-        model,
-        problem.seconds.T,
-        starts[min(scored)[1]],
-        budget,
-        problem.seed,
-        problem.weight,
-        problem.capacity,
-    )
-    candidates = [_simulated(problem, _shared(problem, slots)) for slots in (slot_of, *starts)]
-    candidates.append(_cut(problem, _entrain(problem)))
-    best = min(candidates, key=lambda entry: entry.seconds or 0.0)
-    return _shallowest(problem, best)
+    start = min(starts, key=lambda slot_of: model.seconds(_loads(problem, slot_of)))
+    slots = (joint_search(model, problem, start, evaluations), *starts)
+    candidates = [_simulated(problem, _shared(problem, slot_of)) for slot_of in slots]
+    return _shallowest(problem, min(candidates, key=lambda entry: entry.seconds or 0.0))
 
 
 def _shallowest(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:

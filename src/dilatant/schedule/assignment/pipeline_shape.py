@@ -48,15 +48,6 @@ class PipelineShape:
         """The unit that most others feed (the first of equals): the language model, fed by its encoders."""
         return max(range(self.num_units), key=lambda unit: sum(unit in feeds for feeds in self.feeds))
 
-    @property
-    def encoders(self) -> tuple[int, ...]:
-        """The units that feed the anchor, directly or not."""
-        found: set[int] = set()
-        for unit in reversed(range(self.num_units)):
-            if any(target == self.anchor or target in found for target in self.feeds[unit]):
-                found.add(unit)
-        return tuple(sorted(found))
-
     def plan(self) -> Plan:
         """Return a plan of this shape; units are named by their numbers."""
         units, first = [], 0

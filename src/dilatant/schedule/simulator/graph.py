@@ -105,9 +105,8 @@ def try_build(
     packed = pack(arrays, assignment, schedule)
     number = {rank: index for index, rank in enumerate(packed.ranks)}
     lead = np.asarray([number.get(placed.stage.ranks[0], -1) for placed in arrays.placed], dtype=np.int32)
-    alone = kernels.all_lead(packed.offsets, packed.stage, lead) and all(
-        len(placed.stage.ranks) == 1 for placed in arrays.placed
-    )
+    alone = all(len(placed.stage.ranks) == 1 for placed in arrays.placed)
+    alone = alone and bool((lead[packed.stage] == _rank_of_row(packed)).all())
     ops = _ops(plan, assignment, schedule, arrays, packed, None if alone else lead)
     slots = _Slots.of(ops)
     source, target, missing, disorder = _data_edges(ops, slots)
