@@ -105,7 +105,7 @@ def save_model(
         save_file(state, folder / "projectors" / f"{name}.safetensors", {"format": "pt"})
         entries[name] = {
             "projector": encoder.projector if isinstance(encoder.projector, str) else None,
-            "placeholder_id": language.placeholder_ids[name],
+            "placeholder_id": language.text.placeholder_ids[name],
             "merge": encoder.merge,
             "features": encoder.features,
             "tokens_per_row": encoder.tokens_per_row,

@@ -53,7 +53,7 @@ def save_generators(
             for key, tensor in _joining(language, name, unit, unit.model).items()
         }
         save_file(state, folder / "connectors" / f"{name}.safetensors", {"format": "pt"})
-        asked = language.queries is not None and name in language.queries.counts
+        asked = "queries" in language.parts and name in language.queries.counts
         entries[name] = {
             "connector": given.connector if isinstance(given.connector, str) else None,
             "connector_layers": given.connector_layers,
@@ -123,6 +123,6 @@ def _joining(language: LanguageUnit, name: str, unit: GeneratorUnit, model: Diff
     state = {f"connector.{key}": tensor for key, tensor in unit.connector.state_dict().items()}
     if model.pool is not None:
         state |= {f"pool.{key}": tensor for key, tensor in model.pool.state_dict().items()}
-    if language.queries is not None and name in language.queries.counts:
+    if "queries" in language.parts and name in language.queries.counts:
         state["queries"] = language.queries.get_parameter(name)
     return state

@@ -24,7 +24,7 @@ from dilatant.data.media_units.anyres_image_unit import CLIP, AnyresShape
 from dilatant.data.media_units.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import inject, plain_key
-from dilatant.models.core.cross_attention import CrossAttentionLayout, cross_attention_layout
+from dilatant.models.core.cross_attention import accept_cross_rows
 from dilatant.models.core.geometry import encoder_geometry, height_and_width
 from dilatant.models.core.slicing import Placeholder, slice_model
 from dilatant.models.core.structure import find_structure
@@ -39,8 +39,9 @@ from dilatant.models.encoders.pooled_encoder import OF_END, pooled_encoder_unit
 from dilatant.models.encoders.sound_encoder import NamedModule, SoundEncoderUnit
 from dilatant.models.encoders.tiled_encoder import TiledEncoderUnit
 from dilatant.models.families.families import Family, MediaAttention, PretrainedEncoder, family_of
-from dilatant.models.language.packed_row import Positions
-from dilatant.models.language.positions import spatial_positions
+from dilatant.models.language.cross_attention import CrossAttention
+from dilatant.models.language.extension import Extension
+from dilatant.models.language.packed_row import Positions, spatial_positions
 from dilatant.models.language.side_states import DeepStack, PerLayer, SideStates
 
 
@@ -99,6 +100,7 @@ class PretrainedModel:
         for tower in self.family.towers.values():
             for path in (*tower.projector, tower.path):
                 _remove(model, path)
+        accept_cross_rows(model)
         return model
 
     def encoder(self, name: str) -> EncoderUnit:
@@ -195,11 +197,11 @@ class PretrainedModel:
         return partial(_spatial, units, merge, self.family.behind_time)
 
     @property
-    def crossing(self) -> CrossAttentionLayout | None:
-        """The cross-attention layout of the text model; None without cross-attention."""
+    def crossing(self) -> CrossAttention | None:
+        """The cross-attention of the text model; None without any."""
         for name, tower in self.family.towers.items():
             if tower.crossing:
-                return cross_attention_layout(self.config, name, self.placeholder_ids[name])
+                return CrossAttention.of(self.config, name, self.placeholder_ids[name])
         return None
 
     @property
@@ -209,9 +211,13 @@ class PretrainedModel:
             "decoder": self.family.decoder,
             "positions": self.positions,
             "units_with_grids": self.units_with_grids,
-            "crossing": self.crossing,
-            "carried": self.carried,
+            "extensions": self.extensions,
         }
+
+    @property
+    def extensions(self) -> list[Extension]:
+        """The optional features of the text model's stages."""
+        return [extension for extension in (self.crossing, self.carried) if extension is not None]
 
     @property
     def media_attention(self) -> MediaAttention:
@@ -229,8 +235,7 @@ class PretrainedModel:
             family.spatial
             or family.first_position
             or self.media_attention in ("prefix", "in_windows")
-            or self.carried
-            or self.crossing
+            or self.extensions
         )
 
     @property
