@@ -144,9 +144,10 @@ class LanguageStage(Stage):
         forward.keywords["position_ids"] = to_device(row.position_ids.unsqueeze(-2), data.device)
         if self.span.is_first:
             forward.ids = to_device(row.ids[None], data.device)
-            names = (row.lengths, [sample.id for sample in packed]) if row.share is None else (None, None)
+            lengths = row.lengths if row.share is None else None
+            names = [sample.id for sample in packed] if row.share is None else None
             places = find_places(row.ids.numpy(), self.text.placeholder_ids, data.device)
-            forward.hidden = self._embed(forward, *names, places)
+            forward.hidden = self._embed(forward, lengths, names, places)
         else:
             assert forward.hidden is not None
             forward.hidden = row.padded(forward.hidden)[None]
