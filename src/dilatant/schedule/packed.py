@@ -37,6 +37,22 @@ class Pieces:
     offsets: NDArray[np.int64]
     samples: NDArray[np.int64]
 
+    @property
+    def chain(self) -> NDArray[np.int64]:
+        """The chain of every piece."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+
+    @property
+    def of_samples(self) -> NDArray[np.int64]:
+        """The piece of every entry of `samples`."""
+        return np.repeat(np.arange(len(self.microbatch)), np.diff(self.offsets))
+
+    def owners(self, arrays: PlanArrays) -> NDArray[np.int64]:
+        """Return the piece that holds a sample in a unit, -1 if none: `[units, samples]`."""
+        owner = np.full((len(arrays.units), int(self.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
+        owner[arrays.unit_of[self.chain][self.of_samples], self.samples] = self.of_samples
+        return owner
+
     def samples_of(self, piece: int) -> tuple[int, ...]:
         return tuple(self.samples[self.offsets[piece] : self.offsets[piece + 1]].tolist())
 
@@ -122,18 +138,13 @@ def unit_pairs(arrays: PlanArrays, pieces: Pieces) -> tuple[NDArray[np.int32], N
     A sample that only the consumer has (text without an image) makes no pair: no rows travel for it.
     """
     sources, targets = [], []
-    num_samples = int(pieces.samples.max()) + 1 if len(pieces.samples) else 0
-    num_pieces = len(pieces.microbatch)
-    owner = np.full((len(arrays.units), num_samples), -1, dtype=np.int64)
-    piece_of_entry = np.repeat(np.arange(num_pieces), np.diff(pieces.offsets))
-    piece_unit = np.repeat(arrays.unit_of, np.diff(pieces.first))
-    if num_pieces:
-        owner[piece_unit[piece_of_entry], pieces.samples] = piece_of_entry
+    num_pieces = max(len(pieces.microbatch), 1)
+    owner = pieces.owners(arrays)
     for source, target in arrays.feeds:
         both = (owner[source] >= 0) & (owner[target] >= 0)
         code = np.unique(owner[source][both] * num_pieces + owner[target][both])
-        sources.append(code // max(num_pieces, 1))
-        targets.append(code % max(num_pieces, 1))
+        sources.append(code // num_pieces)
+        targets.append(code % num_pieces)
     if not sources:
         return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
     return np.concatenate(sources).astype(np.int32), np.concatenate(targets).astype(np.int32)

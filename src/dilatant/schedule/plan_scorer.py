@@ -293,5 +293,5 @@ def _waits(step: TimedStep) -> bool:
     """Return whether any rank waits for another."""
     graph = step.graph
     lead = graph.arrays.lead[graph.stage]
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    source, target = graph.messages
     return bool((lead[source] != lead[target]).any())

@@ -102,8 +102,7 @@ def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: B
 
     graph = shape_graph(shape, by_unit)
     pieces = graph.packed.pieces
-    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    piece_unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))
+    piece, piece_unit = pieces.of_samples, graph.arrays.unit_of[pieces.chain]
     load = np.bincount(piece, seconds[pieces.samples, piece_unit[piece]], len(piece_unit))
     load = load + np.where(load > 0, np.asarray(shape.fixed_seconds)[piece_unit], 0.0)
     _, share = op_shares(shape, graph)

@@ -135,7 +135,7 @@ def _virtual_times(
 
 def _slots(pieces: Pieces) -> NDArray[np.int64]:
     """Return each chain's last microbatch with a piece, plus one: earlier empty microbatches keep their clock slots."""
-    chain = np.repeat(np.arange(len(pieces.first) - 1), np.diff(pieces.first))
+    chain = pieces.chain
     slots = np.zeros(len(pieces.first) - 1, dtype=np.int64)
     np.maximum.at(slots, chain, pieces.microbatch + 1)
     return slots
@@ -166,7 +166,7 @@ class _Clock:
         made, used = unit_pairs(arrays, pieces)
         order = np.argsort(made, kind="stable")
         made, used = made[order], used[order]
-        chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+        chain = pieces.chain
         begins, ends = arrays.stages_of.T
         lead = depths[ends[chain[made]] - 1] - depths[begins[chain[used]]]
         at = np.searchsorted(made, pieces.first)

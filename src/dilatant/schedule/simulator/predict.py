@@ -101,14 +101,14 @@ def piece_sums(
     """Return, per piece, Σ tokens² (with several samples in a unit of `dense`: (Σ tokens)² times its fraction), Σ
     tokens, and 1 (0 for a piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
-    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))[piece]
+    piece, unit_of_piece = pieces.of_samples, graph.arrays.unit_of[pieces.chain]
+    unit = unit_of_piece[piece]
     linear, square = _by_sample(graph, unit, pieces.samples, tokens, squares)
     sums = _sums(piece, linear, square, len(pieces.microbatch))
     several = np.bincount(piece, linear > 0, len(pieces.microbatch)) > 1
     for number, name in enumerate(graph.arrays.units):
         if dense is not None and name in dense:
-            rows = several & (np.repeat(graph.arrays.unit_of, np.diff(pieces.first)) == number)
+            rows = several & (unit_of_piece == number)
             sums[rows, 0] = dense[name].at(sums[rows, 1]) * sums[rows, 1] ** 2
     return sums
 
@@ -119,20 +119,20 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
     A gradient has the rows of the forward message in the other direction.
     """
     pieces, arrays = graph.packed.pieces, graph.arrays
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    source, target = graph.messages
     forward = graph.kind[source] == FORWARD
     made = np.where(forward, graph.piece[source], graph.piece[target])
     used = np.where(forward, graph.piece[target], graph.piece[source])
     whole = piece_sums(graph, tokens, squares)
     result = whole[made]
-    chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+    chain = pieces.chain
     across = np.flatnonzero(chain[made] != chain[used])
     if len(across):
         counts = np.diff(pieces.offsets)[made[across]]
         message = np.repeat(np.arange(len(across)), counts)
         nth = np.arange(len(message)) - np.repeat(np.cumsum(counts) - counts, counts)
         sample = pieces.samples[pieces.offsets[made[across]][message] + nth]
-        owner = _owner(graph)
+        owner = pieces.owners(arrays)
         unit = arrays.unit_of[chain[made[across]]][message]
         shared = owner[arrays.unit_of[chain[used[across]]][message], sample] == used[across][message]
         linear, square = _by_sample(graph, unit[shared], sample[shared], tokens, squares)
@@ -161,7 +161,7 @@ def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.flo
 def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return each message's bytes on a rank of the stage that makes its rows, `[messages]`; `sums` as
     `message_sums`."""
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    source, target = graph.messages
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     return np.einsum("ij,ij->i", costs.output_bytes[maker], sums)
 
@@ -196,16 +196,6 @@ def step_bytes(
     release[first] -= costs.gradient_bytes[graph.stage[first]]  # gradients stay
     release[last] -= costs.own_gradient_bytes[graph.stage[last]]
     return StepBytes(costs.static_bytes - costs.gradient_bytes, allocate, release, transient, message)
-
-
-def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:
-    """Return the piece that holds a sample in a unit, -1 if none: `[units, samples]`."""
-    pieces, arrays = graph.packed.pieces, graph.arrays
-    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    unit = np.repeat(arrays.unit_of, np.diff(pieces.first))[piece]
-    owner = np.full((len(arrays.units), int(pieces.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
-    owner[unit, pieces.samples] = piece
-    return owner
 
 
 def _by_sample(

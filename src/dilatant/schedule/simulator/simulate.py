@@ -144,13 +144,7 @@ def _timeline(
         causes=causes,
         idle=idle,
         peak_bytes=peak,
-        arrows=np.stack(
-            [
-                first_row[graph.edge_source[: graph.num_messages]],
-                first_row[graph.edge_target[: graph.num_messages]],
-            ],
-            axis=1,
-        ),
+        arrows=np.stack([first_row[ops] for ops in graph.messages], axis=1),
     )
 
 
@@ -198,10 +192,7 @@ def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
         return chain
 
     chain = graph.arrays.chain[graph.stage]
-    one, other = (
-        chain[graph.edge_source[: graph.num_messages]],
-        chain[graph.edge_target[: graph.num_messages]],
-    )
+    one, other = (chain[ops] for ops in graph.messages)
     across = one != other
     for code in np.unique(one[across] * num_chains + other[across]).tolist():
         parent[root(code // num_chains)] = root(code % num_chains)
