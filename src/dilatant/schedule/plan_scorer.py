@@ -252,7 +252,7 @@ def least_seconds(step: TimedStep) -> tuple[float, float]:
     its last action is a backward: after a whole one the gradient must still travel to the first stage, after split ones
     the rank must still sum its gradients.
     """
-    from dilatant.schedule.simulator.bound_kernels import seconds_after, seconds_before
+    from dilatant.schedule.rank_kernels import seconds_after, seconds_before
 
     graph, costs = step.graph, step.costs
     edges = graph.order, graph.offsets, graph.source, graph.edge, graph.num_messages

@@ -245,11 +245,7 @@ def _greedy(problem: MicrobatchProblem) -> NDArray[np.int64]:
 
 
 def _descending(key: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return sample numbers by descending non-negative key (compared to 32 bits), equal keys by descending number.
-
-    The number is put into the low bits of the key, so that one plain integer sort gives an order that does not depend
-    on the sort's stability, which differs between machines.
-    """
+    """Return sample numbers by descending non-negative key, equal keys (to 32 bits) by descending number."""
     bits = max(1, int(len(key) - 1).bit_length())
     mask = (1 << bits) - 1
     packed = (key.view(np.int64) & ~mask) | np.arange(len(key))
