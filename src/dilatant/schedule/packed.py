@@ -11,10 +11,10 @@ whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,7 +127,7 @@ def pieces_of(
         first.append(len(microbatch))
     offsets = np.zeros(len(members) + 1, dtype=np.int64)
     np.cumsum([len(member) for member in members], out=offsets[1:])
-    samples = np.array(list(chain.from_iterable(members)), dtype=np.int64)
+    samples = np.array(list(itertools.chain.from_iterable(members)), dtype=np.int64)
     return Pieces(
         np.asarray(microbatch, dtype=np.int64),
         tuple(named),
