@@ -19,7 +19,7 @@ from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Pieces
+from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.contention import travel
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
@@ -147,9 +147,7 @@ def op_sums(
     items, tokens and squares are scaled by the fullest rank's load over the mean."""
     found = sums[graph.piece]
     by_unit = [np.asarray(tokens[unit], dtype=np.float64) for unit in graph.arrays.units]
-    times = unevenness(graph, costs.items_per_token, by_unit)
-    if times is not None:
-        found[:, :2] *= times[:, None]
+    found[:, :2] *= unevenness(graph, costs.items_per_token, by_unit)[:, None]
     return found
 
 
@@ -285,37 +283,24 @@ def synced_seconds(
 
 def unevenness(
     graph: ScheduleGraph, items_per_token: NDArray[np.float64], tokens: Sequence[NDArray[np.float64]]
-) -> NDArray[np.float64] | None:
-    """Return, per op, the fullest rank's load over the mean load of its stage's ranks, [ops]; None if it is 1
-    everywhere. `items_per_token` [stages] is as in `UnitSpec`; `tokens` holds one array [samples] per unit."""
+) -> NDArray[np.float64]:
+    """Return, per op, the fullest rank's load over the mean load of its stage's ranks, [ops]. `items_per_token`
+    [stages] is as in `UnitSpec`; `tokens` holds one array [samples] per unit."""
     arrays, pieces = graph.arrays, graph.packed.pieces
-    cp = np.asarray([placed.stage.cp for placed in arrays.placed])
-    uneven = np.flatnonzero((cp > 1) & (items_per_token < 1.0))
-    if not len(uneven):
-        return None
     times = np.ones(graph.num_ops)
     known: dict[tuple[int, int], NDArray[np.float64]] = {}
-    for stage in uneven.tolist():
+    for stage, (placed, items) in enumerate(zip(arrays.placed, items_per_token.tolist(), strict=True)):
+        if (cp := placed.stage.cp) == 1 or items >= 1.0:
+            continue
         chain = int(arrays.chain[stage])
-        if (chain, int(cp[stage])) not in known:
+        first, end = pieces.first[chain : chain + 2]
+        if (chain, cp) not in known:
             own = tokens[arrays.unit_of[chain]]
-            known[chain, int(cp[stage])] = _of_chain(
-                pieces, chain, own, float(items_per_token[stage]), int(cp[stage])
-            )
+            parts = np.split(pieces.samples, pieces.offsets[first : end + 1])[1:-1]
+            known[chain, cp] = np.asarray([fullest_share(own[part], items, cp) * cp for part in parts])
         ops = np.flatnonzero(graph.stage == stage)
-        times[ops] = known[chain, int(cp[stage])][graph.piece[ops] - pieces.first[chain]]
+        times[ops] = known[chain, cp][graph.piece[ops] - first]
     return times
-
-
-def _of_chain(
-    pieces: Pieces, chain: int, tokens: NDArray[np.float64], items_per_token: float, cp: int
-) -> NDArray[np.float64]:
-    """Return the fullest rank's load over the mean load for every piece of a chain."""
-    found = []
-    for piece in range(int(pieces.first[chain]), int(pieces.first[chain + 1])):
-        samples = pieces.samples[pieces.offsets[piece] : pieces.offsets[piece + 1]]
-        found.append(fullest_share(tokens[samples], items_per_token, cp) * cp)
-    return np.asarray(found)
 
 
 def fullest_share(tokens: NDArray[np.float64], items_per_token: float, ranks: int) -> float:
