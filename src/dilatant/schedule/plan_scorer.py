@@ -219,11 +219,16 @@ def best_steps(
             continue
         found = timed(name, how) if searches else quick[name]
         steps = [Step(one.timeline(), one.seconds_synced, name) for one in found]
-        if all((step.timeline.peak_bytes <= bytes_per_device).all() for step in steps):
+        if all(_fits(step, bytes_per_device) for step in steps):
             return steps
         if not frugal or name == FRUGAL:
             frugal = steps
     return frugal
+
+
+def _fits(step: Step, bytes_per_device: float | NDArray[np.float64]) -> bool:
+    peaks = step.timeline.peak_bytes
+    return peaks is not None and bool((peaks <= bytes_per_device).all())
 
 
 def _mean(steps: Sequence[Step], global_batch: int, anchor: str) -> PlanScore:
