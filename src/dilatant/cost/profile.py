@@ -172,7 +172,9 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         if min(values) <= 0:
             # A layer without parameters has no weight gradient, one without saved tensors no activations.
             positive = [(count, value) for count, value in zip(counts, values, strict=True) if value > 0]
-            return fit(*zip(*positive, strict=True), curved)[0] if positive else Quadratic()
+            if not positive:
+                return ZERO
+            return fit([at for at, _ in positive], [value for _, value in positive], curved)[0]
         found, error = fit(counts, values, curved)
         if name in ("forward", "input_gradient", "weight_gradient", "first_trainable"):
             errors.append(error)

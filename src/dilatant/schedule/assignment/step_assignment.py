@@ -131,9 +131,9 @@ def assign(
             weights = np.minimum(np.asarray(tokens, dtype=np.float64)[mine], capacity)
             count = max(count, len(pack_rows(weights.tolist(), capacity)))
         shape, scale = _pipeline(plan, replica, replicas, times or {}, how.family)
-        options = {"shape": shape, "weight": weights, "capacity": capacity}
+        own, seed = table[mine] * scale, how.seed + replica
         return mine, assign_microbatches(
-            table[mine] * scale, count, how.policy, how.seed + replica, **options
+            own, count, how.policy, seed, shape=shape, weight=weights, capacity=capacity
         )
 
     if how.policy == "searched" and replicas > 1:

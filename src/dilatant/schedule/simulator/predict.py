@@ -47,8 +47,12 @@ def predict(
     other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time of its
     links and queue where they share ports. Raises ScheduleError for a schedule that cannot run.
     """
-    samples = Workload({unit: np.asarray(own) for unit, own in tokens.items()}, squares or {}, dense or {})
-    return time_step(build(plan, assignment, schedule), StepCosts(costs, cluster=cluster), samples).timeline()
+    own, other = (
+        {unit: np.asarray(one, dtype=np.float64) for unit, one in (values or {}).items()}
+        for values in (tokens, squares)
+    )
+    graph = build(plan, assignment, schedule)
+    return time_step(graph, StepCosts(costs, cluster=cluster), Workload(own, other, dense or {})).timeline()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
