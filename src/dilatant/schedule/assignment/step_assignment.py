@@ -124,7 +124,8 @@ def assign(
 
     def group(replica: int) -> tuple[NDArray[np.int64], Microbatches]:
         mine, count = np.flatnonzero(replica_of == replica), how.num_microbatches
-        weights, capacity = None, np.inf
+        weights: NDArray[np.float64] | None = None
+        capacity = np.inf
         if tokens is not None and how.row_tokens is not None:
             # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
             capacity = how.row_tokens
