@@ -68,6 +68,19 @@ class PipelineShape:
         return Trainability(backward, backward)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchProblem:
+    """Samples of one pipeline to group into `num_microbatches`: forward plus backward `seconds` `[samples, units]` on
+    each stage of a unit, and `weight` `[samples]`, of which a microbatch holds at most `capacity`."""
+
+    seconds: NDArray[np.float64]
+    num_microbatches: int
+    shape: PipelineShape
+    weight: NDArray[np.float64]
+    capacity: float
+    seed: int
+
+
 def default_shape(num_units: int, num_stages: int = 4) -> PipelineShape:
     """Return a shape in which every unit feeds the last, with equal stage counts; backward takes twice the forward."""
     last = num_units - 1
