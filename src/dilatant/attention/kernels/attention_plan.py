@@ -95,8 +95,10 @@ class AttentionPlan:
 
         def make(plan: AttentionPlan) -> DeviceWork:
             work = work_list(plan.table(block, block, transposed), copies, processors, **options)
-            arrays = (upload(array, device) for array in (work.units, work.intervals, work.splits))
-            return DeviceWork(*arrays, work.num_slots)
+            units, intervals, splits = (
+                upload(one, device) for one in (work.units, work.intervals, work.splits)
+            )
+            return DeviceWork(units, intervals, splits, work.num_slots)
 
         key = "work", device, block, copies, processors, transposed, *sorted(options.items())
         work: DeviceWork = self.remember(key, make)
