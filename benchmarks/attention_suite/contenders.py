@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention_suite import flex
 from dilatant.attention import attention
 from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.blockwise import visible_pairs
 from dilatant.attention.masks.mask import AttentionMask
-from dilatant.attention.masks.visibility import visible_pairs
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.blockwise import visible_pairs
 from dilatant.attention.masks.blocks import BlockKind, BlockTable
-from dilatant.attention.masks.visibility import visible_pairs
 
 BLOCK = 128
 

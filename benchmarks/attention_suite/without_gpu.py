@@ -17,10 +17,10 @@ import torch
 
 from attention_suite.rows import KINDS, build, draw_row
 from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.blockwise import visible_pairs
 from dilatant.attention.kernels.scores import Scores
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, media_mask
-from dilatant.attention.masks.visibility import visible_pairs
 from dilatant.attention.masks.work import work_list
 
 INTERPRETED_TOKENS = 160

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from dilatant.plan.costs.depth import path_depths
 from dilatant.schedule.assignment import assign_kernels as kernels
-from dilatant.schedule.assignment.assign import MicrobatchProblem, random_slots
+from dilatant.schedule.assignment.assign import random_slots
 from dilatant.schedule.assignment.joint_search import START_THRESHOLD, step_model
 from dilatant.schedule.assignment.pipeline_shape import (
     ByUnit,
+    MicrobatchProblem,
     PipelineShape,
     op_shares,
     shape_graph,

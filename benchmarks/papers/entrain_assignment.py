@@ -12,8 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.schedule.assignment.assign import MicrobatchProblem
-from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape, shape_seconds
+from dilatant.schedule.assignment.pipeline_shape import (
+    ByUnit,
+    MicrobatchProblem,
+    PipelineShape,
+    shape_seconds,
+)
 from dilatant.schedule.schedule import Microbatch
 from papers import entrain_kernels as kernels
 

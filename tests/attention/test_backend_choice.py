@@ -13,12 +13,10 @@ from cases import mask_kinds
 from cases.attention_cases import make_case
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
-from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.backends import (
     AttentionCall,
     MachineCapabilities,
     choose_backend,
-    explain_backend,
     explain_here,
 )
 from dilatant.attention.kernels.scores import AttentionError
@@ -91,12 +89,9 @@ def test_a_backend_asked_for_by_name_runs_or_says_why_not(
 
 
 def test_an_explanation_names_the_backend_and_the_others() -> None:
-    plan = AttentionPlan(
-        mask_kinds.build_mask(RowLayout.of_samples([[("text", 4), ("image", 4)]]), "embedded")
-    )
-    text = str(explain_backend("cpu", torch.bfloat16, 128, plan))
-    assert text.startswith("attention backend: blockwise")
-    assert "not sdpa: SDPA knows only whole and causal samples" in text
+    line = explain_here(torch.device("cpu"), torch.bfloat16)["text and images"]
+    assert line.startswith("blockwise (")
+    assert "not sdpa: SDPA knows only whole and causal samples" in line
 
 
 PLAIN = {

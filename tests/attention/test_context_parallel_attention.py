@@ -160,7 +160,7 @@ def test_ragged_rows_and_ranks_without_tokens_equal_one_process(pool: RankPool, 
 @settings(max_examples=25, deadline=None, print_blob=True)
 def test_drawn_rows_equal_one_process(pool: RankPool, mask: AttentionMask, ranks: int, seed: int) -> None:
     if mask.num_tokens:
-        check(pool, ranks, make_call(mask, ranks, policy=POLICIES[seed % 4], seed=seed))
+        check(pool, ranks, make_call(mask, ranks, policy=POLICIES[seed % 3], seed=seed))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 3), (5, 1), (10, 5)])

@@ -76,12 +76,6 @@ def test_a_fit_of_nonsense_is_refused(tokens, values):
         fit(tokens, values)
 
 
-def test_a_packed_row_squares_per_sample():
-    cost = Quadratic(1.0, 10.0, 100.0)
-    assert cost.packed([3, 4]) == 9 + 16 + 70 + 100
-    assert cost.packed([]) == cost.packed([0]) == 0.0
-
-
 # --- The frozen rule
 
 COST = LayerCost(

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from dilatant.config.errors import UserError
-from dilatant.schedule.assignment.assign import MicrobatchProblem, Policy, assign_microbatches
-from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape, default_shape
+from dilatant.schedule.assignment.assign import Policy, assign_microbatches
+from dilatant.schedule.assignment.pipeline_shape import (
+    ByUnit,
+    MicrobatchProblem,
+    PipelineShape,
+    default_shape,
+)
 
 SHAPES = (
     default_shape(2),

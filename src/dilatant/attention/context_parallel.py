@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -179,21 +178,11 @@ def context_parallel_attention(
     return _ContextParallel.apply(query, key, value, sinks, share, scores, kernel, heads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Heads:
+class _Heads(NamedTuple):
     """A group of heads that is all-gathered in one collective."""
 
     kv: slice
     query: slice
-
-
-def _groups(query_heads: int, kv_heads: int, heads: int) -> list[_Heads]:
-    each = query_heads // kv_heads
-    return [
-        _Heads(slice(first, end), slice(first * each, end * each))
-        for first in range(0, kv_heads, heads)
-        for end in [min(first + heads, kv_heads)]
-    ]
 
 
 class _Gathered(NamedTuple):
@@ -238,7 +227,9 @@ class _ContextParallel(torch.autograd.Function):
     def forward(
         ctx, query, key, value, sinks, share: ContextParallelRow, scores: Scores, kernel: Kernel, heads: int
     ):
-        groups = _groups(query.shape[1], key.shape[1], heads)
+        each, kv_heads = query.shape[1] // key.shape[1], key.shape[1]
+        ends = [(first, min(first + heads, kv_heads)) for first in range(0, kv_heads, heads)]
+        groups = [_Heads(slice(first, end), slice(first * each, end * each)) for first, end in ends]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         logsumexp = []
         for gathered in _gather(key, value, groups, share):

@@ -162,9 +162,10 @@ def attend(
             f"{where} asks for what attention over packed rows does not do: {'; '.join(problems)}"
         )
 
-    window = sliding_window if sliding_window is not None else _own_window(plan)
+    mask = (plan.plan if isinstance(plan, ContextParallelRow) else plan).mask
+    window = mask.window if sliding_window is None else sliding_window
     batch, _, tokens, _ = query.shape
-    query, key, value = (_as_row(x.to(value.dtype)) for x in (query, key, value))
+    query, key, value = (x.to(value.dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
 
     def run(
@@ -202,12 +203,3 @@ def _plan_as_mask(
     ):
         return None
     return args, {**kwargs, "attention_mask": kwargs[PLAN_KEYWORD]}
-
-
-def _own_window(plan: AttentionPlan | ContextParallelRow) -> int | None:
-    return (plan.plan if isinstance(plan, ContextParallelRow) else plan).mask.window
-
-
-def _as_row(tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape `[batch, heads, tokens, dim]` to `[batch * tokens, heads, dim]`."""
-    return tensor.transpose(1, 2).flatten(0, 1)

@@ -73,10 +73,10 @@ class _OverRows:
         kwargs |= {"attention_mask": None, self.cache_keyword: None}
         rows = hidden_states.flatten(0, 1)[None]
         if isinstance(plan, AttentionPlan):
-            made = [run(piece, **kwargs) for piece in rows.split(_lengths(_samples(plan.mask)), 1)]
+            outputs = [run(piece, **kwargs) for piece in rows.split(_lengths(_samples(plan.mask)), 1)]
         else:
-            made = _run_share(cast(Any, self), partial(run, **kwargs), rows, plan)
-        return torch.cat(made, 1).view_as(hidden_states)
+            outputs = _run_share(cast(Any, self), partial(run, **kwargs), rows, plan)
+        return torch.cat(outputs, 1).view_as(hidden_states)
 
 
 @cache
@@ -112,22 +112,22 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
     pieces = rows.split(_lengths(samples[tokens]), 1)
     enters = first > 0 and samples[first - 1] == samples[first]
     leaves = last + 1 < len(samples) and samples[last + 1] == samples[last]
-    made: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     # First run the piece whose state is sent, last the piece that receives a state; backward reverses the order.
     last_piece = len(pieces) - 1
     for number in (last_piece, *range(1, last_piece), 0):
-        if number in made:
+        if number in outputs:
             continue
         piece = pieces[number]
         comes, goes = enters and number == 0, leaves and number == last_piece
         if not (comes or goes):
-            made[number] = run(piece)
+            outputs[number] = run(piece)
             continue
         link = _Neighbours(layer, share)
         carry = _BoundaryState(link.receive(piece) if comes else None, layer.conv_kernel_size - 1)
         output = run(piece, **{layer.cache_keyword: carry})
-        made[number] = link.send(output, carry.after()) if goes else output
-    return [made[number] for number in range(len(pieces))]
+        outputs[number] = link.send(output, carry.after()) if goes else output
+    return [outputs[number] for number in range(len(pieces))]
 
 
 class _BoundaryState:

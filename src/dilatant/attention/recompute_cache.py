@@ -38,13 +38,13 @@ def cached_attention(attend: Callable[..., Tensor], *inputs: Tensor | None) -> T
     return attend(*inputs)
 
 
-def cached_exchange(exchange: Callable[[Tensor | None], Tensor], given: Tensor) -> Tensor:
+def cached_exchange(exchange: Callable[[Tensor | None], Tensor], value: Tensor) -> Tensor:
     """Return `exchange(None)` and cache it under `RecomputeCache`; in the recomputation, return `exchange(cached)`.
 
-    `exchange` computes one tensor from `given` with other ranks; with a cached result it only builds the graph.
+    `exchange` computes one tensor from `value` with other ranks; with a cached result it only builds the graph.
     """
-    if has_torch_function((given,)):
-        return handle_torch_function(cached_exchange, (given,), exchange, given)
+    if has_torch_function((value,)):
+        return handle_torch_function(cached_exchange, (value,), exchange, value)
     return exchange(None)
 
 
@@ -96,17 +96,17 @@ class RecomputeCache(TorchFunctionMode):
         self._next += 1
         return _Attend.apply(self._calls[self._next - 1], *inputs)
 
-    def _keep_exchange(self, exchange: Callable[[Tensor | None], Tensor], given: Tensor) -> Tensor:
+    def _keep_exchange(self, exchange: Callable[[Tensor | None], Tensor], value: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return exchange(None)
         self._next += 1
         if self._again:
-            noted = self._calls[self._next - 1]
-            assert isinstance(noted, Tensor)
-            return exchange(noted)
-        made = exchange(None)
-        self._calls.append(made.detach())
-        return made
+            cached = self._calls[self._next - 1]
+            assert isinstance(cached, Tensor)
+            return exchange(cached)
+        result = exchange(None)
+        self._calls.append(result.detach())
+        return result
 
 
 class _Call:
@@ -115,7 +115,7 @@ class _Call:
     def __init__(self, attend: Callable[..., Tensor], inputs: CachedInputs) -> None:
         self.nbytes = 0
         self._counted: set[int] = set()
-        self._given: CachedInputs = ()
+        self._recomputed_inputs: CachedInputs = ()
         self._storages = [None if t is None else t.untyped_storage().data_ptr() for t in inputs]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             root = torch.empty(0, requires_grad=True)
@@ -129,11 +129,11 @@ class _Call:
 
     def backward(self, gradient: Tensor, inputs: CachedInputs) -> list[Tensor | None]:
         """Return the gradients of `inputs`, which the caller passes as recomputed."""
-        self._given = inputs
-        wanted = [edge for edge in self._edges if edge is not None]
-        found = iter(torch.autograd.grad(self.output, wanted, gradient, allow_unused=True))
-        self._given = ()
-        return [None if edge is None else next(found) for edge in self._edges]
+        self._recomputed_inputs = inputs
+        edges = [edge for edge in self._edges if edge is not None]
+        gradients = iter(torch.autograd.grad(self.output, edges, gradient, allow_unused=True))
+        self._recomputed_inputs = ()
+        return [None if edge is None else next(gradients) for edge in self._edges]
 
     def _pack(self, tensor: Tensor) -> Any:
         pointer = tensor.untyped_storage().data_ptr()
@@ -146,7 +146,7 @@ class _Call:
         if isinstance(packed, Tensor):
             return packed
         place, *layout = packed
-        source = self._given[place]
+        source = self._recomputed_inputs[place]
         assert source is not None
         return source.detach().as_strided(*layout)
 

@@ -165,30 +165,28 @@ def analytic_cost(
     input_gradient = product + attention.scaled(2.5) + traffic + once + back
     weight_gradient = product.scaled(shape.trained_share) + once
     kept = Quadratic(b=width * shape.kept / group)
-    return LayerCost(
-        forward=forward.rounded(),
-        input_gradient=input_gradient.rounded(),
-        weight_gradient=weight_gradient.rounded(),
-        first_trainable=(input_gradient + weight_gradient + leading.scaled(-1.0)).rounded(),
-        recompute=forward.rounded(),
-        activation_bytes=kept.rounded(),
-        frozen_bytes=Quadratic(b=width * (shape.kept - shape.weight_only) / group).rounded(),
-        weight_bytes=Quadratic(b=width * min(shape.weight_kept, shape.kept) / group).rounded(),
-        checkpoint_bytes=Quadratic(
-            b=width * shape.output_width / (group if shape.collectives else cp)
-        ).rounded(),
-        output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
-        attention=(attention + cached_collective_seconds(shape, links, dtype, degrees)).rounded(),
-        working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, degrees)).rounded(),
-        attention_bytes=(
-            Quadratic(b=width * shape.attention_width / group)
-            + cached_collective_bytes(shape, dtype, degrees)
-        ).rounded(),
-        expert_exchange=exchange_seconds(shape, links, dtype, degrees).rounded(),
-        row_bytes=Quadratic(b=width * shape.row_kept / cp).rounded(),
-        row_working_bytes=Quadratic(b=0.5 * width * shape.row_kept / cp).rounded(),
-        parameters=-(-shape.parameters // degrees.tp),
-    )
+    output = width * shape.output_width
+    curves = {
+        "forward": forward,
+        "input_gradient": input_gradient,
+        "weight_gradient": weight_gradient,
+        "first_trainable": input_gradient + weight_gradient + leading.scaled(-1.0),
+        "recompute": forward,
+        "activation_bytes": kept,
+        "frozen_bytes": Quadratic(b=width * (shape.kept - shape.weight_only) / group),
+        "weight_bytes": Quadratic(b=width * min(shape.weight_kept, shape.kept) / group),
+        "checkpoint_bytes": Quadratic(b=output / (group if shape.collectives else cp)),
+        "output_bytes": Quadratic(b=output * shape.output_share / cp),
+        "attention": attention + cached_collective_seconds(shape, links, dtype, degrees),
+        "working_bytes": kept.scaled(0.5) + gathered_bytes(shape, dtype, degrees),
+        "attention_bytes": Quadratic(b=width * shape.attention_width / group)
+        + cached_collective_bytes(shape, dtype, degrees),
+        "expert_exchange": exchange_seconds(shape, links, dtype, degrees),
+        "row_bytes": Quadratic(b=width * shape.row_kept / cp),
+        "row_working_bytes": Quadratic(b=0.5 * width * shape.row_kept / cp),
+    }
+    rounded: dict[str, Any] = {name: curve.rounded() for name, curve in curves.items()}
+    return LayerCost(**rounded, parameters=-(-shape.parameters // degrees.tp))
 
 
 def analytic_costs(

@@ -42,7 +42,7 @@ def dense_seconds(
     and the median of their ratios is used, so that a temporary slowdown affects both. end: see `cost.profile.measure`.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    calls = [_call_of(layer, block, given) for given in (alone, together)]
+    calls = [_call_of(layer, block, arguments) for arguments in (alone, together)]
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:
@@ -62,7 +62,7 @@ def dense_seconds(
 
 
 def _call_of(
-    layer: nn.Module, block: nn.Module, given: CallArguments
+    layer: nn.Module, block: nn.Module, arguments: CallArguments
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     """Return the hidden states that the layer passes to the block, and the block as a function of them."""
     import torch
@@ -73,12 +73,8 @@ def _call_of(
         seen.append((args, kwargs))
 
     # Prepended: other hooks change the arguments again when the block is called.
-    hook = block.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            layer(*given[0], **given[1])
-    finally:
-        hook.remove()
+    with block.register_forward_pre_hook(note, prepend=True, with_kwargs=True), torch.no_grad():
+        layer(*arguments[0], **arguments[1])
     (args, kwargs), *_ = seen
     if args:
         return args[0], lambda hidden: block(hidden, *args[1:], **kwargs)

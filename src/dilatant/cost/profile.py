@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -171,7 +172,9 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         if min(values) <= 0:
             # A layer without parameters has no weight gradient, one without saved tensors no activations.
             positive = [(count, value) for count, value in zip(counts, values, strict=True) if value > 0]
-            return fit(*zip(*positive, strict=True), curved)[0] if positive else Quadratic()
+            if not positive:
+                return ZERO
+            return fit([at for at, _ in positive], [value for _, value in positive], curved)[0]
         found, error = fit(counts, values, curved)
         if name in ("forward", "input_gradient", "weight_gradient", "first_trainable"):
             errors.append(error)
@@ -317,12 +320,10 @@ def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> in
                 storage = value.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
 
-    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(note, with_kwargs=True))
         forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return sum(sizes.values())
 
 
@@ -408,18 +409,13 @@ def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple
         counted.update(kept_within)
         count(module, inputs, output)
 
-    hooks = []
-    for module in layer.modules():
-        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad:
-            hooks.append(module.register_forward_hook(count))
-        elif any(own.dim() == 3 and own.requires_grad for own in module.parameters(recurse=False)):
-            hooks.append(module.register_forward_pre_hook(begin))
-            hooks.append(module.register_forward_hook(count_within))
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear) and module.weight.requires_grad:
+                hooks.enter_context(module.register_forward_hook(count))
+            elif any(own.dim() == 3 and own.requires_grad for own in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_pre_hook(begin))
+                hooks.enter_context(module.register_forward_hook(count_within))
+        output = forward()
     kept = sum(storages.values())
     return kept, min(weight, kept), output.numel() * output.element_size()

@@ -27,12 +27,6 @@ class Quadratic(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         """Return the value for one sample of `tokens` tokens."""
         return (self.a * tokens + self.b) * tokens + self.c
 
-    def packed(self, tokens: Sequence[int]) -> float:
-        """Return the value for one packed row of samples; 0 for a row without tokens, which is not run."""
-        if not sum(tokens):
-            return 0.0
-        return self.a * sum(x * x for x in tokens) + self.b * sum(tokens) + self.c
-
     def __add__(self, other: Quadratic) -> Quadratic:
         return Quadratic(self.a + other.a, self.b + other.b, self.c + other.c)
 

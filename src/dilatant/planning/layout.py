@@ -25,7 +25,7 @@ from dilatant.planning.assemble import recompute_by_unit
 from dilatant.report.text.wording import ranks_text
 from dilatant.runtime.layouts import layout_problems
 from dilatant.runtime.state.holders import holdings_of, trainable_layers
-from dilatant.schedule.assignment.assign import POLICIES, Policy
+from dilatant.schedule.assignment.assign import POLICIES, NamedPolicy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign
 from dilatant.schedule.families import FAMILIES
@@ -38,7 +38,7 @@ MOST_MICROBATCHES = 1 << 20
 """Limit in plan files, above what any step has; a larger number would fill the memory."""
 SCHEDULE = "eager"
 INTERLEAVED = "interleaved"
-ASSIGNMENT: Policy = "balanced"
+ASSIGNMENT: NamedPolicy = "balanced"
 """Default of a run over several ranks if neither its config nor its plan file says otherwise."""
 
 
@@ -54,7 +54,7 @@ class TrainingPlan:
     plan: Plan
     num_microbatches: int
     schedule: str
-    assignment: Policy
+    assignment: NamedPolicy
     predicted_seconds: float | None = None
     costs: StepCosts | None = field(default=None, compare=False)
     row_tokens: int | None = None

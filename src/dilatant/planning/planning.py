@@ -42,7 +42,7 @@ from dilatant.planning.problem.searched_settings import with_requested_degrees, 
 from dilatant.report.text.plan_summary import no_plan_text
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import plan_scorer
-from dilatant.schedule.assignment.assign import Policy
+from dilatant.schedule.assignment.assign import NamedPolicy
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.simulator.predict import predict
@@ -68,7 +68,7 @@ class PlanningProblem:
     decoding: DecodeCost | None = None
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> NamedPolicy:
         """Policy that groups samples into microbatches."""
         return self.config.plan.assignment or "balanced"
 

@@ -2,21 +2,27 @@
 
 A *piece* is what an action works on: a microbatch of a unit replica, or a named part of one. Pieces are numbered
 through the whole step; the pieces of a chain (a unit replica) are consecutive, in execution order.
+
+An encoder microbatch is split into parts when its samples go to several consumer microbatches. Each part is its own
+autograd graph, so its backward runs as soon as its own gradients are back; a backward over a slice of one graph would
+cost the whole graph again. A unit replica is not split if it has no backward or if each of its microbatches is consumed
+whole.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import list_problems
 from dilatant.schedule.plan_arrays import PlanArrays
-from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Microbatch, Schedule
+from dilatant.schedule.trainability import Trainability
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 KINDS = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
@@ -36,6 +42,22 @@ class Pieces:
     first: NDArray[np.int64]
     offsets: NDArray[np.int64]
     samples: NDArray[np.int64]
+
+    @property
+    def chain(self) -> NDArray[np.int64]:
+        """The chain of every piece."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+
+    @property
+    def of_samples(self) -> NDArray[np.int64]:
+        """The piece of every entry of `samples`."""
+        return np.repeat(np.arange(len(self.microbatch)), np.diff(self.offsets))
+
+    def owners(self, arrays: PlanArrays) -> NDArray[np.int64]:
+        """Return the piece that holds a sample in a unit, -1 if none: `[units, samples]`."""
+        owner = np.full((len(arrays.units), int(self.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
+        owner[arrays.unit_of[self.chain][self.of_samples], self.samples] = self.of_samples
+        return owner
 
     def samples_of(self, piece: int) -> tuple[int, ...]:
         return tuple(self.samples[self.offsets[piece] : self.offsets[piece + 1]].tolist())
@@ -105,7 +127,7 @@ def pieces_of(
         first.append(len(microbatch))
     offsets = np.zeros(len(members) + 1, dtype=np.int64)
     np.cumsum([len(member) for member in members], out=offsets[1:])
-    samples = np.array(list(chain.from_iterable(members)), dtype=np.int64)
+    samples = np.array(list(itertools.chain.from_iterable(members)), dtype=np.int64)
     return Pieces(
         np.asarray(microbatch, dtype=np.int64),
         tuple(named),
@@ -116,24 +138,69 @@ def pieces_of(
 
 
 @lru_cache(maxsize=8)  # a few steps under several families
+def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainability) -> Pieces:
+    """Return all pieces of a step. Samples of a microbatch that go to the same consumers form one piece; pieces are
+    ordered by their first consumer, samples as in the microbatch. Empty microbatches have no piece, hence no actions.
+
+    Consumers are followed transitively: a part is split further wherever its consumer is split into parts.
+    """
+    consumers: dict[int, list[int]] = {}
+    for source, target in arrays.feeds:
+        consumers.setdefault(source, []).append(target)
+    place_of: list[dict[int, int]] = [{} for _ in arrays.units]
+    parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(arrays.num_chains)]
+    goes_back = {
+        unit
+        for unit, end in zip(arrays.unit_of.tolist(), arrays.stages_of[:, 1].tolist())
+        if trainability.backward[end - 1]
+    }
+    for unit in reversed(range(len(arrays.units))):
+        asked = any(target == unit and source in goes_back for source, target in arrays.feeds)
+        places = place_of[unit]
+        for chain in arrays.chains_of(unit):
+            last = int(arrays.stages_of[chain, 1]) - 1
+            by_consumer = [place_of[target] for target in consumers.get(unit, [])]
+            cut = trainability.backward[last] and bool(by_consumer)
+            batches = assignment.microbatches[arrays.units[unit]][arrays.replica_of[chain]]
+            for number, batch in enumerate(batches):
+                if not batch:
+                    continue
+                for part in _parts(batch, by_consumer) if cut else (None,):
+                    parts[chain].append((number, part))
+                    if asked:
+                        places.update(dict.fromkeys(batch if part is None else part, len(places)))
+    return pieces_of(arrays, assignment, parts)
+
+
+def _parts(batch: Microbatch, by_consumer: list[dict[int, int]]) -> list[tuple[int, ...] | None]:
+    """Group samples by their places in all consumers, in the order of places; return [None] if there is one group."""
+    if len(by_consumer) == 1:
+        place = by_consumer[0]
+        keys: list[tuple[int, ...]] = [(place.get(sample, -1),) for sample in batch]
+    else:
+        keys = [tuple(place.get(sample, -1) for place in by_consumer) for sample in batch]
+    if keys.count(keys[0]) == len(keys):
+        return [None]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for sample, key in zip(batch, keys, strict=True):
+        groups.setdefault(key, []).append(sample)
+    return [tuple(groups[key]) for key in sorted(groups)]
+
+
+@lru_cache(maxsize=8)  # a few steps under several families
 def unit_pairs(arrays: PlanArrays, pieces: Pieces) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the (producer, consumer) pieces of every pair that shares a sample, ascending within each unit edge.
 
     A sample that only the consumer has (text without an image) makes no pair: no rows travel for it.
     """
     sources, targets = [], []
-    num_samples = int(pieces.samples.max()) + 1 if len(pieces.samples) else 0
-    num_pieces = len(pieces.microbatch)
-    owner = np.full((len(arrays.units), num_samples), -1, dtype=np.int64)
-    piece_of_entry = np.repeat(np.arange(num_pieces), np.diff(pieces.offsets))
-    piece_unit = np.repeat(arrays.unit_of, np.diff(pieces.first))
-    if num_pieces:
-        owner[piece_unit[piece_of_entry], pieces.samples] = piece_of_entry
+    num_pieces = max(len(pieces.microbatch), 1)
+    owner = pieces.owners(arrays)
     for source, target in arrays.feeds:
         both = (owner[source] >= 0) & (owner[target] >= 0)
         code = np.unique(owner[source][both] * num_pieces + owner[target][both])
-        sources.append(code // max(num_pieces, 1))
-        targets.append(code % max(num_pieces, 1))
+        sources.append(code // num_pieces)
+        targets.append(code % num_pieces)
     if not sources:
         return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
     return np.concatenate(sources).astype(np.int32), np.concatenate(targets).astype(np.int32)

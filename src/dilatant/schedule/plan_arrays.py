@@ -61,20 +61,17 @@ def plan_arrays(plan: Plan) -> PlanArrays:
             if number[name] <= source:
                 raise ValueError(f"unit {unit.name!r} feeds {name!r}, which must come after it in the plan")
             feeds.append((source, number[name]))
-    unit_of: list[int] = []
-    replica_of: list[int] = []
-    stages_of: list[tuple[int, int]] = []
-    chain: list[int] = []
-    for source, unit in enumerate(plan.units):
-        for replica_index, replica in enumerate(unit.replicas):
-            stages_of.append((len(chain), len(chain) + len(replica.stages)))
-            chain.extend([len(unit_of)] * len(replica.stages))
-            unit_of.append(source)
-            replica_of.append(replica_index)
+    sizes = [
+        (source, number, len(replica.stages))
+        for source, unit in enumerate(plan.units)
+        for number, replica in enumerate(unit.replicas)
+    ]
+    unit_of, replica_of, lengths = np.asarray(sizes, dtype=np.int64).reshape(-1, 3).T
+    ends = np.cumsum(lengths)
+    ranges = np.stack([ends - lengths, ends], axis=1)
     count = len(placed)
     before = np.arange(-1, count - 1)
     after = np.arange(1, count + 1)
-    ranges = np.asarray(stages_of, dtype=np.int64).reshape(-1, 2)
     before[ranges[:, 0]] = -1
     after[ranges[:, 1] - 1] = -1
     ranks = plan.ranks
@@ -83,10 +80,10 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         placed=placed,
         units=units,
         feeds=tuple(feeds),
-        unit_of=np.asarray(unit_of, dtype=np.int64),
-        replica_of=np.asarray(replica_of, dtype=np.int64),
+        unit_of=unit_of,
+        replica_of=replica_of,
         stages_of=ranges,
-        chain=np.asarray(chain, dtype=np.int64),
+        chain=np.repeat(np.arange(len(lengths)), lengths),
         before=before,
         after=after,
         ranks=ranks,

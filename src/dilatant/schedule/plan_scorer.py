@@ -219,11 +219,16 @@ def best_steps(
             continue
         found = timed(name, how) if searches else quick[name]
         steps = [Step(one.timeline(), one.seconds_synced, name) for one in found]
-        if all((step.timeline.peak_bytes <= bytes_per_device).all() for step in steps):
+        if all(_fits(step, bytes_per_device) for step in steps):
             return steps
         if not frugal or name == FRUGAL:
             frugal = steps
     return frugal
+
+
+def _fits(step: Step, bytes_per_device: float | NDArray[np.float64]) -> bool:
+    peaks = step.timeline.peak_bytes
+    return peaks is not None and bool((peaks <= bytes_per_device).all())
 
 
 def _mean(steps: Sequence[Step], global_batch: int, anchor: str) -> PlanScore:
@@ -252,7 +257,7 @@ def least_seconds(step: TimedStep) -> tuple[float, float]:
     its last action is a backward: after a whole one the gradient must still travel to the first stage, after split ones
     the rank must still sum its gradients.
     """
-    from dilatant.schedule.simulator.bound_kernels import seconds_after, seconds_before
+    from dilatant.schedule.rank_kernels import seconds_after, seconds_before
 
     graph, costs = step.graph, step.costs
     edges = graph.order, graph.offsets, graph.source, graph.edge, graph.num_messages
@@ -293,5 +298,5 @@ def _waits(step: TimedStep) -> bool:
     """Return whether any rank waits for another."""
     graph = step.graph
     lead = graph.arrays.lead[graph.stage]
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    source, target = graph.messages
     return bool((lead[source] != lead[target]).any())

@@ -1,12 +1,13 @@
-"""Compiled loops over each rank's events in time order, cached on disk by numba.
-
-Importing this module imports numba.
+"""Compiled loops over the rows of ranks, cached on disk by numba: events in time order, split backwards, and longest
+paths along messages. Importing this module imports numba.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
+
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = range(4)
 
 
 @njit(cache=True, nogil=True)
@@ -69,3 +70,85 @@ def peak_by_rank(rank, when, taken, num_ranks):
             if at + 1 == offsets[index + 1] or time[order[at + 1]] > time[order[at]]:
                 peak[index] = max(peak[index], held)
     return peak
+
+
+@njit(cache=True, nogil=True)
+def _weight_gradient(row, at, stage, piece, held, owed, new_kind, new_stage, new_piece):
+    """Write the weight half of the backward `row` at `at`; return the position after it."""
+    held[stage[row]] -= 1
+    owed[stage[row]] -= 1
+    new_kind[at], new_stage[at], new_piece[at] = _WEIGHT_GRADIENT, stage[row], piece[row]
+    return at + 1
+
+
+@njit(cache=True, nogil=True)
+def split_rows(offsets, kind, stage, piece, splits, limits):
+    """Return the packed rows of `split_backward`: offsets [ranks + 1], kind, stage, piece [rows]. `splits` and `limits`
+    are by stage: whether its backwards are split, and how many pieces it may hold."""
+    count = len(kind)
+    for row in range(len(kind)):
+        count += kind[row] == _BACKWARD and splits[stage[row]]
+    new_offsets = np.zeros(len(offsets), dtype=np.int64)
+    new_kind = np.empty(count, dtype=np.int8)
+    new_stage, new_piece = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
+    new = new_kind, new_stage, new_piece
+    waiting = np.empty(len(kind), dtype=np.int64)  # rows of backwards with pending weight gradients
+    held = np.zeros(len(splits), dtype=np.int64)
+    owed = np.zeros(len(splits), dtype=np.int64)
+    at = 0
+    for rank in range(len(offsets) - 1):
+        oldest = newest = forwards = 0
+        for row in range(offsets[rank], offsets[rank + 1]):
+            forwards += kind[row] == _FORWARD
+            held[stage[row]] = owed[stage[row]] = 0
+        for row in range(offsets[rank], offsets[rank + 1]):
+            own = stage[row]
+            forward = kind[row] == _FORWARD
+            split = kind[row] == _BACKWARD and splits[own]
+            if forward:
+                forwards -= 1
+                while held[own] >= limits[own] and owed[own] > 0:
+                    at = _weight_gradient(waiting[oldest], at, stage, piece, held, owed, *new)
+                    oldest += 1
+                held[own] += splits[own]
+            new_kind[at], new_stage[at], new_piece[at] = kind[row], own, piece[row]
+            if split:
+                new_kind[at] = _INPUT_GRADIENT
+                waiting[newest] = row
+                newest += 1
+                owed[own] += 1
+            at += 1
+            if split and forwards == 0:
+                at = _weight_gradient(waiting[oldest], at, stage, piece, held, owed, *new)
+                oldest += 1
+        for index in range(oldest, newest):
+            at = _weight_gradient(waiting[index], at, stage, piece, held, owed, *new)
+        new_offsets[rank + 1] = at
+    return new_offsets, new_kind, new_stage, new_piece
+
+
+@njit(cache=True, nogil=True)
+def seconds_before(order, offsets, source, edge, num_messages, seconds):
+    """Return the longest path of messages to each op, excluding the op: [ops]. Arguments are a `ScheduleGraph`'s: edges
+    are by position in `order`, and edge numbers below `num_messages` are messages."""
+    before = np.zeros(len(order))
+    for position in range(len(order)):
+        op = order[position]
+        for at in range(offsets[position], offsets[position + 1]):
+            if edge[at] < num_messages:
+                earlier = order[source[at]]
+                before[op] = max(before[op], before[earlier] + seconds[earlier])
+    return before
+
+
+@njit(cache=True, nogil=True)
+def seconds_after(order, offsets, source, edge, num_messages, seconds):
+    """Return the longest path of messages from each op, excluding the op: [ops]."""
+    after = np.zeros(len(order))
+    for position in range(len(order) - 1, -1, -1):
+        op = order[position]
+        for at in range(offsets[position], offsets[position + 1]):
+            if edge[at] < num_messages:
+                earlier = order[source[at]]
+                after[earlier] = max(after[earlier], after[op] + seconds[op])
+    return after

@@ -42,7 +42,7 @@ from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_samples import PlannedSamples
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.assignment.assign import POLICIES, Policy
+from dilatant.schedule.assignment.assign import POLICIES, NamedPolicy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.families import FAMILIES
@@ -76,7 +76,7 @@ def parallelize(
     worker: Worker | None = None,
     colocated: Mapping[str, str] | None = None,
     schedule: str | ScheduleFamily | None = None,
-    assignment: Policy | None = None,
+    assignment: NamedPolicy | None = None,
     seed: int = 0,
     row_tokens: int | None = None,
     precision: Literal["auto", "fp32", "bf16"] | None = None,

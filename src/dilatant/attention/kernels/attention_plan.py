@@ -95,8 +95,10 @@ class AttentionPlan:
 
         def make(plan: AttentionPlan) -> DeviceWork:
             work = work_list(plan.table(block, block, transposed), copies, processors, **options)
-            arrays = (upload(array, device) for array in (work.units, work.intervals, work.splits))
-            return DeviceWork(*arrays, work.num_slots)
+            units, intervals, splits = (
+                upload(one, device) for one in (work.units, work.intervals, work.splits)
+            )
+            return DeviceWork(units, intervals, splits, work.num_slots)
 
         key = "work", device, block, copies, processors, transposed, *sorted(options.items())
         work: DeviceWork = self.remember(key, make)
@@ -106,8 +108,9 @@ class AttentionPlan:
         """Return the mask's words and positions on `device`; they are the same for every window width."""
 
         def make(plan: AttentionPlan) -> MaskTensors:
-            query = _words(plan.mask, device)
-            return MaskTensors(*query, *(query if plan.keys is plan.mask else _words(plan.keys, device)))
+            masks = (plan.mask,) if plan.keys is plan.mask else (plan.mask, plan.keys)
+            words = [(upload(mask.fields, device), upload(mask.positions, device)) for mask in masks]
+            return MaskTensors(*words[0], *words[-1])
 
         words: MaskTensors = (self._parent or self).remember(("words", device), make)
         return words
@@ -118,19 +121,6 @@ class AttentionPlan:
         if key not in self._remembered:
             self._remembered[key] = make(self)
         return self._remembered[key]
-
-
-def as_plan(mask: AttentionMask | AttentionPlan) -> AttentionPlan:
-    """Return the plan itself, or a new one for a bare mask."""
-    if isinstance(mask, AttentionPlan):
-        return mask
-    if isinstance(mask, AttentionMask):
-        return AttentionPlan(mask)
-    raise TypeError(f"mask must be an AttentionMask or an AttentionPlan, got {type(mask).__name__}")
-
-
-def _words(mask: AttentionMask, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return upload(mask.fields, device), upload(mask.positions, device)
 
 
 def upload(array: NDArray, device: torch.device) -> torch.Tensor:

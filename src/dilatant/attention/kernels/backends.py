@@ -20,7 +20,6 @@ from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.kernels.sdpa import why_not_plain
 from dilatant.attention.kernels.triton_tuning import MAX_HEAD_DIM
-from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, document_causal, media_mask
 from dilatant.config.environment import interprets_triton
 
@@ -66,10 +65,6 @@ class Choice:
     name: str
     reason: str
     others: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"attention backend: {self.name} ({self.reason})"]
-        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.others.items()])
 
 
 def unsupported_reason(name: str, request: AttentionCall, installed: MachineCapabilities) -> str | None:
@@ -175,50 +170,24 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def explain_backend(
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    plan: AttentionPlan,
-    *,
-    softcap: bool = False,
-    sinks: bool = False,
-    wanted: str = "auto",
-) -> Choice:
-    """Return the backend that a layer of this kind would get on this machine for this mask, and why."""
-    request = AttentionCall(
-        device=torch.device(device).type,
-        dtype=dtype,
-        head_dim=head_dim,
-        value_dim=head_dim,
-        softcap=softcap,
-        sinks=sinks,
-        not_plain=why_not_plain(plan),
-    )
-    return choose_backend(request, installed(torch.device(device)), wanted)
-
-
 def explain_here(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Return a line per kind of row, for layers with head dimension 128 in `dtype`, and one about Triton's compiler."""
-    plans = {name: AttentionPlan(mask) for name, mask in _examples().items()}
+    text, pictures = RowLayout.of_lengths([3, 2]), [[("text", 2), ("image", 2), ("text", 2)]]
+    masks = {
+        "packed text": document_causal(text),
+        "sliding window": document_causal(text).with_window(2),
+        "text and images": media_mask(RowLayout.of_samples(pictures), "embedded"),
+    }
     lines = {}
-    for name, plan in plans.items():
-        choice = explain_backend(str(device), dtype, HEAD_DIM, plan)
+    for name, mask in masks.items():
+        call = AttentionCall(
+            device.type, dtype, HEAD_DIM, HEAD_DIM, not_plain=why_not_plain(AttentionPlan(mask))
+        )
+        choice = choose_backend(call, installed(device))
         others = "".join(f"; not {other}: {why}" for other, why in choice.others.items())
         lines[name] = f"{choice.name} ({choice.reason}){others}"
     note = compiler_note(installed(device).capability)
     return {**lines, "compiler": note} if note else lines
-
-
-def _examples() -> dict[str, AttentionMask]:
-    text = RowLayout.of_lengths([3, 2])
-    return {
-        "packed text": document_causal(text),
-        "sliding window": document_causal(text).with_window(2),
-        "text and images": media_mask(
-            RowLayout.of_samples([[("text", 2), ("image", 2), ("text", 2)]]), "embedded"
-        ),
-    }
 
 
 def compiler_note(capability: tuple[int, int] | None) -> str | None:

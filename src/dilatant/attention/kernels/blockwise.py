@@ -18,8 +18,8 @@ import torch
 
 from dilatant.attention.kernels.attention_plan import AttentionPlan, MaskTensors
 from dilatant.attention.kernels.scores import Gradients, Scores
+from dilatant.attention.masks import mask as layout
 from dilatant.attention.masks.blocks import BlockKind
-from dilatant.attention.masks.visibility import visible_pairs
 
 QUERY_BLOCK = 128
 KEY_BLOCK = 128
@@ -193,6 +193,30 @@ def _chunks(intervals: Iterable[tuple[int, int]]) -> Iterator[list[slice]]:
                 chunk, room = [], CHUNK_TOKENS
     if chunk:
         yield chunk
+
+
+def visible_pairs(
+    query_fields: torch.Tensor,
+    key_fields: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """Apply the rule of `mask.visible` elementwise: bool of the common shape to which the arguments broadcast."""
+    differing = query_fields ^ key_fields
+    same_instance = (differing & layout.INSTANCE) == 0
+    alike = (query_fields & key_fields & layout.OWN) != 0
+    together = ((query_fields & layout.TOGETHER) != 0) & alike & same_instance
+    attended = ((query_fields >> layout.ATTEND_SHIFT) & key_fields & layout.OWN) != 0
+    behind = query_positions - key_positions
+    causal = (query_fields & layout.CAUSAL) != 0
+    seen = (attended & (~causal | (behind >= 0))) | together
+    seen = seen & ((differing & layout.SAMPLE) == 0)
+    seen = seen & (((query_fields & layout.LOCAL) == 0) | same_instance)
+    if window is not None:
+        inside = (behind < window) & (causal | (behind > -window))
+        seen = seen & (((query_fields & layout.WINDOW) == 0) | inside)
+    return seen
 
 
 def _hidden(words: MaskTensors, queries: slice, slices: list[slice], window: int | None) -> torch.Tensor:

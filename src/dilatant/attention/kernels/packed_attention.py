@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from dilatant.attention.kernels.attention_plan import AttentionPlan, as_plan
+from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.backends import choose_backend, installed, request_of
 from dilatant.attention.kernels.scores import Kernel, Scores
 from dilatant.attention.masks.mask import AttentionMask
 
 
+@torch.compiler.disable
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -32,21 +33,7 @@ def attention(
     name in `dilatant.attention.kernels.backends`. Raises AttentionError, with the reason, if the tensors do not fit
     together or the backend does not support the request.
     """
-    return _attend(query, key, value, mask, scale, softcap, sinks, backend)
-
-
-@torch.compiler.disable
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: AttentionMask | AttentionPlan,
-    scale: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    backend: str,
-) -> torch.Tensor:
-    plan = as_plan(mask)
+    plan = mask if isinstance(mask, AttentionPlan) else AttentionPlan(mask)
     request = request_of(query, key, value, plan, softcap=softcap, sinks=sinks)
     name = choose_backend(request, installed(query.device), backend).name
     scores = Scores(query.shape[2] ** -0.5 if scale is None else scale, softcap)

@@ -26,17 +26,6 @@ from dilatant.attention.kernels.triton_tuning import PRECISION, Tile, Tuning, pa
 JOIN_TOKENS = 16
 
 
-class _Inputs(NamedTuple):
-    """Inputs of both gradient kernels."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    grad_output: torch.Tensor
-    logsumexp: torch.Tensor
-    delta: torch.Tensor
-
-
 class _Launch(NamedTuple):
     """Settings of one kernel's launch."""
 
@@ -161,68 +150,46 @@ def backward(
         BLOCK_DIM=padded_head_dim(head_dim),
         BLOCK_M=JOIN_TOKENS,
     )
-    query, key, value, grad_output = (_loadable(x, tuning) for x in (query, key, value, grad_output))
-    inputs = _Inputs(query, key, value, grad_output, logsumexp, delta)
-    _grad_query(inputs, grad_query, plan, scores, tuning)
-    _grad_key_value(inputs, grad_key, grad_value, plan, scores, tuning)
+    sources = query, key, value, grad_output = [
+        _loadable(x, tuning) for x in (query, key, value, grad_output)
+    ]
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+
+    def gradients(
+        kernel: Any,
+        tile: Tile,
+        rows: int,
+        grads: Sequence[torch.Tensor],
+        constants: dict[str, int],
+        **work: Any,
+    ) -> None:
+        """Run the kernel that writes `grads`, `rows` of their tokens per program. `work`: options of `work_list`."""
+        copies = grads[0].shape[1]
+        units = _work(plan, query, tuning, copies, **work)
+        partial = [_partial((units.num_slots, copies, tuning.block, head_dim), query) for _ in grads]
+        _launch(
+            kernel,
+            sources,
+            (logsumexp, delta, *grads, *partial),
+            (scores.scale, *score_factors(scores)),
+            _Launch(plan, scores, tuning, tile, units, head_dim),
+            (rows, copies),
+            GROUP=group,
+            **constants,
+        )
+        for grad, part in zip(grads, partial, strict=True):
+            _add_parts(grad, part, units, tuning)
+
+    tile = tuning.grad_query
+    constants = {"QUERY_HEADS": heads, "SECTION": _section(key) * group}
+    gradients(grad_query_kernel, tile, tile.queries, [grad_query], constants)
+    tile = tuning.grad_key_value
+    constants = {"KV_HEADS": kv_heads, "SECTION": _section(query, group)}
+    grads = [grad_key, grad_value]
+    gradients(grad_key_value_kernel, tile, tile.keys, grads, constants, transposed=True, copy_cost=group)
     grad_sinks = None if sinks is None else sink_gradient(sinks, logsumexp, delta)
     return Gradients(grad_query, grad_key, grad_value, grad_sinks)
-
-
-def _grad_query(
-    inputs: _Inputs,
-    grad_query: torch.Tensor,
-    plan: AttentionPlan,
-    scores: Scores,
-    tuning: Tuning,
-) -> None:
-    query, key, value, grad_output, logsumexp, delta = inputs
-    tile = tuning.grad_query
-    _, heads, head_dim = grad_query.shape
-    work = _work(plan, query, tuning, heads)
-    partial = _partial((work.num_slots, heads, tuning.block, head_dim), query)
-    _launch(
-        grad_query_kernel,
-        (query, key, value, grad_output),
-        (logsumexp, delta, grad_query, partial),
-        (scores.scale, *score_factors(scores)),
-        _Launch(plan, scores, tuning, tile, work, head_dim),
-        (tile.queries, heads),
-        QUERY_HEADS=heads,
-        GROUP=heads // key.shape[1],
-        SECTION=_section(key) * (heads // key.shape[1]),
-    )
-    _add_parts(grad_query, partial, work, tuning)
-
-
-def _grad_key_value(
-    inputs: _Inputs,
-    grad_key: torch.Tensor,
-    grad_value: torch.Tensor,
-    plan: AttentionPlan,
-    scores: Scores,
-    tuning: Tuning,
-) -> None:
-    query, key, value, grad_output, logsumexp, delta = inputs
-    tile = tuning.grad_key_value
-    _, kv_heads, head_dim = grad_key.shape
-    group = query.shape[1] // kv_heads
-    work = _work(plan, query, tuning, kv_heads, transposed=True, copy_cost=group)
-    shape = (work.num_slots, kv_heads, tuning.block, head_dim)
-    partial_key, partial_value = _partial(shape, query), _partial(shape, query)
-    _launch(
-        grad_key_value_kernel,
-        (query, key, value, grad_output),
-        (logsumexp, delta, grad_key, grad_value, partial_key, partial_value),
-        (scores.scale, *score_factors(scores)),
-        _Launch(plan, scores, tuning, tile, work, head_dim),
-        (tile.keys, kv_heads),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        SECTION=_section(query, group),
-    )
-    _add_parts(grad_key, partial_key, work, tuning)
-    _add_parts(grad_value, partial_value, work, tuning)
 
 
 def _add_parts(grad: torch.Tensor, partial: torch.Tensor, work: DeviceWork, tuning: Tuning) -> None:

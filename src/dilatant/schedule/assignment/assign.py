@@ -16,22 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.config.errors import UserError
 from dilatant.plan.costs.bin_packing import pack_rows
 from dilatant.plan.costs.depth import eager_depths, path_depths
-from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape, default_shape, shape_seconds
+from dilatant.schedule.assignment.pipeline_shape import (
+    ByUnit,
+    MicrobatchProblem,
+    PipelineShape,
+    default_shape,
+    shape_seconds,
+)
 from dilatant.schedule.schedule import Assignment, Microbatch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicrobatchProblem:
-    """Samples of one pipeline to group into `num_microbatches`: forward plus backward `seconds` `[samples, units]` on
-    each stage of a unit, and `weight` `[samples]`, of which a microbatch holds at most `capacity`."""
-
-    seconds: NDArray[np.float64]
-    num_microbatches: int
-    shape: PipelineShape
-    weight: NDArray[np.float64]
-    capacity: float
-    seed: int
-
 
 NamedPolicy = Literal["random", "balanced", "searched"]
 POLICIES: tuple[NamedPolicy, ...] = ("random", "balanced", "searched")
@@ -245,11 +237,7 @@ def _greedy(problem: MicrobatchProblem) -> NDArray[np.int64]:
 
 
 def _descending(key: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return sample numbers by descending non-negative key (compared to 32 bits), equal keys by descending number.
-
-    The number is put into the low bits of the key, so that one plain integer sort gives an order that does not depend
-    on the sort's stability, which differs between machines.
-    """
+    """Return sample numbers by descending non-negative key, equal keys (to 32 bits) by descending number."""
     bits = max(1, int(len(key) - 1).bit_length())
     mask = (1 << bits) - 1
     packed = (key.view(np.int64) & ~mask) | np.arange(len(key))

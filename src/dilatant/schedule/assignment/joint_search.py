@@ -8,16 +8,18 @@ uses only exact arithmetic, so every rank derives the same result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.schedule.assignment.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
+from dilatant.schedule.assignment.pipeline_shape import (
+    MicrobatchProblem,
+    PipelineShape,
+    op_shares,
+    shape_graph,
+    shared,
+)
 from dilatant.schedule.simulator.simulate import op_ends
-
-if TYPE_CHECKING:
-    from dilatant.schedule.assignment.assign import MicrobatchProblem
 
 START_THRESHOLD = 0.004
 """Changes that lengthen the step by this fraction are accepted at first. Chosen on the "vlm" distribution."""

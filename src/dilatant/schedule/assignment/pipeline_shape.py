@@ -68,6 +68,19 @@ class PipelineShape:
         return Trainability(backward, backward)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchProblem:
+    """Samples of one pipeline to group into `num_microbatches`: forward plus backward `seconds` `[samples, units]` on
+    each stage of a unit, and `weight` `[samples]`, of which a microbatch holds at most `capacity`."""
+
+    seconds: NDArray[np.float64]
+    num_microbatches: int
+    shape: PipelineShape
+    weight: NDArray[np.float64]
+    capacity: float
+    seed: int
+
+
 def default_shape(num_units: int, num_stages: int = 4) -> PipelineShape:
     """Return a shape in which every unit feeds the last, with equal stage counts; backward takes twice the forward."""
     last = num_units - 1
@@ -102,8 +115,7 @@ def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: B
 
     graph = shape_graph(shape, by_unit)
     pieces = graph.packed.pieces
-    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    piece_unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))
+    piece, piece_unit = pieces.of_samples, graph.arrays.unit_of[pieces.chain]
     load = np.bincount(piece, seconds[pieces.samples, piece_unit[piece]], len(piece_unit))
     load = load + np.where(load > 0, np.asarray(shape.fixed_seconds)[piece_unit], 0.0)
     _, share = op_shares(shape, graph)

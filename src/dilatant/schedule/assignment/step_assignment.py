@@ -124,16 +124,17 @@ def assign(
 
     def group(replica: int) -> tuple[NDArray[np.int64], Microbatches]:
         mine, count = np.flatnonzero(replica_of == replica), how.num_microbatches
-        weights, capacity = None, np.inf
+        weights: NDArray[np.float64] | None = None
+        capacity = np.inf
         if tokens is not None and how.row_tokens is not None:
             # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
             capacity = how.row_tokens
             weights = np.minimum(np.asarray(tokens, dtype=np.float64)[mine], capacity)
             count = max(count, len(pack_rows(weights.tolist(), capacity)))
         shape, scale = _pipeline(plan, replica, replicas, times or {}, how.family)
-        options = {"shape": shape, "weight": weights, "capacity": capacity}
+        own, seed = table[mine] * scale, how.seed + replica
         return mine, assign_microbatches(
-            table[mine] * scale, count, how.policy, how.seed + replica, **options
+            own, count, how.policy, seed, shape=shape, weight=weights, capacity=capacity
         )
 
     if how.policy == "searched" and replicas > 1:

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from dilatant.plan.costs.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import BACKWARD, FORWARD, PackedActions, Pieces, unit_pairs
-from dilatant.schedule.parts import cut_pieces
+from dilatant.schedule.packed import BACKWARD, FORWARD, PackedActions, Pieces, cut_pieces, unit_pairs
 from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, all_trainable
@@ -135,7 +134,7 @@ def _virtual_times(
 
 def _slots(pieces: Pieces) -> NDArray[np.int64]:
     """Return each chain's last microbatch with a piece, plus one: earlier empty microbatches keep their clock slots."""
-    chain = np.repeat(np.arange(len(pieces.first) - 1), np.diff(pieces.first))
+    chain = pieces.chain
     slots = np.zeros(len(pieces.first) - 1, dtype=np.int64)
     np.maximum.at(slots, chain, pieces.microbatch + 1)
     return slots
@@ -166,7 +165,7 @@ class _Clock:
         made, used = unit_pairs(arrays, pieces)
         order = np.argsort(made, kind="stable")
         made, used = made[order], used[order]
-        chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+        chain = pieces.chain
         begins, ends = arrays.stages_of.T
         lead = depths[ends[chain[made]] - 1] - depths[begins[chain[used]]]
         at = np.searchsorted(made, pieces.first)
@@ -239,10 +238,7 @@ def _in_rounds(
     fed: bool,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return interleaved virtual times `[stages, pieces]`; `forward` and `backward` are the times that consumers allow.
-
-    The clock ticks once per stage of a rank, so the `num_stages / groups` stages share `half`. Rounds are counted as if
-    full: a short last round leaves gaps in the clock, not cycles in the order.
-    """
+    Rounds are counted as if full: a short last round leaves gaps in the clock, not cycles in the order."""
     per_rank = num_stages // groups
     tick = 2 * half / per_rank
     piece = np.arange(len(forward))

@@ -47,7 +47,7 @@ def split_backward(
     pieces without their weight or input gradient; one after each input gradient once the rank has no more forwards; and
     the rest at the end. Backwards without weight gradients stay whole.
     """
-    from dilatant.schedule.families.zero_bubble_kernels import split_rows
+    from dilatant.schedule.rank_kernels import split_rows
 
     trainability = trainability or all_trainable(plan)
     packed = pack(plan_arrays(plan), assignment, schedule)

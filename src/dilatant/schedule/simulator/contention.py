@@ -31,9 +31,8 @@ def travel(
     """
     from dilatant.schedule.simulator import graph_kernels as kernels
 
-    count = graph.num_messages
     placed = graph.arrays.placed
-    source, target = graph.edge_source[:count], graph.edge_target[:count]
+    source, target = graph.messages
     pairs, pair = np.unique(
         graph.stage[source] * np.int64(len(placed)) + graph.stage[target], return_inverse=True
     )

@@ -82,6 +82,11 @@ class ScheduleGraph(Ops):
     source: NDArray[np.int32]
     edge: NDArray[np.int32]
 
+    @property
+    def messages(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The ops that produce and that consume each message."""
+        return self.edge_source[: self.num_messages], self.edge_target[: self.num_messages]
+
 
 def build(plan: Plan, assignment: Assignment, schedule: Schedule) -> ScheduleGraph:
     """Compile `schedule`.
@@ -192,7 +197,7 @@ def _data_edges(ops: Ops, slots: _Slots) -> tuple[NDArray[np.int32], NDArray[np.
 
     arrays, pieces = ops.arrays, ops.packed.pieces
     pairs_from, pairs_to = unit_pairs(arrays, pieces)
-    piece_chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+    piece_chain = pieces.chain
     last_of = (arrays.stages_of[piece_chain, 1] - 1).astype(np.int32)
     first_of = arrays.stages_of[piece_chain, 0].astype(np.int32)
     source, target, count, codes, culprits, num_wrong = kernels.data_edges(
@@ -244,7 +249,7 @@ def _order_edges(
 
 def message_order(graph: ScheduleGraph) -> NDArray[np.int64]:
     """Return message numbers sorted by directed edge, then in the producer's, then in the consumer's order."""
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    source, target = graph.messages
     return np.lexsort((target, source, graph.stage[target], graph.stage[source]))
 
 

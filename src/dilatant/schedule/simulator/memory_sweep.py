@@ -51,7 +51,7 @@ def peak_bytes(
         members = [held_by[:1] for held_by in whole]
     row_rank = np.repeat(np.arange(num_ranks), np.diff(packed.offsets))
     op = graph.row_op
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    source, target = graph.messages
     arrived = arrival[: graph.num_messages]
     sent, sender = _spread(graph.stage[source], members)
     taken, receiver = _spread(graph.stage[target], members)

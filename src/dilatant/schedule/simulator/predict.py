@@ -19,7 +19,7 @@ from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Pieces
+from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.contention import travel
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
@@ -47,8 +47,12 @@ def predict(
     other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time of its
     links and queue where they share ports. Raises ScheduleError for a schedule that cannot run.
     """
-    samples = Workload({unit: np.asarray(own) for unit, own in tokens.items()}, squares or {}, dense or {})
-    return time_step(build(plan, assignment, schedule), StepCosts(costs, cluster=cluster), samples).timeline()
+    own, other = (
+        {unit: np.asarray(one, dtype=np.float64) for unit, one in (values or {}).items()}
+        for values in (tokens, squares)
+    )
+    graph = build(plan, assignment, schedule)
+    return time_step(graph, StepCosts(costs, cluster=cluster), Workload(own, other, dense or {})).timeline()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,14 +105,14 @@ def piece_sums(
     """Return, per piece, Σ tokens² (with several samples in a unit of `dense`: (Σ tokens)² times its fraction), Σ
     tokens, and 1 (0 for a piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
-    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))[piece]
+    piece, unit_of_piece = pieces.of_samples, graph.arrays.unit_of[pieces.chain]
+    unit = unit_of_piece[piece]
     linear, square = _by_sample(graph, unit, pieces.samples, tokens, squares)
     sums = _sums(piece, linear, square, len(pieces.microbatch))
     several = np.bincount(piece, linear > 0, len(pieces.microbatch)) > 1
     for number, name in enumerate(graph.arrays.units):
         if dense is not None and name in dense:
-            rows = several & (np.repeat(graph.arrays.unit_of, np.diff(pieces.first)) == number)
+            rows = several & (unit_of_piece == number)
             sums[rows, 0] = dense[name].at(sums[rows, 1]) * sums[rows, 1] ** 2
     return sums
 
@@ -119,20 +123,20 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
     A gradient has the rows of the forward message in the other direction.
     """
     pieces, arrays = graph.packed.pieces, graph.arrays
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    source, target = graph.messages
     forward = graph.kind[source] == FORWARD
     made = np.where(forward, graph.piece[source], graph.piece[target])
     used = np.where(forward, graph.piece[target], graph.piece[source])
     whole = piece_sums(graph, tokens, squares)
     result = whole[made]
-    chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+    chain = pieces.chain
     across = np.flatnonzero(chain[made] != chain[used])
     if len(across):
         counts = np.diff(pieces.offsets)[made[across]]
         message = np.repeat(np.arange(len(across)), counts)
         nth = np.arange(len(message)) - np.repeat(np.cumsum(counts) - counts, counts)
         sample = pieces.samples[pieces.offsets[made[across]][message] + nth]
-        owner = _owner(graph)
+        owner = pieces.owners(arrays)
         unit = arrays.unit_of[chain[made[across]]][message]
         shared = owner[arrays.unit_of[chain[used[across]]][message], sample] == used[across][message]
         linear, square = _by_sample(graph, unit[shared], sample[shared], tokens, squares)
@@ -147,9 +151,7 @@ def op_sums(
     items, tokens and squares are scaled by the fullest rank's load over the mean."""
     found = sums[graph.piece]
     by_unit = [np.asarray(tokens[unit], dtype=np.float64) for unit in graph.arrays.units]
-    times = unevenness(graph, costs.items_per_token, by_unit)
-    if times is not None:
-        found[:, :2] *= times[:, None]
+    found[:, :2] *= unevenness(graph, costs.items_per_token, by_unit)[:, None]
     return found
 
 
@@ -161,7 +163,7 @@ def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.flo
 def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return each message's bytes on a rank of the stage that makes its rows, `[messages]`; `sums` as
     `message_sums`."""
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    source, target = graph.messages
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     return np.einsum("ij,ij->i", costs.output_bytes[maker], sums)
 
@@ -196,16 +198,6 @@ def step_bytes(
     release[first] -= costs.gradient_bytes[graph.stage[first]]  # gradients stay
     release[last] -= costs.own_gradient_bytes[graph.stage[last]]
     return StepBytes(costs.static_bytes - costs.gradient_bytes, allocate, release, transient, message)
-
-
-def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:
-    """Return the piece that holds a sample in a unit, -1 if none: `[units, samples]`."""
-    pieces, arrays = graph.packed.pieces, graph.arrays
-    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    unit = np.repeat(arrays.unit_of, np.diff(pieces.first))[piece]
-    owner = np.full((len(arrays.units), int(pieces.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
-    owner[unit, pieces.samples] = piece
-    return owner
 
 
 def _by_sample(
@@ -295,37 +287,24 @@ def synced_seconds(
 
 def unevenness(
     graph: ScheduleGraph, items_per_token: NDArray[np.float64], tokens: Sequence[NDArray[np.float64]]
-) -> NDArray[np.float64] | None:
-    """Return, per op, the fullest rank's load over the mean load of its stage's ranks, [ops]; None if it is 1
-    everywhere. `items_per_token` [stages] is as in `UnitSpec`; `tokens` holds one array [samples] per unit."""
+) -> NDArray[np.float64]:
+    """Return, per op, the fullest rank's load over the mean load of its stage's ranks, [ops]. `items_per_token`
+    [stages] is as in `UnitSpec`; `tokens` holds one array [samples] per unit."""
     arrays, pieces = graph.arrays, graph.packed.pieces
-    cp = np.asarray([placed.stage.cp for placed in arrays.placed])
-    uneven = np.flatnonzero((cp > 1) & (items_per_token < 1.0))
-    if not len(uneven):
-        return None
     times = np.ones(graph.num_ops)
     known: dict[tuple[int, int], NDArray[np.float64]] = {}
-    for stage in uneven.tolist():
+    for stage, (placed, items) in enumerate(zip(arrays.placed, items_per_token.tolist(), strict=True)):
+        if (cp := placed.stage.cp) == 1 or items >= 1.0:
+            continue
         chain = int(arrays.chain[stage])
-        if (chain, int(cp[stage])) not in known:
+        first, end = pieces.first[chain : chain + 2]
+        if (chain, cp) not in known:
             own = tokens[arrays.unit_of[chain]]
-            known[chain, int(cp[stage])] = _of_chain(
-                pieces, chain, own, float(items_per_token[stage]), int(cp[stage])
-            )
+            parts = np.split(pieces.samples, pieces.offsets[first : end + 1])[1:-1]
+            known[chain, cp] = np.asarray([fullest_share(own[part], items, cp) * cp for part in parts])
         ops = np.flatnonzero(graph.stage == stage)
-        times[ops] = known[chain, int(cp[stage])][graph.piece[ops] - pieces.first[chain]]
+        times[ops] = known[chain, cp][graph.piece[ops] - first]
     return times
-
-
-def _of_chain(
-    pieces: Pieces, chain: int, tokens: NDArray[np.float64], items_per_token: float, cp: int
-) -> NDArray[np.float64]:
-    """Return the fullest rank's load over the mean load for every piece of a chain."""
-    found = []
-    for piece in range(int(pieces.first[chain]), int(pieces.first[chain + 1])):
-        samples = pieces.samples[pieces.offsets[piece] : pieces.offsets[piece + 1]]
-        found.append(fullest_share(tokens[samples], items_per_token, cp) * cp)
-    return np.asarray(found)
 
 
 def fullest_share(tokens: NDArray[np.float64], items_per_token: float, ranks: int) -> float:

@@ -144,13 +144,7 @@ def _timeline(
         causes=causes,
         idle=idle,
         peak_bytes=peak,
-        arrows=np.stack(
-            [
-                first_row[graph.edge_source[: graph.num_messages]],
-                first_row[graph.edge_target[: graph.num_messages]],
-            ],
-            axis=1,
-        ),
+        arrows=np.stack([first_row[ops] for ops in graph.messages], axis=1),
     )
 
 
@@ -188,22 +182,13 @@ def _phases(
 
 def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
     """Return the number of each stage's pipeline: chains that exchange rows, directly or not, share one."""
-    num_chains = graph.arrays.num_chains
-    parent = list(range(num_chains))
-
-    def root(chain: int) -> int:
-        while parent[chain] != chain:
-            parent[chain] = parent[parent[chain]]
-            chain = parent[chain]
-        return chain
-
     chain = graph.arrays.chain[graph.stage]
-    one, other = (
-        chain[graph.edge_source[: graph.num_messages]],
-        chain[graph.edge_target[: graph.num_messages]],
-    )
+    one, other = (chain[ops] for ops in graph.messages)
     across = one != other
-    for code in np.unique(one[across] * num_chains + other[across]).tolist():
-        parent[root(code // num_chains)] = root(code % num_chains)
-    roots = np.asarray([root(index) for index in range(num_chains)])
-    return np.unique(roots, return_inverse=True)[1][graph.arrays.chain]
+    one, other = one[across], other[across]
+    number = np.arange(graph.arrays.num_chains)
+    while (number[one] != number[other]).any():
+        least = np.minimum(number[one], number[other])
+        np.minimum.at(number, one, least)
+        np.minimum.at(number, other, least)
+    return np.asarray(number[graph.arrays.chain])
