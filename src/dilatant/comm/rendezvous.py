@@ -21,7 +21,7 @@ from uuid import uuid4
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.store.store import Store
 
-WORD_AFTER = timedelta(seconds=30)
+NOTICE_AFTER = timedelta(seconds=30)
 """Time after which rank 0 prints which ranks it still waits for."""
 ANSWER_SECONDS = 2.0
 """Time limit for the answer to a liveness check. An idle machine needs a millisecond, a loaded one more."""
@@ -81,16 +81,16 @@ def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeou
 def _await_all(store: Store, keys: list[str], timeout: timedelta) -> None:
     """Wait for the keys of all ranks; print once to stderr which ranks are missing. Raises TimeoutError."""
     try:
-        return store.wait(keys, min(timeout, WORD_AFTER))
+        return store.wait(keys, min(timeout, NOTICE_AFTER))
     except TimeoutError:
-        if timeout <= WORD_AFTER:
+        if timeout <= NOTICE_AFTER:
             raise
     missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     names = f"rank {', '.join(missing[:16])}" + (
         f" and {len(missing) - 16} more" if len(missing) > 16 else ""
     )
     print(f"waits for {names} to join, up to {timeout.total_seconds():g} s", file=sys.stderr, flush=True)
-    store.wait(keys, timeout - WORD_AFTER)
+    store.wait(keys, timeout - NOTICE_AFTER)
 
 
 def this_machine() -> str:

@@ -27,13 +27,13 @@ from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import say, warn
 from dilatant.report.text.wording import counted
-from dilatant.resilience.history import PAGE, TRACE, write_history
 from dilatant.resilience.processes.coordinator_process import STATE, known_record
-from dilatant.resilience.processes.messages import Job, TrainingStart, is_loopback
-from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart
+from dilatant.resilience.processes.messages import Job, Seat, TrainingStart, is_loopback
+from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart, end_process
 from dilatant.resilience.processes.supervisor import CoordinatorSupervisor
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
-from dilatant.resilience.worker.rank import FOLDER, Seat, train_rank_resiliently
+from dilatant.resilience.status import PAGE, TRACE, write_history
+from dilatant.resilience.worker.rank import FOLDER, train_rank_resiliently
 from dilatant.resilience.worker.worker_process import RESULT
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.rank import RunResult, Show, console_for
@@ -185,15 +185,7 @@ def _local_agent(leading: LeaderAddresses, stack: ExitStack) -> subprocess.Popen
         [sys.executable, "-P", "-m", "dilatant", "agent", "--coordinator", f"{host}:{leading.port}"],
         start_new_session=True,  # Ctrl-C goes to this process, which makes all ranks end
     )
-
-    def close() -> None:
-        try:
-            agent.wait(LEADER_LAST_SECONDS)
-        except subprocess.TimeoutExpired:
-            agent.kill()
-            agent.wait()
-
-    stack.callback(close)
+    stack.callback(end_process, agent, LEADER_LAST_SECONDS)
     return agent
 
 
@@ -270,11 +262,10 @@ class _LocalNodes:
             self._agents += [self._agent(node, f"node{node}") for node in range(len(counts))]
             for node in range(len(counts)):
                 self.seats += self._seats_of(node, f"node{node}")
-        except RuntimeError as error:
+        except BaseException as error:
             self.close()
-            raise UserError(f"resilience.enabled: {error}; what it wrote is above") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, RuntimeError):
+                raise UserError(f"resilience.enabled: {error}; what it wrote is above") from None
             raise
         self._thread.start()
 

@@ -130,7 +130,7 @@ class MachineSource:
             assert keeper is not None
             address = keeper.owner(datasets, encoding, workers, how).address
         if comm is not None and how.workers != 0:  # ranks may count free cores differently
-            address = comm.tell_machine(address)
+            address = comm.broadcast_on_machine(address)
         self._source: SampleSource = (
             InlineSource(datasets, encoding)
             if not address
