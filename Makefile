@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
+# Containers often forbid it, and then each of the many processes that tests start compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # `make compat` runs under a Python of 3.12 or 3.13: COMPAT_PYTHON, or the first of these that starts.
 COMPAT_VENV ?= .venv-compat

@@ -60,7 +60,8 @@ from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
 from dilatant.training.feeding.decode_requirements import DecodeRequirements
-from dilatant.training.feeding.feed import IndexedData, StepPrefetcher, draws
+from dilatant.training.feeding.feed import StepPrefetcher
+from dilatant.training.feeding.step_data import IndexedData, draws
 
 BATCH = 32
 BUDGET_BYTES = 64 << 20

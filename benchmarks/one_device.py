@@ -174,7 +174,7 @@ def train_padded(folder: Path, settings: argparse.Namespace) -> Iterator[Step]:
 
     config = parse_config(tree(folder, folder, settings), folder)
     samples = assemble_samples(config)
-    model = assemble_model(config, samples)
+    model = assemble_model(config, samples.tokenizer, samples.encoding)
     vision, language = model["vision"], model.language.model
     language.set_attn_implementation("sdpa")
     plain = Padded(vision.model, vision.projector, language, model.placeholder_ids["vision"]).train()

@@ -33,7 +33,6 @@ from machine import machine
 from PIL import Image
 
 from dilatant.data.index.sizes import SizesIndex
-from dilatant.data.media.freed_memory import keep_freed_memory
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.order.sampler import SamplerState
 from dilatant.data.sample import EncodedSample, Media, Sample, Turn
@@ -41,13 +40,15 @@ from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import TOKENS, Encoding
 from dilatant.data.text.tokenizer import byte_tokenizer
+from dilatant.data.workers.ordered_map import keep_freed_memory
 from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import join
 from dilatant.data.workers.ray_cluster import LOCAL, Connection
 from dilatant.data.workers.ray_source import RaySource
 from dilatant.planning.measuring.decode_costs import DecodeCost
-from dilatant.training.feeding.feed import LOOK_AHEAD, IndexedData, StepPrefetcher, StepSamples
+from dilatant.training.feeding.feed import StepPrefetcher
+from dilatant.training.feeding.step_data import LOOK_AHEAD, IndexedData, StepSamples
 
 PARTS = frozenset({TOKENS, "vision"})
 BATCH = 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.launch import launch_local
-from dilatant.config import ClusterConfig
+from dilatant.config import ClusterConfig, TrainConfig
 from dilatant.cost.hardware import Link
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
@@ -87,7 +87,9 @@ def target_share(samples: Sequence[EncodedSample]) -> float:
 def this_machine(ranks: int) -> tuple[Target, Cluster]:
     """One-thread processes of this machine, joined by the link that two of them measure."""
     links = launch_local(measure_links, 2)[0].inside
-    target = replace(plan_target(ClusterConfig(gpus_per_node=ranks), "fp32"), threads=1)
+    target = replace(
+        plan_target(ClusterConfig(gpus_per_node=ranks), TrainConfig(precision="fp32")), threads=1
+    )
     return target, Cluster(1, ranks, float("inf"), links.link, Link(1e9))
 
 

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, SiglipVisionConfig
 from dilatant import Encoder, MultimodalModel, ParallelSpec, launch, parallelize
 from dilatant.comm.launch import Worker
 from dilatant.data.sample import EncodedSample
-from dilatant.report.pages.gantt_of_step import measured_chart
+from dilatant.report.gantt import measured_chart
 from dilatant.report.pages.perfetto import write_timeline
 from dilatant.report.text.gantt_summary import by_lane
 

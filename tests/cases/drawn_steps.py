@@ -111,7 +111,7 @@ def cases(
     model = build_model(case, "meta")
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
     degrees = [(1, 1)]
-    if case.language not in UNDIVIDED and not case.dropout:
+    if case.language not in UNDIVIDED:
         degrees.append((2, 1))
     if case.attention is not None:
         degrees += [(1, 2), (1, 3), *((tp, 2) for tp, _ in degrees[1:])]

@@ -74,10 +74,7 @@ ENCODERS = {
                 "decoder_start_token_id": 1, "dropout": 0.0},
 }  # fmt: skip
 DROPOUT = {
-    "siglip_vision_model": ("attention_dropout",),
-    "clip_vision_model": ("attention_dropout",),
-    "dinov2": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "whisper": ("dropout", "activation_dropout", "attention_dropout"),
+    "dinov2": ("hidden_dropout_prob",),
     "phi": ("resid_pdrop", "embd_pdrop"),
 }
 OWN = "own module"
@@ -113,14 +110,14 @@ class Regression(torch.nn.Module):
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout = torch.nn.Dropout(dropout)
         self.inner = torch.nn.Linear(PLACES * width, 10)
         self.norm = torch.nn.LayerNorm(10)
         self.outer = torch.nn.Linear(10, TARGETS)
 
     def forward(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.norm(self.inner(rows.flatten(1))))
-        said = self.outer(torch.nn.functional.dropout(hidden, self.dropout, self.training))
+        said = self.outer(self.dropout(hidden))
         return (said - numbers).square().mean(dim=1)
 
 
@@ -185,7 +182,6 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
             "num_hidden_layers": case.language_layers,
             "tie_word_embeddings": case.tied,
             **dict.fromkeys(DROPOUT.get(case.language, ()), case.dropout),
-            "attention_dropout": case.dropout if case.attention is None else 0.0,
         },
         "language",
     )
@@ -198,7 +194,7 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
                     "model_type": kind,
                     **ENCODERS[kind],
                     DEPTH_KEY.get(kind, "num_hidden_layers"): layers,
-                    **dict.fromkeys(DROPOUT[kind], case.dropout),
+                    **dict.fromkeys(DROPOUT.get(kind, ()), case.dropout),
                 },
                 name,
             ),

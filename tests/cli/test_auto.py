@@ -118,7 +118,7 @@ def test_experts_too_large_for_a_device_are_divided_by_auto(project: Path, dilat
     tree = yaml.safe_load((project / "config.yaml").read_text(encoding="utf-8"))
     tree["model"]["language_model"]["config"] |= {
         "model_type": "mixtral", "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "output_router_logits": True, "router_aux_loss_coef": 0.1, "intermediate_size": 1024, "attention_dropout": 0.0,
+        "output_router_logits": True, "router_aux_loss_coef": 0.1, "intermediate_size": 1024,
     }  # fmt: skip
     tree["cluster"] = {"gpus_per_node": 2, "memory_gib": 0.0029}
     tree["plan"] = {"context_parallel": [1, 2]}

@@ -48,6 +48,16 @@ def test_export_spares_foreign_files_and_replaces_an_export(
     assert tree(mine / "[b]new") == tree(run / "export")
 
 
+def test_a_run_whose_data_are_gone_is_exported_with_a_word(run: Path, dilatant: Dilatant) -> None:
+    for file in run.parent.glob("*.jsonl"):
+        file.unlink()
+    code, _, err = dilatant("export", run, "--to", run.parent / "again")
+    assert code == 0, err
+    assert tree(run.parent / "again") == tree(run / "export")
+    assert "data.train.0.path: " in err
+    assert "does not exist; nothing is checked against these data" in err
+
+
 def test_what_is_wrong_with_a_prompt_is_said_about_the_prompt(
     run: Path, dilatant: Dilatant, tmp_path: Path
 ) -> None:

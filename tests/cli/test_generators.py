@@ -325,7 +325,7 @@ def test_cached_latents_train_like_pixels_and_are_made_once(drawing: Path, dilat
 KILLED_AT_THE_THIRD = """
 import os, signal, sys
 from dilatant.cli import app
-from dilatant.data.media_units.latents import Latents
+from dilatant.data.media_units.image_target import Latents
 keep, kept = Latents.keep, []
 def counted(self, key, values):
     if len(kept) == 3:

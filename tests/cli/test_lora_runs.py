@@ -123,7 +123,7 @@ def test_ranks_share_a_base_in_four_bits_by_whole_blocks(
     dora: bool, project: Path, dilatant: Dilatant
 ) -> None:
     tree = tiny_config(steps=4, device="cpu", optimizer={"learning_rate": 0.01})
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "attention_dropout": 0.0}
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
     tree["model"]["language_model"]["config"] |= sizes
     tree["model"]["lora"] = {"r": 4, "use_dora": dora, "load_in_4bit": True}
     assert dilatant("train", write(project, tree))[0] == 0
@@ -202,7 +202,6 @@ def test_a_four_bit_base_trains_rounded_and_exports_plain(
 def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, dilatant: Dilatant) -> None:
     tree = tiny_config(steps=3, device="cpu", optimizer={"learning_rate": 0.02})
     tree["model"]["lora"] = {"r": 2, "units": ["language", "vision"], "use_dora": True}
-    tree["model"]["language_model"]["config"]["attention_dropout"] = 0.0
     config = write(project, tree)
     code, _, err = dilatant("train", config)
     assert code == 0, err

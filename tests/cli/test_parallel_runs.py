@@ -33,9 +33,8 @@ PHI = {
     "tie_word_embeddings": False,
     "resid_pdrop": 0.2,
     "embd_pdrop": 0.2,
-    "attention_dropout": 0.2,
 }
-"""Dropout in every place: of embeddings, hidden states and attention weights."""
+"""Dropout in every place that has a key: of embeddings and of hidden states."""
 THREE = {"units": {"vision": {"pp": 1}, "language": {"pp": 2}}, "microbatches": 2}
 BLOCK_TABLES = ("--set", "model.language_model.attn_implementation=dilatant")
 COLOCATED = {"units": {"vision": {}, "language": {"replicas": 2}}, "colocated": {"vision": "language"}}
@@ -43,9 +42,7 @@ COLOCATED = {"units": {"vision": {}, "language": {"replicas": 2}}, "colocated": 
 
 @pytest.fixture
 def project(project: Path) -> Path:
-    """The language model without dropout, which block tables cannot do."""
     tree = tiny_config(save_steps=3)
-    tree["model"]["language_model"]["config"]["attention_dropout"] = 0.0
     (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     return project
 

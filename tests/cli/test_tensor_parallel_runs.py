@@ -26,10 +26,8 @@ UNLIKE = {"units": {"vision": {}, "language": {"tp": 2, "replicas": 2}}, "microb
 
 @pytest.fixture
 def project(project: Path) -> Path:
-    """A frozen encoder, so that there are boxes that no optimizer owns; no dropout of attention."""
+    """A frozen encoder, so that there are boxes that no optimizer owns."""
     tree = tiny_config(save_steps=2, keep_checkpoints=3)
-    for config in (tree["model"]["language_model"]["config"], tree["model"]["encoders"]["vision"]["config"]):
-        config["attention_dropout"] = 0.0
     tree["model"]["freeze"] = ["vision.encoder"]
     (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     return project

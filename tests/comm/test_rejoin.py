@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.launch import Worker as LaunchedWorker
 from dilatant.comm.launch import launch_local, local_worker
 from dilatant.comm.rendezvous import announce_failure
+from harness.patience import HANG_SECONDS
 from harness.worker_pool import Worker, WorkerPool
 
 
@@ -81,6 +84,22 @@ def _one_comes_too_late_the_first_time(worker: Worker) -> list[float]:
 
 def test_an_attempt_that_not_all_joined_leaves_nothing_behind(workers: WorkerPool) -> None:
     assert [sums[0] for sums in workers.run(_one_comes_too_late_the_first_time, 3)] == [6.0] * 3
+
+
+def _entry_of_a_lost_attempt(worker: Worker) -> list[float]:
+    if worker.rank == 1:  # it joined, and was aborted or killed before all were there
+        worker.store.set("generation/0/join/1", json.dumps(["inbox/lost", "machine"]))
+        worker.store.pop("offers/inbox/lost", timedelta(seconds=HANG_SECONDS))
+    else:
+        worker.store.wait(["generation/0/join/1"])
+    comm = Comm(worker.store, worker.rank, worker.size)
+    sums = _sums(comm, worker)
+    comm.close()
+    return sums
+
+
+def test_ranks_begin_with_nobody_who_joined_and_was_lost(workers: WorkerPool) -> None:
+    assert [sums[0] for sums in workers.run(_entry_of_a_lost_attempt, 3)] == [6.0] * 3
 
 
 def _beside_the_next(worker: Worker) -> list[list[float]]:

@@ -17,8 +17,13 @@ from transformers.video_utils import VideoMetadata
 
 from dilatant.config.errors import UserError
 from dilatant.data.media.pixels import as_array
-from dilatant.data.media_units.frame_choice import FirstFrames, MiddleFrames, SpreadFrames
-from dilatant.data.media_units.frame_texts import FRAME_TEXTS, in_words
+from dilatant.data.media_units.frame_choice import (
+    FRAME_TEXTS,
+    FirstFrames,
+    MiddleFrames,
+    SpreadFrames,
+    in_words,
+)
 from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.sample import Media, MediaMarkup, MediaSize

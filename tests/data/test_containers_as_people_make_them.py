@@ -15,7 +15,7 @@ import pytest
 from cases.data_builders import image_bytes, wav_bytes, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data.media.media_header import media_size
-from dilatant.data.readers import arrow_values, json_records, tar_records
+from dilatant.data.readers import arrow_records, json_records, tar_records
 from dilatant.data.readers.find_files import find_files
 from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import FileSlice, Media
@@ -252,8 +252,8 @@ def test_nothing_in_a_column_of_images_is_no_image(tmp_path, value):
 def test_oversized_records_are_refused_before_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(json_records, "MOST_BYTES", 100)
     monkeypatch.setattr(tar_records, "MOST_TEXT_BYTES", 100)
-    monkeypatch.setattr(arrow_values, "MOST_CHARACTERS", 25)
-    monkeypatch.setattr(arrow_values, "MOST_ROW_BYTES", 1000)
+    monkeypatch.setattr(arrow_records, "MOST_CHARACTERS", 25)
+    monkeypatch.setattr(arrow_records, "MOST_ROW_BYTES", 1000)
     long = {"question": "q", "answer": "a" * 200}
     (_, error) = read_all(write_lines(tmp_path / "a.jsonl", [ROW, long]))
     assert "a.jsonl:2: has 231 bytes, more than the 100 allowed" in error

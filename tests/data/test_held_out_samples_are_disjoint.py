@@ -13,7 +13,7 @@ from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.data.order.blend import Blend, open_blend
 from dilatant.data.readers import parquet_records
-from dilatant.data.readers.split import HeldOutSplit
+from dilatant.data.readers.reader import HeldOutSplit
 
 
 @pytest.mark.parametrize("total", [2, 3, 10, 101])

@@ -10,7 +10,7 @@ import pytest
 
 from dilatant.config import UserError
 from dilatant.data.errors import MediaError
-from dilatant.data.media_units.latents import Latents
+from dilatant.data.media_units.image_target import Latents
 from dilatant.data.sample import Media
 
 SHAPE = (2, 4, 3, 3)

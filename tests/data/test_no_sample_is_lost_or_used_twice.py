@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dilatant.config import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.order.sampler import Sampler, SamplerState, choose_sources
-from dilatant.data.order.stream_sampler import StreamSampler
+from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler, choose_sources
 from dilatant.data.permutation import permute
 from dilatant.data.readers.records import Blocks
 from dilatant.data.sample import Sample

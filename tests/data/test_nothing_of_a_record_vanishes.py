@@ -13,6 +13,7 @@ import pytest
 
 from cases.data_builders import image_bytes, small_encoding, write_lines
 from dilatant.config import DataSource, UserError
+from dilatant.data.index.lint import unused_by_source, unused_lines
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.media.clip import clip_size, decode_clip
 from dilatant.data.order.blend import open_blend
@@ -21,7 +22,6 @@ from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import parse_record
 from dilatant.data.sample import Frames, Media
 from dilatant.data.text.encode import encode_prompt, encode_sample
-from dilatant.data.unused_columns import unused_by_source, unused_lines
 
 QUESTION, ANSWER = "Which?", "seven"
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -16,7 +16,7 @@ import pytest
 from cases.pool_cases import ALL, ENCODING, PLENTY, Numbered, contents, is_alive, requests
 from dilatant.config import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.sample import Sample, Turn
+from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers import pool_source
@@ -34,6 +34,8 @@ def test_a_pool_gives_what_the_caller_would_make_itself(pool) -> None:
     asked = [SampleRequest(n, n, frozenset(parts), name) for n, (parts, name) in enumerate(
         [({TOKENS}, "train"), ({"vision"}, "train"), (set(), "train"), (ALL, "eval")] * 6
     )]  # fmt: skip
+    streamed = [SampleRequest(n, n, ALL, "train", n % 2, Numbered()[n]) for n in range(50, 60)]
+    asked += streamed
     for source in sources:
         source.ask(asked)
     # Taken in another order than asked for.
@@ -48,6 +50,21 @@ def test_a_pool_gives_what_the_caller_would_make_itself(pool) -> None:
         assert set(alone.media) == one.parts & {n for n, size in alone.sizes.items() if size} - {TOKENS}
         assert bool(len(alone.input_ids)) == (TOKENS in one.parts)
         assert ours.input_ids.flags.writeable  # torch warns of others
+
+
+def test_a_streamed_sample_waits_for_memory_and_may_be_too_large_for_it(pool) -> None:
+    _, join_pool = pool({"train": ()})
+    source = join_pool(1 << 20)
+    media = [Media("image", bytes(length), "a") for length in (700_000, 700_000, 1 << 21)]
+    source.ask(
+        [
+            SampleRequest(n, n, frozenset({TOKENS}), sample=Sample(f"stream:{n}", (Turn("user", (item,)),)))
+            for n, item in enumerate(media)
+        ]
+    )
+    errors = [str(source.take("train", draw)) for draw in range(3)]
+    assert ["is no image" in error for error in errors] == [True, True, False]
+    assert "stream:2: has 2,097," in errors[2]
 
 
 def test_parts_of_a_sample_have_the_sizes_of_all_of_it() -> None:
@@ -69,7 +86,7 @@ def test_each_sample_is_made_once_where_nothing_dies(pool, tmp_path: Path) -> No
     for number in range(40):
         assert first.take("train", number + 100).id == f"file:{number}"
         assert second.take("train", number + 140).id == f"file:{number + 40}"
-    assert not [death for hand in owner._crew.hands for death in hand.deaths]
+    assert not [death for slot in owner._group.slots for death in slot.deaths]
     assert Counter(map(int, (tmp_path / "log").read_text().split())) == Counter(range(80))
 
 
@@ -80,21 +97,21 @@ def test_held_samples_stay_in_budget_and_due_ones_still_arrive(pool) -> None:
     source.ask(requests(range(100), nbytes=each))
 
     def taken() -> int:
-        return sum(nbytes for _, nbytes in list(source._asked._outcomes.values()))
+        return sum(nbytes for _, nbytes in list(source._outcomes.values()))
 
     wait_until(lambda: taken() > 8 * each)
     held = -1
-    while held != len(source._asked._outcomes) or not held:
-        held = len(source._asked._outcomes)
+    while held != len(source._outcomes) or not held:
+        held = len(source._outcomes)
         time.sleep(0.5)
     # Of samples that take less than was said there are more than ten.
-    assert taken() + each <= source._asked.charged + each <= 11 * each
+    assert taken() + each <= source.charged + each <= 11 * each
     assert held < 100
     # The last one has not been sent, and nothing is taken that would make room.
     assert source.take("train", 199).id == "file:99"
     for number in reversed(range(99)):
         assert source.take("train", number + 100).id == f"file:{number}"
-    assert source._asked.charged == 0
+    assert source.charged == 0
 
 
 @pytest.mark.parametrize("nbytes", [1, 10**9])
@@ -122,8 +139,8 @@ def test_forgotten_draws_are_dropped_and_can_be_requested_again(pool) -> None:
     source.ask(requests([3]))
     assert source.take("train", 103).id == "file:3"
     free = source._arena._free
-    wait_until(lambda: not source._asked.charged and len(free) == 1)  # of those that were in hand
-    assert source._asked.charged == 0
+    wait_until(lambda: not source.charged and len(free) == 1)  # of those that were in hand
+    assert source.charged == 0
     assert [end for _, end in free] == [source._arena.nbytes]
 
 
@@ -152,15 +169,15 @@ def test_a_rank_that_asks_for_much_does_not_hold_up_another(pool) -> None:
     for number in range(5):
         modest.take("train", number + 100)
     # In turn; a few more were waiting when it came.
-    assert len(greedy._asked._outcomes) <= 5 + 2 * pool_source.TASKS_IN_HAND + 5
+    assert len(greedy._outcomes) <= 5 + 2 * pool_source.TASKS_PER_WORKER + 5
 
 
 def test_more_samples_are_made_while_none_is_taken(pool) -> None:
     _, join_pool = pool(Numbered(), workers=1)
     source = join_pool()
     source.ask(requests(range(50)))
-    wait_until(lambda: len(source._asked._outcomes) >= 50)
-    assert len(source._asked._outcomes) == 50
+    wait_until(lambda: len(source._outcomes) >= 50)
+    assert len(source._outcomes) == 50
 
 
 @dataclass(frozen=True)

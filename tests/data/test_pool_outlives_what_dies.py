@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import random
 import signal
 import socket
@@ -51,12 +52,10 @@ def test_every_rank_gets_ordered_samples_while_workers_die(pool) -> None:
     while any(each.is_alive() for each in ranks):
         time.sleep(0.1 + draw.random() * 0.2)
         # Not twice at the same sample, which is another test.
-        tried_again = any(
-            entry.losses for source in sources for entry in list(source._asked.entries.values())
-        )
-        unheard = any(link.pid in dead or link.fallen for source in sources for link in source._links)
+        tried_again = any(entry.losses for source in sources for entry in list(source.entries.values()))
+        unheard = any(link.pid in dead or link.in_doubt for source in sources for link in source._links)
         # One that dies again and again before it begins ends the pool, which is right and another test.
-        begun = [hand.process.pid for hand in owner._crew.hands if hand.is_ready]
+        begun = [slot.process.pid for slot in owner._group.slots if slot.is_ready]
         if begun and len(dead) < 8 and not (tried_again or unheard):
             with suppress(ProcessLookupError):  # of before
                 pid = draw.choice(begun)
@@ -164,7 +163,7 @@ def test_memory_of_a_stuck_worker_is_not_reused(pool, monkeypatch, caplog) -> No
     source.ask(requests([0], nbytes=1 << 16))
     at_it: list[int] = []
     while not at_it:
-        with source._asked.changed:
+        with source.changed:
             at_it = [link.pid for link in source._links if link.entries and source._begun(link)[0]]
         time.sleep(0.01)
     os.kill(at_it[0], signal.SIGSTOP)
@@ -183,12 +182,12 @@ def test_a_worker_with_invalid_replies_keeps_slots_until_exit(pool, caplog) -> N
     source = join_pool()
     source.ask(requests([0], nbytes=1 << 16))
     wait_until(lambda: source._arena._taken)
-    with source._asked.changed:
+    with source.changed:
         source._links[0].frames = pool_source.PoolFrames(1)
     assert source.take("train", 100).id == "file:0"
     assert "was given up: it answered with what is no message" in caplog.text
     wait_until(lambda: not source._arena._taken)
-    assert not [death for hand in owner._crew.hands for death in hand.deaths]
+    assert not [death for slot in owner._group.slots for death in slot.deaths]
 
 
 def test_who_waits_for_others_work_sees_that_its_worker_goes_on(pool) -> None:
@@ -375,13 +374,21 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
                 with suppress(ConnectionError):
                     assert connection.recv(100) == b""
     arena = Arena(1 << 12)
-    for ticket, offset, room in (
-        (0, -1, 5), (0, 0, (1 << 12) + 1), (0, 1 << 12, 1), (0, 5, -1), (1 << 63, 0, 8),
+    harmful = (
+        pickle.dumps(Media("image", Path("x"), "x"))
+        .replace(b"pathlib", b"posix")
+        .replace(b"PosixPath", b"system")
+    )
+    with arena.view(0, len(harmful)) as slot:
+        slot[:] = harmful
+    for ticket, offset, space, packed in (
+        (0, -1, 5, 0), (0, 0, (1 << 12) + 1, 0), (0, 1 << 12, 1, 0), (0, 5, -1, 0), (1 << 63, 0, 8, 0),
+        (0, 0, 8, 9), (0, 2000, 8, 8), (0, 0, 1000, len(harmful)),
     ):  # fmt: skip
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"{owner.address}/0.sock")
             connection.settimeout(HANG_SECONDS)
-            bad = to_frame(PoolAsk(ticket, "train", 0, 0, [], offset, room))
+            bad = to_frame(PoolAsk(ticket, "train", 0, 0, [], offset, space, packed))
             socket.send_fds(connection, [hello + bad], [arena.fd])
             assert b"greeting" in connection.recv(1 << 16)
             with suppress(ConnectionError):

@@ -121,7 +121,7 @@ class TestOnACluster:
         self, source, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ray_source, "LATE_SECONDS", 0.5)
-        monkeypatch.setattr(ray_source, "TRIES", 1)
+        monkeypatch.setattr(ray_source.RaySource, "tries", 1)
         ours = source(Numbered(hangs=frozenset({1})), most=1, decode_seconds=1.0)
         ours.ask(requests(range(3)))
         assert str(ours.take("train", 101)) == (

@@ -13,9 +13,11 @@ import pytest
 
 from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 from dilatant.config import DataSource, UserError
+from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
-from dilatant.data.index.sizes import blend_sizes, known_sizes, reader_sizes
-from dilatant.data.order.blend import StreamBlend, open_blend
+from dilatant.data.index import sizes
+from dilatant.data.index.sizes import blend_sizes, known_sizes
+from dilatant.data.order.blend import Blend, StreamBlend, open_blend
 from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import content_digest
 from dilatant.data.text.encode import encode_sample
@@ -172,10 +174,10 @@ class Progress:
         self.calls.append((done, total))
 
 
-def index_of(source, encoding=ENCODING, **settings):
-    progress = Progress()
-    index = reader_sizes(open_source(source), encoding, progress=progress, **settings)
-    return index, progress.calls
+def index_of(source, encoding=ENCODING, cache_dir=None, workers=None):
+    progress, reader = Progress(), open_source(source)
+    found = sizes._source(reader, encoding, open_cache(cache_dir), workers, progress)
+    return sizes._index(found, encoding, reader.name_of, [found]), progress.calls
 
 
 def test_the_index_is_kept_in_the_cache_and_read_again(source, tmp_path, cache):
@@ -287,7 +289,7 @@ def test_groups_of_blocks_are_measured_by_one_worker_each(tmp_path, monkeypatch)
     monkeypatch.setattr(measure, "BLOCK_PIECE", 4)
     pieces = list(measure._pieces(20, reader.blocks))
     assert pieces == [(0, 4), (4, 6), (6, 10), (10, 12), (12, 16), (16, 18), (18, 20)]
-    tokens = reader_sizes(reader, ENCODING).of("language")
+    tokens = blend_sizes(Blend((reader,), (1.0,)), ENCODING).of("language")
     assert tokens.tolist() == [len(encode_sample(reader[at], ENCODING).input_ids) for at in range(20)]
     assert list(measure._pieces(150, None)) == [(0, 64), (64, 128), (128, 150)]
 

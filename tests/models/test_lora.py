@@ -20,7 +20,7 @@ from dilatant.models.adapters.lora import inject, is_adapter, merged_state
 from dilatant.models.build import build_model
 from dilatant.models.core.four_bit_stages import four_bit_names
 from dilatant.models.families.pretrained import PretrainedModel
-from dilatant.models.parallel.tensor_plan import degree_problems, dropout_problems, tensor_plan
+from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.plan.boxes import Box
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -165,5 +165,5 @@ def test_ranks_shard_adapters_like_layers_except_with_dropout():
     assert plan.cuts[f"{block}.mlp.up_proj.lora_magnitude_vector.weight"].dim == 0
     assert f"{block}.mlp.down_proj.lora_magnitude_vector.weight" in plan.partial
     dropping = opened("llava", lora=LoraConfig(lora_dropout=0.1))["language"]
-    (problem,) = dropout_problems(dropping, tensor_plan(dropping))
+    (problem,) = degree_problems(dropping, tensor_plan(dropping), 2)
     assert "model.lora.lora_dropout is 0.1" in problem

@@ -56,18 +56,4 @@ class OneSampleDropout(TorchFunctionMode):
             if not self.now[1]:
                 return args[0]
             return (args[0] * self._keep(args[0].shape, p)).to(args[0].dtype)
-        if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            query, key, value = args[:3]
-            groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-            scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * (
-                kwargs.get("scale") or query.shape[-1] ** -0.5
-            )
-            mask = kwargs.get("attn_mask")
-            if kwargs.get("is_causal"):
-                mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-            if mask is not None:
-                scores = torch.where(mask, scores, -torch.inf)
-            weights = torch.softmax(scores, -1) * self._keep(scores.shape, kwargs["dropout_p"])
-            return torch.einsum("bhqk,bhkd->bhqd", weights.to(value.dtype), value)
         return func(*args, **kwargs)

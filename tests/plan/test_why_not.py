@@ -12,7 +12,7 @@ from dilatant.plan import Mode, Workload
 from dilatant.plan.layouts.space import open_space
 from dilatant.plan.search.search import search
 from dilatant.plan.search.why_not import parse_asked_layout, why_not
-from dilatant.report.text.why_not_text import why_not_text
+from dilatant.report.text.plan_summary import why_not_text
 from dilatant.schedule.plan_scorer import plan_scorer
 
 BATCH = 8

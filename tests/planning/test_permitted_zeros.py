@@ -9,7 +9,7 @@ import pytest
 
 from dilatant.config.config import parse_config
 from dilatant.planning.problem.planned_hardware import plan_target
-from dilatant.planning.searched_zeros import ZeroVariants, zero_variants
+from dilatant.planning.problem.searched_settings import ZeroVariants, zero_variants
 
 TWO_NODES = {"hardware": "H100", "nodes": 2, "gpus_per_node": 4}
 GROUPS = {
@@ -46,7 +46,7 @@ def test_ways_that_are_searched(
         **sections,
     }
     config = parse_config(tree, tmp_path)
-    target = plan_target(config.cluster, zero=config.train.zero, optimizer=config.train.optimizer)
+    target = plan_target(config.cluster, config.train)
     assert zero_variants(config, target) == ZeroVariants(searched, glanced)
     if "zero" not in sections.get("train", {}):
         found = zero_variants(config, target, fault_tolerance=1)

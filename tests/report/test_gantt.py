@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.report.gantt import GanttChart, GanttRow, Lane
-from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
+from dilatant.report.gantt import GanttChart, GanttRow, Lane, measured_chart, predicted_chart
 from dilatant.report.text.gantt_summary import by_lane, data_waits
 from dilatant.schedule import Action, Assignment, one_f_one_b, simulate
 from dilatant.schedule.measured import DataWait, MeasuredAction

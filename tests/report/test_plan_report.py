@@ -17,11 +17,10 @@ from rich.console import Console
 from cases.example_reports import large_report, small_report
 from dilatant.plan import Plan
 from dilatant.report.pages import page
-from dilatant.report.pages.plan_page import render_plan_page
+from dilatant.report.pages.plan_page import print_plan, render_plan_page
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.text.gantt_tables import cause_tones
 from dilatant.report.text.plan_summary import explain, suggest, summarize
-from dilatant.report.text.plan_table import print_plan
 from dilatant.report.text.wording import bytes_text, count_text, percent_text, ranks_text, seconds_text
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028"\''
@@ -170,7 +169,7 @@ def test_numbers_are_written_for_readers(text, expected):
 
 
 def test_report_imports_no_torch():
-    code = "import sys, dilatant.report.pages.plan_page, dilatant.report.text.plan_table;"
+    code = "import sys, dilatant.report.pages.plan_page, dilatant.report.pages.plan_page;"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

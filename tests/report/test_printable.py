@@ -13,8 +13,7 @@ from rich.table import Table
 from dilatant.cli import app
 from dilatant.config import UserError
 from dilatant.config.printable import printable
-from dilatant.report.say import Terminal, say, warn
-from dilatant.report.terminal import print_line
+from dilatant.report.say import Terminal, print_line, say, warn
 
 HARM = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\x7f\udc80\r"
 CONTROLS = "\x1b\x07\x9b\u202e\x7f\udc80\r"

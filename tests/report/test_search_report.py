@@ -16,10 +16,18 @@ from dilatant.plan.costs.stable_batch import minimum_stable_batch
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.search.search import search
+from dilatant.report.gantt import predicted_chart
 from dilatant.report.pages.plan_page import render_plan_page
 from dilatant.report.plan_report import PlanReport
-from dilatant.report.search_report import search_report, size_distribution, workload_ratio
-from dilatant.report.text.search_reasons import layout_text
+from dilatant.report.search_report import (
+    compared_plans,
+    memory_use,
+    searched_plans,
+    size_distribution,
+    unit_facts,
+    workload_ratio,
+)  # fmt: skip
+from dilatant.report.text.search_reasons import layout_text, search_reasons
 from dilatant.schedule import Assignment, one_f_one_b
 from dilatant.schedule.simulator.predict import predict
 
@@ -79,9 +87,16 @@ def report():
     work = np.stack([tokens["vision"] * 1.2e-4, tokens["language"] * 3.6e-4], axis=1)
     stable = minimum_stable_batch(work, [(1, 3), (2, 2), (3, 1)])
     timeline = timelines[result.winner.plan, result.winner.num_microbatches]
-    return search_report(
-        "test", "6 devices", "synthetic", result, timeline, model, cluster, workload, work,
-        BATCH, stable=stable, rules=RULES,
+    winner = result.winner
+    return PlanReport(
+        "test", "6 devices", "synthetic", winner.score.schedule, winner.plan, unit_facts(model, {}),
+        predicted_chart(timeline, winner.score.sync_seconds), BATCH,
+        sizes=tuple(size_distribution(unit.name, workload.tokens[unit.name]) for unit in model.units),
+        ratio=workload_ratio(["vision", "language"], work, BATCH, stable),
+        memory=memory_use(winner, model, cluster, RULES), candidates=compared_plans(result, cluster),
+        lower_bound_seconds=result.lower_bound, proven=result.proven, planning_seconds=result.wall_seconds,
+        allocated_devices=cluster.num_devices, reasons=search_reasons(result, cluster),
+        groups=searched_plans(result), gpus_per_node=cluster.gpus_per_node,
     )  # fmt: skip
 
 

@@ -13,10 +13,9 @@ from rich.console import Console
 
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.index.stats import BlendSource, describe
-from dilatant.data.text.example import Example, ExampleSpan
-from dilatant.report.pages.stats_page import render_stats_page, write_stats_page
-from dilatant.report.stats_report import StatsReport
-from dilatant.report.text.stats_table import print_stats, summarize_stats
+from dilatant.data.sample import Example, ExampleSpan
+from dilatant.report.pages.stats_page import print_stats, render_stats_page, write_stats_page
+from dilatant.report.text.stats_summary import StatsReport, summarize_stats
 from dilatant.schedule.assignment.batch_balance import BatchBalance
 from harness.browser import Browser, find_chromium
 
@@ -77,8 +76,8 @@ def test_figures_are_shown_in_the_terminal_at_80_columns():
         shown = " ".join(text.split())
         assert "80 samples" in shown
         assert "Training would refuse 5 samples" in shown
-        assert "vision tokens per sample, from 100 to 600" in shown
-        assert "audio: each of its 79 samples has 49 tokens" in shown
+        assert "vision: samples 67, mean 345, 5 % 100" in shown
+        assert "audio: Each of its 79 samples has 49 tokens" in shown
         assert (
             "devices would wait 42 % of the time for the slowest; placed by the policy balanced, 1.7 %"
             in shown

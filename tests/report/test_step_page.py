@@ -8,8 +8,7 @@ import re
 import pytest
 
 from cases.example_step import PLAN, STEP
-from dilatant.report.gantt import GanttChart, GanttRow, Lane
-from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
+from dilatant.report.gantt import GanttChart, GanttRow, Lane, measured_chart, predicted_chart
 from dilatant.report.pages.step_page import render_step_page, write_step_page
 from dilatant.report.step_comparison import Prediction, compare_steps
 from dilatant.schedule import Assignment, one_f_one_b, simulate

@@ -24,9 +24,11 @@ from dilatant.models.sources import parse_config
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
-from dilatant.planning.measuring.layer_costs import _probe, costs_in_use
+from dilatant.planning.measuring.layer_costs import costs_in_use
+from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.layer_shards import tensor_shard
+from dilatant.runtime.precision import pick_device
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule import FAMILIES, trainability_of
@@ -181,10 +183,10 @@ def predicted(case: Drawn) -> np.ndarray:
     degrees = sorted({(stage.stage.tp, 1) for stage in plan.stages()})
     probes = [
         replace(
-            _probe(
+            layer_probe(
                 replace(entry, unit=tensor_shard(entry.unit, tp)) if entry.is_divided else entry,
+                pick_device(),
                 case.dtype,
-                (),
             ),
             degree=(tp, 1),
         )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallel
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
 from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws, SampleLayout
-from dilatant.models.core.structure import Structure
 from dilatant.models.dropout.keyed_dropout import KeyedDropout
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
@@ -103,25 +101,17 @@ def test_tensors_that_are_not_made_of_samples_do_not_fit() -> None:
             row.uniform("x/0", shape, torch.device("cpu"))
 
 
-def test_eager_attention_drops_what_sdpa_drops() -> None:
-    losses = []
-    for implementation in ("sdpa", "eager"):
-        model = build_model(PHI)
-        model.language.model.set_attn_implementation(implementation)
-        losses.append(loss_of(alone(model)))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # fp32 sums in another order
-
-
-def test_without_dropout_nothing_is_left_around_the_model() -> None:
-    case = replace(PHI, dropout=0.0)
-    for model, stays in ((build_model(case), False), (build_model(PHI), True)):
-        runtime = alone(model)
-        runtime.execute(build_samples(case))
-        assert any(module._forward_hooks for module in model.modules()) is stays
-        runtime.close()
-        assert not any(
-            module._forward_hooks or "recompute_contexts" in module.__dict__ for module in model.modules()
-        )
+def test_closing_restores_plain_dropout() -> None:
+    model = build_model(replace(PHI, recompute="block"))
+    runtime = alone(model)
+    runtime.execute(build_samples(PHI))
+    assert any(isinstance(module, KeyedDropout) for module in model.modules())
+    runtime.close()
+    assert not any(
+        isinstance(module, KeyedDropout) or module.__dict__.get("recompute_contexts")
+        for module in model.modules()
+    )
+    assert any(type(module) is nn.Dropout for module in model.modules())
 
 
 def test_what_is_not_trained_drops_nothing() -> None:
@@ -129,15 +119,6 @@ def test_what_is_not_trained_drops_nothing() -> None:
     without = build_model(replace(PHI, dropout=0.0))
     # Only the projector trains, which has no dropout here.
     assert loss_of(alone(frozen)) == pytest.approx(loss_of(alone(without)), rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", [nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout])
-def test_other_kinds_of_dropout_have_keys_too(kind: type) -> None:
-    samples = build_samples(CASE)
-    one, again = (with_tower(kind(0.5)) for _ in range(2))
-    losses = [loss_of(runtime, samples) for runtime in (one, again, with_tower(kind(0.5), 3))]
-    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
-    assert loss_of(with_tower(nn.Identity()), samples) != pytest.approx(losses[0], rel=1e-4)
 
 
 def test_dropout_in_place_drops_and_scales_as_dropout_does() -> None:
@@ -155,7 +136,38 @@ def test_custom_module_that_draws_only_later_is_still_refused() -> None:
 
     runtime = with_tower(Call(late))
     runtime.execute(build_samples(CASE))
-    with pytest.raises(UserError, match="randn_like draws"):
+    with pytest.raises(UserError, match="belong to no sample"):
+        runtime.execute(build_samples(CASE))
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    "random",
+    [
+        Call(lambda h: h + torch.randn_like(h)),
+        Call(lambda h: h * (torch.rand([]) < 0.9)),
+        Call(lambda h: nn.functional.dropout(h, 0.5)),
+        Call(lambda h: h * float(np.random.rand())),  # noqa: NPY002
+    ],
+)
+def test_numbers_that_belong_to_no_sample_are_refused(random: nn.Module) -> None:
+    runtime = with_tower(random)
+    with pytest.raises(UserError, match=r"vision: .*belong to no sample"):
+        runtime.execute(build_samples(CASE))
+    runtime.close()
+
+
+def test_dropout_of_tensors_that_are_not_made_of_samples_is_refused() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + self.dropout(torch.ones(5, 4, 12)).sum()
+
+    runtime = with_tower(Table())
+    with pytest.raises(UserError, match=r"vision\.encoder: dropout of a tensor of shape \[5, 4, 12\]"):
         runtime.execute(build_samples(CASE))
     runtime.close()
 
@@ -163,85 +175,33 @@ def test_custom_module_that_draws_only_later_is_still_refused() -> None:
 @pytest.mark.parametrize(
     ("random", "said"),
     [
-        (Call(lambda h: h + torch.randn_like(h)), r"vision\.encoder: randn_like draws random numbers"),
-        (Call(lambda h: h * (torch.rand([]) < 0.9)), r"vision\.encoder: rand draws"),
-        (Call(lambda h: h * torch.empty_like(h).uniform_(0.9, 1.1)), r"uniform_ draws"),
-        (Call(lambda h: h + nn.functional.dropout(torch.ones(5, 4, 12), 0.5)), r"shape \[5, 4, 12\]"),
+        (nn.AlphaDropout(0.5), r"vision: p of module 'model\.random' \(AlphaDropout\) is 0\.5"),
         (
             nn.TransformerEncoderLayer(12, 2, 8, dropout=0.1, batch_first=True),
-            r"set their `dropout` to 0:\n.*random\.self_attn",
+            r"dropout of module 'model\.random\.self_attn' \(MultiheadAttention\) is 0\.1",
         ),
     ],
 )
-def test_what_no_key_reaches_is_refused(random: nn.Module, said: str) -> None:
-    runtime = with_tower(random)
+def test_dropout_within_other_modules_is_refused_before_a_step(random: nn.Module, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        runtime.execute(build_samples(CASE))
-    runtime.close()
+        with_tower(random)
 
 
-def test_what_draws_unheard_is_refused_at_its_first_forward() -> None:
-    import numpy as np
-
-    runtime = with_tower(Call(lambda h: h * float(np.random.rand())))  # noqa: NPY002
-    with pytest.raises(UserError, match="belong to no sample"):
-        runtime.execute(build_samples(CASE))
-    runtime.close()
+def test_dropout_by_functions_of_transformers_is_refused_by_key() -> None:
+    settings = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 30}
+    opt = {"model_type": "opt", "ffn_dim": 16, "word_embed_proj_dim": 16, "dropout": 0.1, **settings}
+    said = r"(?s)language: attention_dropout is 0\.2; set it to 0.*language: dropout is 0\.1; set it to 0"
+    with pytest.raises(UserError, match=said):
+        parallelize(MultimodalModel({}, {**opt, "attention_dropout": 0.2}), {"language": ParallelSpec()})
 
 
 def test_callbacks_may_draw_only_with_a_generator_of_their_own() -> None:
     runtime = with_tower(nn.Identity(), after_projector=lambda _, h: nn.functional.dropout(h, 0.5))
-    with pytest.raises(UserError, match="outside of its layers"):
+    with pytest.raises(UserError, match="belong to no sample"):
         runtime.execute(build_samples(CASE))
     runtime.close()
     own = torch.Generator().manual_seed(0)
     loss_of(with_tower(Call(lambda h: h + torch.randn(h.shape, generator=own))), build_samples(CASE))
-
-
-@pytest.mark.parametrize(
-    ("after", "own", "where"),
-    [
-        ((), ("start", "block 0", "block 1"), ["start", "block 0", "block 1", "block 1"]),
-        ((), ("block 1",), ["", "block 1", "block 1"]),
-        ((), ("start", "block 0"), ["start", "block 0", None]),
-        (("norm",), ("block 1", "tail"), ["", "block 1", None, "tail"]),
-        (("norm",), ("block 1",), ["", "block 1", None, ""]),
-    ],
-)
-def test_modules_around_blocks_belong_to_the_adjacent_layer(
-    after: tuple[str, ...], own: tuple[str, ...], where: list[str | None]
-) -> None:
-    """Where a slice of a model is: as it begins, in its blocks, behind them, and in its norm, if that is a layer."""
-    dropout, seen = KeyedDropout.__new__(KeyedDropout), []
-    dropout._hooks, dropout._hooked, dropout._stage = [], [], SimpleNamespace(layers=own)  # type: ignore[assignment]
-    dropout._running = SimpleNamespace(layer=None, outermost=None)  # type: ignore[assignment]
-
-    class Noting(nn.Module):
-        def forward(self) -> None:
-            seen.append(dropout._running.layer)  # type: ignore[union-attr]
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Noting() for layer in own if layer.startswith("block"))
-            self.norm = Noting()
-
-        def forward(self) -> None:
-            Noting.forward(self)  # type: ignore[arg-type]
-            for block in self.blocks:
-                block()
-            Noting.forward(self)  # type: ignore[arg-type]
-            if after:
-                self.norm()
-
-    model = Model()
-    unit: Any = SimpleNamespace(
-        structure=Structure("blocks", (), after, 2), layers=("start", "block 0", "block 1", "tail")
-    )
-    dropout._hook_model(model, unit)
-    model()
-    assert seen == where
-    assert dropout._running.layer is None  # type: ignore[union-attr]
 
 
 def test_layers_left_out_by_chance_are_refused_before_a_step() -> None:
@@ -252,24 +212,6 @@ def test_layers_left_out_by_chance_are_refused_before_a_step() -> None:
         alone(model)
     model.freeze(["vision.encoder", "language"])
     alone(model).close()
-
-
-@pytest.mark.parametrize("rate", [0.0, None])
-def test_layerdrop_draw_is_allowed_only_at_rate_zero(
-    rate: float | None,
-) -> None:
-    """transformers 5.17 draws one number for each layer of Whisper, also where it leaves none out."""
-    model = build_model(PHI)
-    model.language.model.config.layerdrop = rate
-
-    def draw(*_: Any) -> None:
-        torch.rand([])
-
-    model.language.model.get_input_embeddings().register_forward_hook(draw)
-    runtime = alone(model)
-    with nullcontext() if rate == 0 else pytest.raises(UserError, match="rand draws random numbers"):
-        runtime.execute(build_samples(PHI))
-    runtime.close()
 
 
 def test_two_samples_of_one_draw_are_refused() -> None:

@@ -238,9 +238,6 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can() -> None:
     )
     assert "'self_attn.q_proj' is normalised over all heads; give it tp: 1" in refusal(TWO, language="olmo2")
     assert "how ranks share the layers of 'stablelm' is not known" in refusal(TWO, language="stablelm")
-    dropping = refusal(TWO, dropout=0.1)
-    assert "vision: dropout is 0.1" in dropping
-    assert "language: attention_dropout is 0.1" in dropping
     few = {"num_attention_heads": 4, "num_key_value_heads": 4}
     assert "2 key heads of linear attention cannot be shared by 4 ranks; it takes tp 1, 2" in refusal(
         wide, language="qwen3_5_text", attention="causal", settings=few

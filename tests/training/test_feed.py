@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
 from dilatant.data.index.sizes import SizesIndex
-from dilatant.data.order.sampler import Sampler
-from dilatant.data.sample import EncodedSample, content_digest
+from dilatant.data.order.sampler import Sampler, StreamSampler
+from dilatant.data.sample import EncodedSample, Sample, content_digest
 from dilatant.data.text.encoding import QUESTION
-from dilatant.data.workers.loader import GlobalBatch
 from dilatant.data.workers.pool import SampleRequest
-from dilatant.training.feeding.feed import IndexedData, StepPrefetcher, StepSamples, draws
-from dilatant.training.feeding.inputs import HELD_OUT, RankInputs, _StreamedSteps
+from dilatant.training.feeding.feed import StepPrefetcher
+from dilatant.training.feeding.inputs import HELD_OUT, RankInputs
+from dilatant.training.feeding.step_data import IndexedData, StepSamples, StreamedData, draws
 from harness.patience import HANG_SECONDS, wait_until
 
 LENGTHS = np.random.default_rng(0).integers(3, 9, 23)
@@ -58,6 +59,7 @@ class _Source:
 
     bad: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
+    bad_media: frozenset[int] = frozenset()
     asked: list[SampleRequest] = field(default_factory=list)
     open: dict[tuple[str, int], SampleRequest] = field(default_factory=dict)
 
@@ -69,7 +71,7 @@ class _Source:
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
         one = self.open.pop((dataset, draw))
-        if one.index in self.bad:
+        if one.index in self.bad or (one.index in self.bad_media and "vision" in one.parts):
             return UserError(f"file:{one.index}: is cut off")
         sizes = {"language": int(LENGTHS[one.index]), "vision": int(LENGTHS[one.index] % 3 * 4)}
         ids = (
@@ -146,7 +148,7 @@ def test_four_ranks_decode_each_part_their_steps_use_once() -> None:
 def test_refused_samples_are_never_asked_for_and_named() -> None:
     source = _Source()
     refused = {4: "file:4: is too long", 7: "file:7: has no answer"}
-    with _feed(2, source, refused=refused) as feed:
+    with _feed(2, source, refused=refused, skips=True) as feed:
         seen = [one.batch for one in feed]
     assert not {one.index for one in source.asked} & {4, 7}
     indices, _ = SAMPLER.take(SAMPLER.start(), 48)
@@ -324,32 +326,75 @@ def test_first_valid_held_out_samples_are_judged_as_questions() -> None:
     assert sum(len(step.batch.samples) for step in _held_out(refused, _Source()).held_out(None, 4)) == 20
 
 
-def test_steps_of_a_stream_go_on_from_the_number_of_the_first() -> None:
-    class Planner:
-        planned: ClassVar[list[int]] = []
+class _Stream:
+    """Endless samples 0, 1, 2, ... of which some cannot be read."""
 
-        def plan_step(self, samples: object, step_number: int) -> Any:
-            self.planned.append(step_number)
+    def __init__(self, unreadable: frozenset[int] = frozenset()) -> None:
+        self.unreadable = unreadable
 
-    batches = iter([GlobalBatch((), SAMPLER.start(), 0.0) for _ in range(3)])
-    steps = _StreamedSteps(batches, Planner(), 7)  # type: ignore[arg-type]
-    for _ in range(3):
-        next(steps)
-    assert Planner.planned == [7, 8, 9]
+    name = "stream"
+
+    def read(self, skip: int) -> Iterator[Sample | SampleError]:
+        for number in range(skip, 23):
+            yield (
+                SampleError(f"file:{number}", "no form")
+                if number in self.unreadable
+                else Sample(f"file:{number}", ())
+            )
 
 
-@pytest.mark.parametrize(("on_error", "parts"), [("skip", None), ("raise", frozenset({"vision", "tokens"}))])
-def test_stream_decodes_every_part_where_bad_samples_are_skipped(
-    monkeypatch: pytest.MonkeyPatch, on_error: str, parts: frozenset[str] | None
-) -> None:
-    opened: list[Any] = []
-    monkeypatch.setattr(
-        "dilatant.training.feeding.inputs.Loader", lambda *_, **settings: opened.append(settings)
+class _StreamSource(_Source):
+    """Knows a sample by what is sent with its request."""
+
+    def ask(self, requests: Sequence[SampleRequest]) -> None:
+        assert all(one.sample is not None for one in requests)
+        super().ask([replace(one, index=int(one.sample.id[5:])) for one in requests if one.sample])
+
+
+def _streamed(rank: int, source: _Source, stream: _Stream, begin: int = 0, **settings: Any) -> Any:
+    sampler = StreamSampler((stream,), (1.0,), 3, 6, 4)
+    data = StreamedData("train", sampler, source)
+    position = sampler.start()
+    if begin:
+        position = next(islice(sampler.batches(position), begin - 1, None))[1]
+    return StepPrefetcher(data, data.draws(position, begin, 8), source, _plan, _needs(rank), **settings)
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+def test_steps_of_a_stream_are_planned_alike_and_leave_bad_samples_out(begin: int) -> None:
+    bad = int(np.flatnonzero(LENGTHS % 3)[0])
+    sources = [_StreamSource(bad_media=frozenset({bad})) for _ in range(4)]
+    feeds = [_streamed(rank, sources[rank], _Stream(frozenset({4})), begin, skips=True) for rank in range(4)]
+    order = StreamSampler((_Stream(frozenset({4})),), (1.0,), 3, 6, 4)
+    for number, (drawn, position) in enumerate(islice(order.batches(order.start()), 8)):
+        if number < begin:
+            continue
+        _exchange(feeds)
+        inputs = [next(feed) for feed in feeds]
+        names = [one.id for one in drawn if isinstance(one, Sample) and one.id != f"file:{bad}"]
+        assert {one.batch.position for one in inputs} == {position}
+        for rank, one in enumerate(inputs):
+            assert one.step == inputs[0].step
+            assert [s.id for s in one.batch.samples] == names
+            assert one.batch.num_samples + one.batch.skipped == 6
+            for at, sample in enumerate(one.batch.samples):
+                assert len(sample.input_ids) == sample.sizes["language"]
+                assert bool(sample.media) == ("vision" in _needs(rank)(one.step).get(at, ()))
+    assert all(len(feed.left_out) <= 2 for feed in feeds)  # only of steps that may still be due
+    for feed in feeds:
+        feed.close()
+    assert not any(source.open for source in sources)
+
+
+def test_an_unreadable_sample_of_a_stream_stops_the_run_when_due() -> None:
+    order = StreamSampler((_Stream(frozenset({11})),), (1.0,), 3, 6, 4)
+    due = next(
+        number
+        for number, (drawn, _) in enumerate(order.batches(order.start()))
+        if any(isinstance(one, SampleError) for one in drawn)
     )
-    inputs = RankInputs.__new__(RankInputs)
-    inputs._config = SimpleNamespace(data=SimpleNamespace(workers=0, on_error=on_error))  # type: ignore[assignment]
-    inputs._samples = SimpleNamespace(train=None, encoding=None)  # type: ignore[assignment]
-    inputs._needs = SimpleNamespace(media=frozenset({"vision"}))  # type: ignore[assignment]
-    inputs._skips = on_error == "skip"
-    inputs._open_loader(SAMPLER, SAMPLER.start(), 3)
-    assert (opened[0]["parts"], opened[0]["on_error"], opened[0]["steps"]) == (parts, on_error, 3)
+    with _streamed(2, _StreamSource(), _Stream(frozenset({11}))) as feed:
+        for _ in range(due):
+            next(feed)
+        with pytest.raises(UserError, match="file:11: no form"):
+            next(feed)

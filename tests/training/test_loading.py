@@ -13,7 +13,7 @@ from cases.tiny_project import tiny_config, write_images
 from dilatant import ParallelSpec, UserError, load_config, make_loader, parallelize
 from dilatant.data.media.pixels import as_array
 from dilatant.data.workers.loader import Loader
-from dilatant.planning.assemble import assemble_model, assemble_samples
+from dilatant.planning.assemble import assemble_encoding, assemble_model, assemble_samples
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def config_path(tmp_path: Path) -> Path:
 def test_batches_are_those_of_the_config_and_can_be_executed(config_path: Path) -> None:
     config = load_config(config_path)
     samples = assemble_samples(config)
-    model = assemble_model(config, samples)
+    model = assemble_model(config, samples.tokenizer, samples.encoding)
     expected = Loader(samples.train, samples.encoding, samples.train.sampler(config.seed, 4), steps=3)
     own = ParallelSpec()
     parallel = parallelize(model, {"vision": own, "language": own}, colocated={"vision": "language"})
@@ -49,7 +49,7 @@ def test_batches_are_those_of_the_config_and_can_be_executed(config_path: Path) 
 
 def test_a_model_without_a_tokenizer_is_asked_for_one(config_path: Path) -> None:
     config = load_config(config_path)
-    model = assemble_model(config, assemble_samples(config), hollow=True)
+    model = assemble_model(config, *assemble_encoding(config), hollow=True)
     model.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer"):
         make_loader(model, [config_path.parent / "train.jsonl"], 4)

@@ -18,7 +18,7 @@ from dilatant.cost.model import save_costs
 from dilatant.data.workers.loader import Loader
 from dilatant.planning.assemble import assemble_samples, load_model_tokenizer
 from dilatant.planning.measuring.layer_shapes import layer_shapes
-from dilatant.planning.plan_variants import score_unfrozen
+from dilatant.planning.plan_advice import score_unfrozen
 from dilatant.planning.planned_run import plan_report, training_plan
 from dilatant.planning.planning import (
     PlanningProblem,

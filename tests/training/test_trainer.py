@@ -17,7 +17,7 @@ from dilatant.data.order.sampler import SamplerState
 from dilatant.plan.boxes import Box
 from dilatant.training import trainer as room
 from dilatant.training.evaluation.best_checkpoint import BestEvaluation
-from dilatant.training.feeding.steps import count_steps, seed_step
+from dilatant.training.feeding.step_data import count_steps, seed_step
 from dilatant.training.trainer import Trainer
 
 

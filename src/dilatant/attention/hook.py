@@ -32,7 +32,7 @@ from dilatant.attention.recompute_cache import cached_attention
 NAME = "dilatant"
 PLAN_KEYWORD = "attention_plan"
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _UNSUPPORTED = {
     "position_bias": "adds a bias to its scores",
     "attention_bias": "adds a bias to its scores",
@@ -82,7 +82,7 @@ def leaks_between_samples(model: PreTrainedModel) -> str | None:
 def dropout_of(model: PreTrainedModel) -> str | None:
     """Describe the attention dropout of `model`, which attention plans do not support; None if it has none."""
     config = model.config.get_text_config()
-    for name in _DROPOUTS:
+    for name in ATTENTION_DROPOUTS:
         if rate := getattr(config, name, None):
             return f"{name} is {rate}, and attention over plans never holds the weights that it would drop"
     return None

@@ -31,6 +31,7 @@ from dilatant.cli import (
     status,
     train,
 )
+from dilatant.cli.options import with_options
 from dilatant.comm.temporary import remove_left_folders
 from dilatant.config.errors import UserError
 from dilatant.report.say import open_console, warnings_as_lines
@@ -62,18 +63,19 @@ def _options(
     """Options common to all verbs."""
 
 
-app.command("plan")(plan.plan)
-app.command("simulate")(simulate.simulate)
-app.command("profile")(profile.profile)
-app.command("train")(train.train)
-app.command("resume")(resume.resume)
-app.command("export")(export.export)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("evaluate")(evaluate.evaluate)
-app.command("agent")(agent.agent)
-app.command("status")(status.status)
-app.command("doctor")(doctor.doctor)
+for _verb in (
+    *(
+        plan.plan,
+        simulate.simulate,
+        profile.profile,
+        train.train,
+        resume.resume,
+        export.export,
+        generate.generate,
+    ),
+    *(chat.chat, evaluate.evaluate, agent.agent, status.status, doctor.doctor),
+):
+    app.command(_verb.__name__)(with_options(_verb))
 app.add_typer(data.app, name="data")
 
 

@@ -1,20 +1,22 @@
-"""Options for prompting an exported model, shared by `generate` and `chat`."""
+"""Options for prompting an exported model, shared by `generate`, `chat` and `evaluate`, and the model that answers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.config.errors import UserError
+from dilatant.cli.options import say_loading
+from dilatant.config.errors import UserError, list_problems
 
 if TYPE_CHECKING:
-    from dilatant.data.sample import Media, MediaKind
-    from dilatant.hf.export import ExportedModel
+    from dilatant.data.sample import Media, Turn
+    from dilatant.data.text.encode import EncodedPrompt
+    from dilatant.models.generators.sampling import SamplingSettings
 
 _COLDEST = 0.001
 """Below this temperature, scaled logits exceed the range of float16, and later that of float32."""
@@ -22,37 +24,56 @@ _COLDEST = 0.001
 ExportPath = Annotated[
     Path, typer.Argument(metavar="EXPORT", help="A folder written by `dilatant export`, or by `train`.")
 ]
-Image = Annotated[list[Path], typer.Option("--image", help="An image for the (first) question; repeatable.")]
-Audio = Annotated[list[Path], typer.Option("--audio", help="A sound for it; repeatable.")]
-Video = Annotated[
-    list[Path], typer.Option("--video", help="A video for it, or a folder of its frames; repeatable.")
-]
-System = Annotated[str | None, typer.Option(help="What the model is told before the question.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The longest answer.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token.")]
-TopP = Annotated[
-    float | None,
-    typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that share this probability."),
-]
-TopK = Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")]
-RepetitionPenalty = Annotated[
-    float, typer.Option(min=0.0, help="Above 1, tokens that were there already are less likely.")
-]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")]
+Paths = list[Path]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling settings of text generation."""
+class PromptOptions:
+    """Media and system text of the (first) question, and the sampling settings of text generation."""
 
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float = 1.0
+    image: Annotated[
+        Paths, typer.Option("--image", help="An image for the (first) question; repeatable.")
+    ] = field(default_factory=list)
+    audio: Annotated[Paths, typer.Option("--audio", help="A sound for it; repeatable.")] = field(
+        default_factory=list
+    )
+    video: Annotated[
+        Paths, typer.Option("--video", help="A video for it, or a folder of its frames; repeatable.")
+    ] = field(default_factory=list)
+    system: Annotated[str | None, typer.Option(help="What the model is told before the question.")] = None
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token.")] = 0.0
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that share this probability."),
+    ] = None
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")] = None
+    repetition_penalty: Annotated[
+        float, typer.Option(min=0.0, help="Above 1, tokens that were there already are less likely.")
+    ] = 1.0
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0
+
+    @property
+    def media(self) -> list[Media]:
+        """The media that the options name, in their order."""
+        return [
+            item
+            for kind in ("image", "audio", "video")
+            for path in getattr(self, kind)
+            for item in media_at(kind, path)
+        ]
+
+    def system_turns(self) -> tuple[Turn, ...]:
+        """Return the turns before the first question."""
+        from dilatant.data.sample import Turn
+
+        return (Turn("system", (self.system,)),) if self.system else ()
 
     def problems(self) -> list[str]:
         """Return what is wrong with the options, one line each."""
-        found = []
+        found = media_problems(self.media)
+        if not is_text(self.system or ""):
+            found.append("--system is not UTF-8 text")
         if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
             found.append(
                 f"--temperature must be 0, or a number from {_COLDEST} on (given: {self.temperature:g})"
@@ -73,33 +94,81 @@ class Sampling:
         return keywords
 
 
-def media_of(image: Iterable[Path], audio: Iterable[Path], video: Iterable[Path]) -> list[Media]:
-    """Return the media that the options name, in their order."""
+@dataclass(frozen=True, slots=True)
+class DrawingOptions:
+    """Settings of picture generation."""
+
+    guidance: Annotated[
+        float, typer.Option(min=0.0, help="How much pictures follow the prompt; 1 is as they were learned.")
+    ] = 2.0
+    drawing_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to a picture.")] = 20
+
+    def settings(self) -> SamplingSettings:
+        from dilatant.models.generators.sampling import SamplingSettings
+
+        return SamplingSettings(self.drawing_steps, self.guidance)
+
+
+class Answerer:
+    """An exported model on this machine's device, which answers as options say. Raises UserError for options with a
+    mistake (`problems` has more), before anything large is loaded."""
+
+    def __init__(
+        self, folder: Path, options: PromptOptions, max_new_tokens: int, problems: list[str], what: str
+    ) -> None:
+        if problems := [*problems, *options.problems()]:
+            raise list_problems(f"the {what} has a mistake:", problems)
+        say_loading()
+
+        import torch
+
+        from dilatant.hf.export import load_exported
+        from dilatant.runtime.precision import pick_device
+
+        self.options = options
+        self.max_new_tokens = max_new_tokens
+        self.device = pick_device()
+        exported = load_exported(folder)
+        self.tokenizer, self.encoding = exported.tokenizer, exported.encoding
+        self.stop_ids = self.encoding.chat.stop_ids
+        self.require_encoders(options.media)
+        self.model = exported.model.to(self.device)
+        torch.manual_seed(options.seed)
+
+    def require_encoders(self, media: Iterable[Media]) -> None:
+        """Raise UserError for media that the model has no encoder for."""
+        kinds = {unit.kind for unit in self.encoding.units}
+        for item in media:
+            if item.kind not in kinds:
+                raise UserError(f"--{item.kind} {item.name!r}: this model has no encoder for {item.kind}")
+
+    def answer(self, prompt: EncodedPrompt, **more: Any) -> str:
+        """Return the answer to a prompt. more: further keywords for transformers' `generate`."""
+        from dilatant.training.evaluation.generation import generate_answers
+
+        (text,) = generate_answers(
+            self.model, self.tokenizer, [prompt], self.device, self.max_new_tokens, self.stop_ids,
+            **self.options.keywords(), **more,
+        )  # fmt: skip
+        return text
+
+
+def media_at(kind: Any, path: Path) -> list[Media]:
+    """Return the item of this kind at a path."""
     from dilatant.data.sample import Media
 
-    kinds: tuple[tuple[MediaKind, Iterable[Path]], ...] = (
-        *(("image", image), ("audio", audio), ("video", video)),
-    )
-    return [Media(kind, path, str(path)) for kind, paths in kinds for path in paths]
+    return [Media(kind, path, str(path))]
 
 
-def media_problems(given: Iterable[Media]) -> list[str]:
+def media_problems(media: Iterable[Media]) -> list[str]:
     """Return why files named by options cannot be read."""
     found = []
-    for media in given:
-        path = Path(media.name)
-        if not path.is_file() and not (media.kind == "video" and path.is_dir()):
+    for item in media:
+        path = Path(item.name)
+        if not path.is_file() and not (item.kind == "video" and path.is_dir()):
             why = "is not a file" if path.exists() else "does not exist"
-            found.append(f"--{media.kind} {media.name!r} {why}")
+            found.append(f"--{item.kind} {item.name!r} {why}")
     return found
-
-
-def require_encoders(exported: ExportedModel, given: Iterable[Media]) -> None:
-    """Raise UserError for media that the model has no encoder for."""
-    kinds = {unit.kind for unit in exported.encoding.units}
-    for media in given:
-        if media.kind not in kinds:
-            raise UserError(f"--{media.kind} {media.name!r}: this model has no encoder for {media.kind}")
 
 
 def is_text(text: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, Trust, is_page, output_file, read_config
+from dilatant.cli.options import AsJson, ConfigOptions, is_page, output_file, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,9 +26,9 @@ Workers = Annotated[
 
 
 @app.command()
+@with_options
 def stats(
-    config: ConfigPath,
-    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    options: ConfigOptions,
     page: Annotated[
         Path | None,
         typer.Option(
@@ -36,20 +36,18 @@ def stats(
         ),
     ] = None,
     workers: Workers = None,
-    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the tokens of every training sample in every unit: distributions, ratios, the gain of balancing, and samples
     that training would refuse. No media are decoded, except for the few samples shown on the page."""
-    resolved = read_config(config, overrides, trust or None, loads=True)
+    resolved = options.read()
+    from dilatant.data.index.lint import unused_by_source, unused_lines
     from dilatant.data.index.sizes import blend_sizes
-    from dilatant.data.unused_columns import unused_by_source, unused_lines
     from dilatant.planning.assemble import assemble_samples
     from dilatant.planning.problem.describe_data import describe_data
     from dilatant.report.pages.page_links import link_pages
-    from dilatant.report.pages.stats_page import write_stats_page
+    from dilatant.report.pages.stats_page import print_stats, write_stats_page
     from dilatant.report.say import open_console, say
-    from dilatant.report.text.stats_table import print_stats
 
     console = open_console(stderr=as_json)
     samples = assemble_samples(resolved)
@@ -62,7 +60,7 @@ def stats(
             workers=workers,
             progress=partial(_show, progress, task),
         )
-    title = f"Training data of {config.name}"
+    title = f"Training data of {options.config.name}"
     for line in unused_lines(samples.train, index, samples.encoding):
         say(console, line)
     report = describe_data(resolved, samples, index, title, examples=page is not None)
@@ -86,23 +84,22 @@ def stats(
 
 
 @app.command()
+@with_options
 def lint(
-    config: ConfigPath,
-    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    options: ConfigOptions,
     headers_only: Annotated[
         bool, typer.Option("--headers-only", help="Do not decode media: faster, but misses cut-off files.")
     ] = False,
     workers: Workers = None,
-    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Find every training or held-out sample that would fail in training. Exits with code 1 if there is any."""
-    resolved = read_config(config, overrides, trust or None, loads=True)
+    resolved = options.read()
     from rich.text import Text
 
     from dilatant.data.index.lint import lint as find_problems
+    from dilatant.data.index.lint import unused_by_source, unused_lines
     from dilatant.data.index.sizes import blend_sizes
-    from dilatant.data.unused_columns import unused_by_source, unused_lines
     from dilatant.planning.assemble import assemble_samples
     from dilatant.report.say import open_console, say
     from dilatant.report.text.wording import counted

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from dilatant.cli.asking import DrawingOptions, ExportPath
 from dilatant.cli.options import AsJson, say_loading
 from dilatant.config.errors import UserError
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder written by `dilatant export`.")],
+    folder: ExportPath,
     data: Annotated[
         str, typer.Option(help="Held-out samples: a file, a folder or a pattern, as `data.eval`.")
     ],
@@ -24,11 +25,10 @@ def evaluate(
             "gives a number."
         ),
     ],
+    drawing: DrawingOptions,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first samples.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where every sample's score goes, as JSON.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    guidance: Annotated[float, typer.Option(min=0.0, help="How much pictures follow the prompt.")] = 2.0,
-    drawing_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to a picture.")] = 20,
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of what is drawn.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -38,7 +38,6 @@ def evaluate(
     from dilatant.config import DataSource
     from dilatant.data.order.blend import Blend, open_blend
     from dilatant.hf.export import load_exported
-    from dilatant.models.generators.sampling import SamplingSettings
     from dilatant.report.say import open_console, show_progress
     from dilatant.runtime.precision import pick_device
     from dilatant.training.evaluation.scored_answers import judge_answers, load_judge
@@ -49,9 +48,10 @@ def evaluate(
     assert isinstance(blend, Blend)  # a path is never streamed
     exported = load_exported(folder)
     total = min(len(blend), limit or len(blend))
-    how = SamplingSettings(drawing_steps, guidance)
     with show_progress(open_console(stderr=True), "judging") as show:
-        for one in judge_answers(exported, blend, function, pick_device(), max_new_tokens, how, limit, seed):
+        for one in judge_answers(
+            exported, blend, function, pick_device(), max_new_tokens, drawing.settings(), limit, seed
+        ):
             scores.append(one)
             show(f"judging: {len(scores):,} of {total:,}")
     if not scores:

@@ -28,12 +28,12 @@ def export(
 
     console = open_console(stderr=as_json)
     require_plain(folder, is_run=True)
-    config = read_run(folder, trust=trust)
+    config = read_run(folder, trust=trust, needs_data=False)
     target = to or folder / "export"
     check_target(target, folder)
     say_loading()
 
-    from dilatant.planning.assemble import assemble_model, assemble_samples
+    from dilatant.planning.assemble import assemble_encoding, assemble_model
     from dilatant.training.checkpoints.checkpoint import best_of, newest_valid
     from dilatant.training.export_checkpoint import export_checkpoint
 
@@ -44,9 +44,9 @@ def export(
         raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
     if config.evaluation.keep_best is not None:
         checkpoint = best_of(checkpoint)
-    samples = assemble_samples(config)
-    model = assemble_model(config, samples, hollow=True)
-    export_checkpoint(checkpoint.path, model, config, samples.encoding, target, folder)
+    tokenizer, encoding = assemble_encoding(config)
+    model = assemble_model(config, tokenizer, encoding, hollow=True)
+    export_checkpoint(checkpoint.path, model, config, encoding, target, folder)
     if as_json:
         print(json.dumps({"export": str(target), "step": checkpoint.step}))
     say(console, f"step {checkpoint.step} exported to {target}")

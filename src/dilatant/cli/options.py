@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
 
@@ -14,6 +17,8 @@ from dilatant.config.environment import hide_gpus, place_from
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dilatant.config import Config
 
 ConfigPath = Annotated[
@@ -36,6 +41,46 @@ Trust = Annotated[
         help="Run code that the config names, although a run folder of somebody holds it.",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigOptions:
+    """The config of a run, as a file with changes."""
+
+    config: ConfigPath
+    overrides: Overrides = field(default_factory=list)
+    trust: Trust = False
+
+    def read(self) -> Config:
+        """Read the config, and announce that torch is loaded next. Raises UserError."""
+        return read_config(self.config, self.overrides, self.trust or None, loads=True)
+
+
+def with_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Return a verb as typer takes it: a parameter whose type is a dataclass becomes options, one for each field."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(verb, eval_str=True).parameters.values():
+        parameter = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        if not is_dataclass(parameter.annotation):
+            parameters.append(parameter)
+            continue
+        groups[parameter.name] = parameter.annotation
+        hints = get_type_hints(parameter.annotation, include_extras=True)
+        for one in fields(parameter.annotation):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            default = inspect.Parameter.empty if default is MISSING else default
+            parameters.append(parameter.replace(name=one.name, annotation=hints[one.name], default=default))
+
+    @functools.wraps(verb)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
+        verb(**values)
+
+    cast(Any, call).__signature__ = inspect.Signature(parameters)
+    return call
+
 
 Same = Callable[[str], bool]
 """A check that a text is of the kind of file that an option writes."""
@@ -130,13 +175,14 @@ def read_config(
     prepare: Callable[[dict[str, Any]], None] = lambda tree: None,
     loads: bool = False,
     run: Path | None = None,
+    needs_data: bool = True,
 ) -> Config:
     """Call `load_config`, importing its libraries only now, so that `--help` starts immediately.
 
     Paths in `overrides` are relative to the working directory. Files that moved together with the run or plan that
     wrote the config are found, and reported. `trust` is False if the user named a folder in which the config was found,
     None if the user named the config. `prepare` modifies the file's tree first. `loads` calls `say_loading`. `run` is
-    the run's folder, by default derived from the files beside the config.
+    the run's folder, by default derived from the files beside the config. `needs_data`: see `follow_run`.
     """
     from dilatant.config import load_config
     from dilatant.config.files.paths import follow_run
@@ -146,7 +192,7 @@ def read_config(
     folder = run or run_folder_of(path)
 
     def follow(tree: dict[str, Any]) -> None:
-        for line in follow_run(tree, folder) if folder is not None else ():
+        for line in follow_run(tree, folder, needs_data) if folder is not None else ():
             print(printable(line), file=sys.stderr)
         prepare(tree)
 
@@ -166,7 +212,11 @@ def read_config(
 
 
 def read_run(
-    folder: Path, overrides: Iterable[str] = (), resume: bool = False, trust: bool = False
+    folder: Path,
+    overrides: Iterable[str] = (),
+    resume: bool = False,
+    trust: bool = False,
+    needs_data: bool = True,
 ) -> Config:
     """Return the config that a run was started with. Files that moved with the run are found. With `resume`, the config
     continues from the run's newest checkpoint. Raises UserError."""
@@ -179,7 +229,7 @@ def read_run(
             tree["output_dir"] = str(folder.resolve())
             tree.setdefault("train", {})["resume"] = "auto"
 
-    return read_config(saved, overrides, trust, go_on, run=folder)
+    return read_config(saved, overrides, trust, go_on, run=folder, needs_data=needs_data)
 
 
 def read_config_text(text: str) -> Config:
@@ -191,3 +241,18 @@ def read_config_text(text: str) -> Config:
     if config.train.device == "cpu":
         hide_gpus()
     return config
+
+
+def seen_from_here(path: Path) -> Path:
+    """Return the path relative to the working folder if it is inside."""
+    whole = path.resolve()
+    return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
+
+
+def show_places(console: Console, places: Mapping[Path, str] | Mapping[str, str]) -> None:
+    """List files that were written, or commands to run, with a description of each."""
+    from dilatant.report.say import print_line
+
+    for place, what in places.items():
+        shown = place if isinstance(place, str) else seen_from_here(place)
+        print_line(console, f"  {shown}  ", (what, "dim"), wrap=False)

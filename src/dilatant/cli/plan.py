@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import (
-    AsJson,
-    ConfigPath,
-    Overrides,
-    Trust,
-    is_page,
-    is_plan,
-    output_file,
-    read_config,
-)
+from dilatant.cli.options import AsJson, ConfigOptions, is_page, is_plan, output_file, show_places
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,8 +25,7 @@ Page = Annotated[
 
 
 def plan(
-    config: ConfigPath,
-    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    options: ConfigOptions,
     costs: Annotated[
         Path | None,
         typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False),
@@ -68,7 +58,6 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a model, its data and a cluster, and explain the choice. Nothing is trained.
@@ -83,7 +72,7 @@ def plan(
         raise UserError(
             "--like plans one layout; ask --why-not and --fault-tolerance of a search, without --like"
         )
-    resolved = with_costs(read_config(config, overrides, trust or None, loads=True), costs)
+    resolved = with_costs(options.read(), costs)
 
     from dilatant.plan.search.why_not import parse_asked_layout
     from dilatant.planning.planned_run import (
@@ -95,10 +84,8 @@ def plan(
     )
     from dilatant.planning.planning import plan_like, plan_run
     from dilatant.report.pages.page_links import link_pages
-    from dilatant.report.pages.plan_page import write_plan_page
-    from dilatant.report.say import open_console, show_progress
-    from dilatant.report.terminal import print_indented, print_line
-    from dilatant.report.text.plan_table import print_plan
+    from dilatant.report.pages.plan_page import print_plan, write_plan_page
+    from dilatant.report.say import open_console, print_line, show_progress
 
     console = open_console(stderr=as_json)
     check_plan_folder(resolved)  # fail before the search
@@ -108,10 +95,10 @@ def plan(
     with show_progress(open_console(stderr=True), "searching"):
         if like is not None:
             planned = plan_like(problem, parse_asked_layout(like, units))
-            report = fixed_plan_report(plan_report(planned, config.stem), like)
+            report = fixed_plan_report(plan_report(planned, options.config.stem), like)
         else:
             planned = plan_run(problem, fault_tolerance=fault_tolerance or 0)
-            report = plan_report(planned, config.stem, asked)
+            report = plan_report(planned, options.config.stem, asked)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
@@ -125,13 +112,7 @@ def plan(
         print(report.to_json())
         return
     print_plan(report, console)
-    print_line(console, ("Why this plan", "bold"))
-    for sentence in report.reasons:
-        print_indented(console, sentence)
-    for question in report.why_not:
-        print_line(console, (f"Why not {question.asked}?", "bold"))
-        for sentence in question.answer:
-            print_indented(console, sentence)
+    console.print()
     show_places(
         console,
         {
@@ -142,7 +123,7 @@ def plan(
     )
     where = "" if problem.target.is_local else f" on {problem.target.hardware.name}"
     print_line(console, f"\nTo train with it{where}:")
-    print_line(console, f"  {train_command(config, file)}", wrap=False)
+    print_line(console, f"  {train_command(options.config, file)}", wrap=False)
 
 
 def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Console) -> None:
@@ -151,8 +132,7 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
 
     from dilatant.config.files.durable import write_durably
     from dilatant.planning.planning import seconds_by_fault_tolerance
-    from dilatant.report.say import open_console, show_progress
-    from dilatant.report.terminal import print_line
+    from dilatant.report.say import open_console, print_line, show_progress
     from dilatant.report.text.wording import seconds_text
 
     with show_progress(open_console(stderr=True), "searching plans that nodes may be lost of"):
@@ -207,17 +187,3 @@ def train_command(config: Path, plan_file: Path) -> str:
     # Sets the whole section, which replaces a layout in the config. Its paths are relative to the YAML file.
     path = os.path.relpath(plan_file.resolve(), config.resolve().parent)
     return f"dilatant train {shlex.quote(str(config))} --set {shlex.quote(f'parallel={{plan: {path}}}')}"
-
-
-def _seen_from_here(path: Path) -> Path:
-    whole = path.resolve()
-    return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
-
-
-def show_places(console: Console, places: dict[Path, str]) -> None:
-    """List the files that were written, with a description of each."""
-    from dilatant.report.terminal import print_line
-
-    console.print()
-    for path, what in places.items():
-        print_line(console, f"  {_seen_from_here(path)}  ", (what, "dim"), wrap=False)

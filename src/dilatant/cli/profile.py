@@ -9,33 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import (
-    AsJson,
-    ConfigPath,
-    Overrides,
-    Trust,
-    is_cost_file,
-    is_hardware_file,
-    output_file,
-    read_config,
-)
+from dilatant.cli.options import AsJson, ConfigOptions, is_cost_file, is_hardware_file, output_file
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from rich.console import Console
 
-    from dilatant.cost.layer import LayerCost
-    from dilatant.cost.model import CostModel, Degree
-    from dilatant.cost.quadratic import Quadratic
+    from dilatant.cost.model import CostModel
     from dilatant.planning.problem.link_probe import MeasuredLinks
     from dilatant.planning.problem.planned_hardware import Target
 
 
 def profile(
-    config: ConfigPath,
-    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    options: ConfigOptions,
     out: Annotated[
         Path, typer.Option(help="Where to write the costs.", callback=output_file(is_cost_file))
     ] = Path("costs.yaml"),
@@ -71,7 +57,6 @@ def profile(
             help="Measure for this one of cluster.groups (here are devices of its kind); --out keeps others.",
         ),
     ] = "",
-    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure every layer type of a model at several token counts: forward, gradients, recomputation and memory.
@@ -84,8 +69,7 @@ def profile(
         "tensor_parallel": _counts(tp, "--tp", "1,2,4"),
         "context_parallel": _counts(cp, "--cp", "1,2,4"),
     }
-    asked = {name: counts for name, counts in degrees.items() if counts}
-    resolved = read_config(config, overrides, trust or None, loads=True)
+    resolved = options.read()
 
     from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
@@ -94,24 +78,22 @@ def profile(
     from dilatant.planning.measuring.cost_cache import store_costs
     from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers, measured_tokens
     from dilatant.planning.problem.describe_model import build_meta_model, describe_model
-    from dilatant.planning.problem.planned_degrees import planned_degrees
     from dilatant.planning.problem.planned_hardware import (
         entry_name,
         plan_target,
         target_of_group,
         with_links,
     )
-    from dilatant.report.say import open_console, show_progress
-    from dilatant.report.terminal import print_line
+    from dilatant.planning.problem.searched_settings import planned_degrees
+    from dilatant.report.say import open_console, print_line, show_progress
 
     console = open_console(stderr=as_json)
-    train = resolved.train
-    if group:
-        target = target_of_group(resolved.cluster, group, train.precision, train.optimizer)
-    else:
-        target = plan_target(resolved.cluster, train.precision, train.zero, train.optimizer)
+    cluster, train = resolved.cluster, resolved.train
+    target = target_of_group(cluster, group, train) if group else plan_target(cluster, train)
     counts = lengths or measured_tokens(resolved)
-    plan = resolved.plan.model_copy(update={"costs": None, **asked})
+    plan = resolved.plan.model_copy(
+        update={"costs": None, **{name: counts for name, counts in degrees.items() if counts}}
+    )
     place = place_from()
     found = _measure_links(target) if links is not None else None
     if place is not None and place.rank > 0:
@@ -152,20 +134,13 @@ def profile(
             f"{links}: plan with it by `cluster.hardware: {name}` and `cluster.hardware_file: {links}`",
             wrap=False,
         )
-    if together is not None:
+    if together is None:
+        line = f"{out}: plan with it by `plan.costs: {out}`, or share it with others on {costs.hardware}"
+    else:
         lacking = [one.name for one in resolved.cluster.groups or () if one.name not in together.groups]
         rest = f" (not there yet, so modelled: {', '.join(lacking)})" if lacking else ""
-        print_line(
-            console,
-            f"{out} has {', '.join(together.groups)}: plan with it by `plan.costs: {out}`{rest}",
-            wrap=False,
-        )
-        return
-    print_line(
-        console,
-        f"{out}: plan with it by `plan.costs: {out}`, or share it with others on {costs.hardware}",
-        wrap=False,
-    )
+        line = f"{out} has {', '.join(together.groups)}: plan with it by `plan.costs: {out}`{rest}"
+    print_line(console, line, wrap=False)
 
 
 def _measure_links(target: Target) -> MeasuredLinks:
@@ -191,7 +166,7 @@ def _measure_links(target: Target) -> MeasuredLinks:
 
 
 def _show_links(found: MeasuredLinks, console: Console) -> None:
-    from dilatant.report.terminal import print_line
+    from dilatant.report.say import print_line
     from dilatant.report.text.wording import percent_text, seconds_text
 
     for where, measured in (("inside a node", found.inside), ("between nodes", found.between)):
@@ -223,7 +198,7 @@ def _at(kind: str, counts: tuple[int, ...]) -> int:
 
 
 def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
-    from dilatant.report.terminal import plain_table, print_line, print_table
+    from dilatant.report.say import plain_table, print_line, print_table
     from dilatant.report.text.wording import bytes_text, count_text, seconds_text
 
     print_line(console, (costs.hardware, "bold"), f", {costs.dtype}, {costs.origin}")
@@ -231,45 +206,31 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
         print_line(console, ("not measured: ", "yellow"), costs.note)
     elif any(degree != (1, 1) for degrees in costs.layers.values() for degree in degrees):
         print_line(console, (costs.note, "dim"))
-    times: dict[str, Callable[[LayerCost], Quadratic]] = {
-        "forward": lambda cost: cost.forward,
-        "input": lambda cost: cost.input_gradient,
-        "weights": lambda cost: cost.weight_gradient,
-    }
+    times = {"forward": "forward", "input": "input_gradient", "weights": "weight_gradient"}
     wide = console.width >= 120
     if wide:
-        times |= {"if first trained": lambda cost: cost.first_trainable, "again": lambda cost: cost.recompute}
+        times |= {"if first trained": "first_trainable", "again": "recompute"}
     sizes = ("parameters", "activations") if wide else ()
     figures = ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit")
     # In a narrow terminal names are shortened, never figures.
     table = plain_table(("layer type", *figures), right=figures, whole=figures)
     for kind, degrees in costs.layers.items():
-        for name, cost in _row_names(kind, degrees):
-            at = _at(kind, counts)
-            seconds = [value(cost)(at) for value in times.values()]
-            held = (count_text(cost.parameters), bytes_text(cost.activation_bytes(at))) if wide else ()
+        at, name = _at(kind, counts), kind  # named once, and by its degrees unless they are 1
+        for (tp, cp), cost in degrees.items():
+            degree = f"tp {tp}" + (f" cp {cp}" if cp > 1 else "")
+            seconds = [getattr(cost, attribute)(at) for attribute in times.values()]
             table.add_row(
-                name,
+                name if name and (tp, cp) == (1, 1) else f"{name or ' '} {degree}",
                 f"{at:,}",
                 *(seconds_text(one) if one else "" for one in seconds),
-                *held,
+                *((count_text(cost.parameters), bytes_text(cost.activation_bytes(at))) if wide else ()),
                 "" if cost.fit_error is None else f"{cost.fit_error:.0%}",
             )
+            name = ""
     print_table(console, table)
     if not wide:
         about = "at: tokens; input, weights: their gradients; fit: its worst error. All of it is in the file"
         print_line(console, (about, "dim"))
-
-
-def _row_names(kind: str, degrees: Mapping[Degree, LayerCost]) -> Iterator[tuple[str, LayerCost]]:
-    """Yield each row's name and cost: the layer type, with its degrees unless they are 1; further rows, degrees
-    only."""
-    for number, ((tp, cp), cost) in enumerate(degrees.items()):
-        group = f"tp {tp}" + (f" cp {cp}" if cp > 1 else "")
-        if number == 0:
-            yield kind if (tp, cp) == (1, 1) else f"{kind} {group}", cost
-        else:
-            yield f"  {group}", cost
 
 
 def _plain(costs: CostModel, counts: tuple[int, ...]) -> dict[str, object]:

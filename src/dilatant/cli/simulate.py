@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import AsJson, Overrides, Trust, read_config, say_loading
-from dilatant.cli.plan import Page, open_problem, show_places
+from dilatant.cli.options import AsJson, Overrides, Trust, read_config, say_loading, show_places
+from dilatant.cli.plan import Page, open_problem
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import read_text
 
@@ -63,95 +64,88 @@ def simulate(
     nodes join and leave the cluster as in the trace; the result is throughput over time with pipeline templates and
     with restarts.
     """
-    given = _read(source, [*_cluster(cluster), *overrides], trust)
+    run = _read(source, [*_cluster(cluster), *overrides], trust)
 
     from dilatant.plan.replay.node_trace import load_node_trace
+    from dilatant.planning.planning import plan_run, time_plan
     from dilatant.report.say import open_console, show_progress
 
     console = open_console(stderr=as_json)
-    trace = None if failures is None else load_node_trace(failures, seed=given.config.seed)
-    problem = open_problem(given.config, searches=given.plan is None)
+    trace = None if failures is None else load_node_trace(failures, seed=run.config.seed)
+    problem = open_problem(run.config, searches=run.plan is None)
     if trace is not None:
-        _replay(problem, given.name, trace, fault_tolerance, page, as_json, console)
+        _replay(problem, run.name, trace, fault_tolerance, page, as_json, console)
         return
-    if given.zero is not None:
-        problem = problem.sharing(given.zero)
+    if run.zero is not None:
+        problem = problem.sharing(run.zero)
     with show_progress(open_console(stderr=True), "simulating"):
-        planned = _timed(problem, given, microbatches)
-    if given.step is not None and page is None and not as_json:
-        page = given.folder / "plan.html"
-    _show(planned, given, page, as_json, console)
+        if run.plan is None:
+            planned = plan_run(problem)
+            if microbatches:
+                planned = time_plan(problem, planned.result.winner.plan, microbatches)
+        elif microbatches:
+            planned = time_plan(problem, run.plan, microbatches)
+        else:
+            planned = time_plan(
+                problem, run.plan, run.step.get("num_microbatches"), run.step.get("row_tokens")
+            )
+    if run.measured is not None and page is None and not as_json:
+        page = run.folder / "plan.html"
+    _show(planned, run, page, as_json, console)
 
 
 @dataclass(frozen=True, slots=True)
-class _SimulationInput:
-    """The input of a simulation: a plan file's plan and number of microbatches, or a run's measured step. `row_tokens`
-    and `zero` are as in `TrainingPlan`; `name` is that of the run or file, `folder` its location."""
+class _SimulatedRun:
+    """What is simulated: a config, or a plan file's plan with its `step` settings, and a run's measured step. `name` is
+    that of the run or file, `folder` its location."""
 
     config: Config
     name: str
     folder: Path
     plan: Plan | None = None
-    microbatches: int | None = None
-    step: MeasuredStep | None = None
-    schedule: str | None = None
-    row_tokens: int | None = None
+    step: Mapping[str, Any] = field(default_factory=dict)
+    measured: MeasuredStep | None = None
     zero: Zero | None = None
 
 
-def _read(source: Path, overrides: list[str], trust: bool) -> _SimulationInput:
+def _read(source: Path, overrides: list[str], trust: bool) -> _SimulatedRun:
     path = source / "plan.json" if source.is_dir() else source
+    folder = path.parent
     if path.suffix != ".json":
-        return _SimulationInput(
-            read_config(path, overrides, trust or None, loads=True), path.stem, path.parent
-        )
+        return _SimulatedRun(read_config(path, overrides, trust or None, loads=True), path.stem, folder)
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError):
         raise UserError(f"plan {str(path)!r} cannot be read; `dilatant plan CONFIG` writes one") from None
     say_loading()
     try:
-        from dilatant.plan.plan import Plan
         from dilatant.planning.layout import TrainingPlan
 
-        plan = Plan.from_json(text)
         trained, step = TrainingPlan.from_json(text), json.loads(text).get("step", {})
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    beside = path.parent / "config.yaml"
+    beside = folder / "config.yaml"
     if not beside.is_file():
         raise UserError(
             f"{path} needs the config.yaml that `dilatant plan` writes beside it: model and data are read from there"
         )
-    config = read_config(beside, overrides, trust)
-    said = {entry.partition("=")[0] for entry in overrides}
-    measured = _measured(path.parent)
-    sized = config.cluster.groups or any(key.partition(".")[0] == "cluster" for key in said)
+    plan, config = trained.plan, read_config(beside, overrides, trust)
+    keys = {entry.partition("=")[0] for entry in overrides}
+    measured = _measured(folder)
+    sized = config.cluster.groups or any(key.partition(".")[0] == "cluster" for key in keys)
     if measured is not None and not sized:
         config = _with(config, "cluster", gpus_per_node=len(plan.ranks))
-    if not {"plan", "plan.costs"} & said and (costs := _costs_beside(path.parent, config)):
+    if not {"plan", "plan.costs"} & keys and (costs := _costs_beside(folder, config)):
         config = _with(config, "plan", costs=costs)
-    stages = [placed.stage for placed in plan.stages()]
-    degrees = {
-        "tensor_parallel": {stage.tp for stage in stages},
-        "context_parallel": {stage.cp for stage in stages},
-    }
-    for key, own in degrees.items():  # costs are needed at these degrees, too
-        if own != {1} and not {"plan", f"plan.{key}"} & said:
-            config = _with(config, "plan", **{key: tuple(sorted({1, *own}))})
-    folder = path.parent
+    for key, degree in (
+        ("tensor_parallel", "tp"),
+        ("context_parallel", "cp"),
+    ):  # costs are needed at these, too
+        degrees = {getattr(placed.stage, degree) for placed in plan.stages()}
+        if degrees != {1} and not {"plan", f"plan.{key}"} & keys:
+            config = _with(config, "plan", **{key: tuple(sorted({1, *degrees}))})
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem
-    return _SimulationInput(
-        config,
-        name,
-        folder,
-        plan,
-        step.get("num_microbatches"),
-        measured,
-        step.get("schedule"),
-        step.get("row_tokens"),
-        config.train.zero or trained.zero,
-    )
+    return _SimulatedRun(config, name, folder, plan, step, measured, config.train.zero or trained.zero)
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
@@ -200,41 +194,35 @@ def _cluster(text: str) -> list[str]:
     return [*entries, f"cluster.hardware={hardware}"] if hardware else entries
 
 
-def _timed(problem: PlanningProblem, given: _SimulationInput, microbatches: int | None) -> PlannedRun:
-    from dilatant.planning.planning import plan_run, time_plan
-
-    if given.plan is None:
-        planned = plan_run(problem)
-        return time_plan(problem, planned.result.winner.plan, microbatches) if microbatches else planned
-    if microbatches:
-        return time_plan(problem, given.plan, microbatches)
-    return time_plan(problem, given.plan, given.microbatches, given.row_tokens)
-
-
 def _show(
-    planned: PlannedRun, given: _SimulationInput, page: Path | None, as_json: bool, console: Console
+    planned: PlannedRun, run: _SimulatedRun, page: Path | None, as_json: bool, console: Console
 ) -> None:
-    from dilatant.planning.plan_variants import compare_schedules
+    from dilatant.planning.plan_advice import compare_schedules
     from dilatant.planning.planned_run import fixed_plan_report, plan_report
     from dilatant.planning.planning import simulated_steps
-    from dilatant.report.text.plan_table import print_plan
+    from dilatant.report.gantt import measured_chart, predicted_chart
+    from dilatant.report.pages.plan_page import print_plan
 
     winner = planned.result.winner
-    report = fixed_plan_report(plan_report(planned, given.name))
-    prediction = None
-    if given.step is not None:
-        prediction = _prediction(planned, report.plan, given.step)
-        report = _beside(report, given.schedule, given.step, prediction)
-    own = winner.plan, winner.num_microbatches, winner.row_tokens, winner.score.schedule or None
-    steps = simulated_steps(planned.problem, *own)
+    report, prediction = fixed_plan_report(plan_report(planned, run.name)), None
+    if run.measured is not None:
+        prediction = _prediction(planned, report.plan, run.measured)
+        report = replace(
+            report,
+            schedule=run.step.get("schedule") or report.schedule,
+            timeline=predicted_chart(prediction.timeline),
+            measured=measured_chart(run.measured.actions, report.plan),
+        )
+    settings = winner.plan, winner.num_microbatches, winner.row_tokens, winner.score.schedule or None
+    steps = [step.seconds for step in simulated_steps(planned.problem, *settings)]
     schedules = compare_schedules(planned.problem, winner)
-    written = {} if page is None else _write_pages(page, report, given, prediction)
+    written = {} if page is None else _write_pages(page, report, run, prediction)
     if as_json:
         facts: dict[str, Any] = {
             "report": json.loads(report.to_json()),
             "num_microbatches": winner.num_microbatches,
             "row_tokens": winner.row_tokens,
-            "step_seconds": [step.seconds for step in steps],
+            "step_seconds": steps,
             "schedules": {
                 name: {"seconds": score.seconds, "peak_bytes": max(score.peak_bytes, default=0.0)}
                 for name, score in schedules.items()
@@ -243,8 +231,9 @@ def _show(
         print(json.dumps(facts))
         return
     print_plan(report, console)
-    _print_steps([step.seconds for step in steps], schedules, planned.problem, console)
+    _print_steps(steps, schedules, planned.problem, console)
     if written:
+        console.print()
         show_places(console, written)
 
 
@@ -261,22 +250,8 @@ def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Pred
     return Prediction(step, origin_text(planned.problem.measured.origin))
 
 
-def _beside(
-    report: PlanReport, schedule: str | None, measured: MeasuredStep, prediction: Prediction
-) -> PlanReport:
-    """Return the report with a measured step and its prediction."""
-    from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
-
-    return replace(
-        report,
-        schedule=schedule or report.schedule,
-        timeline=predicted_chart(prediction.timeline),
-        measured=measured_chart(measured.actions, report.plan),
-    )
-
-
 def _write_pages(
-    page: Path, report: PlanReport, given: _SimulationInput, prediction: Prediction | None
+    page: Path, report: PlanReport, run: _SimulatedRun, prediction: Prediction | None
 ) -> dict[Path, str]:
     """Write the plan's page; for a run with a measured step also that step's page, with its prediction."""
     from dilatant.report.pages.page_links import link_pages
@@ -284,19 +259,18 @@ def _write_pages(
     from dilatant.report.pages.step_page import write_step_page
 
     written = {write_plan_page(report, page): "the same as a page: open it in a browser"}
-    if given.step is not None and page.parent == given.folder:
-        title = f"{given.name}: the last step"
-        path = given.folder / "timeline.html"
-        write_step_page(path, given.step.actions, report.plan, title, prediction, given.step.waits)
+    if run.measured is not None and page.parent == run.folder:
+        title, path = f"{run.name}: the last step", run.folder / "timeline.html"
+        write_step_page(path, run.measured.actions, report.plan, title, prediction, run.measured.waits)
         written[path] = "the measured step, now beside its prediction"
-    link_pages(given.folder)
+    link_pages(run.folder)
     return written
 
 
 def _print_steps(
     steps: list[float], schedules: dict[str, PlanScore], problem: PlanningProblem, console: Console
 ) -> None:
-    from dilatant.report.terminal import plain_table, print_line, print_table
+    from dilatant.report.say import plain_table, print_line, print_table
     from dilatant.report.text.wording import bytes_text, count_text, counted, percent_text, seconds_text
 
     mean = sum(steps) / len(steps)
@@ -329,33 +303,13 @@ def _replay(
 ) -> None:
     from dilatant.planning.failures import replay_failures
     from dilatant.report.pages.page_links import link_pages
-    from dilatant.report.pages.replay_page import (
-        ReplaySetting,
-        print_replays,
-        replays_to_plain,
-        write_replay_page,
-    )
+    from dilatant.report.pages.replay_page import print_replays, replays_to_plain, write_replay_page
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.say import open_console, show_progress
-    from dilatant.report.text.wording import origin_text
 
     with show_progress(open_console(stderr=True), "replaying"):
         found = replay_failures(problem, trace, fault_tolerance)
-    target = problem.target
-    setting = ReplaySetting(
-        run=name,
-        models=problem.model.names,
-        device=target.hardware.name,
-        gpus_per_node=target.cluster.gpus_per_node,
-        nodes=found.nodes,
-        nodes_asked=target.cluster.nodes,
-        templates=tuple(sorted(found.plan.templates)),
-        microbatches=found.plan.microbatches,
-        microbatch_size=found.plan.size,
-        costs=origin_text(problem.measured.origin),
-        fault_tolerance=fault_tolerance,
-        recovery=found.recovery,
-    )
+    setting = found.setting(problem, name, fault_tolerance)
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
     written = write_replay_page(found.replays, page, setting)
@@ -364,4 +318,5 @@ def _replay(
         print(json.dumps(replays_to_plain(found.replays, setting)))
         return
     print_replays(found.replays, console, setting)
+    console.print()
     show_places(console, {written: "the same as a page: open it in a browser"})

@@ -89,11 +89,32 @@ class Comm:
         self._inbox = register_inbox(self._store, self.generation, self.rank, self.size)
         self._watchdog = threading.Thread(target=self._watch, name="dilatant-watchdog", daemon=True)
         self._watchdog.start()
-        with self.translated_errors(f"all {self.size} ranks of generation {self.generation} to join"):
-            self._membership = join(
-                self._store, self.generation, self.rank, self.size, self._inbox, self._timeout
-            )
-        self._gloo_device = gloo_device(self._store)
+        try:
+            with self.translated_errors(f"all {self.size} ranks of generation {self.generation} to join"):
+                join(
+                    self._store,
+                    self.generation,
+                    self.rank,
+                    self.size,
+                    self._inbox,
+                    self._timeout,
+                    self._accept_offer,
+                )
+            self._gloo_device = gloo_device(self._store)
+        except BaseException:
+            if self._reason is not None:
+                self._abort_offer(self._reason)
+            raise
+
+    def _accept_offer(self, offer: Rendezvous) -> None:
+        self._membership = offer
+
+    def _abort_offer(self, reason: str) -> None:
+        """Abort the attempt that this rank has accepted: an abort of the attempt before may arrive behind the offer."""
+        with contextlib.suppress(Exception), contextlib.closing(self._inbox_store.clone()) as store:
+            for inbox in self._membership.inboxes:
+                if inbox != self._inbox:
+                    send_abort(store, inbox, reason)
 
     @property
     def aborted(self) -> str | None:

@@ -1,9 +1,9 @@
 """Rendezvous: the ranks of a generation find each other under an id that no earlier attempt has used.
 
 Ranks may join a generation repeatedly, also after one or all have failed: each attempt gets a fresh id, which rank 0
-draws when all ranks are present. All communication is keyed by this id, so no attempt sees stale messages. Each rank
-has an inbox in the store, read by its own thread even while the main thread waits: a message either asks what the rank
-is doing, or says that communication was aborted and why.
+draws when all ranks are present and which each of them accepts. All communication is keyed by this id, so no attempt
+sees stale messages. Each rank has an inbox in the store, read by its own thread even while the main thread waits: a
+message either asks what the rank is doing, or says that communication was aborted and why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,9 @@ from dilatant.comm.store.store import Store
 
 NOTICE_AFTER = timedelta(seconds=30)
 """Time after which rank 0 prints which ranks it still waits for."""
+CHECK_AFTER = timedelta(seconds=0.5)
+"""Time after which rank 0 looks whether a rank that has not accepted an offer joins anew."""
+BEGIN = "begin"
 ANSWER_SECONDS = 2.0
 """Time limit for the answer to a liveness check. An idle machine needs a millisecond, a loaded one more."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -53,29 +56,91 @@ def register_inbox(store: Store, generation: int, rank: int, size: int) -> str:
     return inbox
 
 
-def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeout: timedelta) -> Rendezvous:
-    """Wait until all ranks have joined. Raises TimeoutError or StoreGone."""
-    prefix = f"generation/{generation}"
-    own = f"{prefix}/join/{rank}"
+def join(
+    store: Store,
+    generation: int,
+    rank: int,
+    size: int,
+    inbox: str,
+    timeout: timedelta,
+    offered: Callable[[Rendezvous], None] = lambda offer: None,
+) -> Rendezvous:
+    """Wait until all ranks have joined and have said so. Raises TimeoutError or StoreGone.
+
+    A rank that was killed or aborted while it joined leaves its entry behind. Rank 0 therefore offers an attempt to all
+    entries, begins it when every rank has accepted, and offers another one where an entry has been replaced.
+    `offered` is called with each offer before it is accepted.
+    """
+    own = _entry(generation, rank)
     store.set(own, json.dumps([inbox, this_machine()]))
     try:
         if rank == 0:
-            keys = [f"{prefix}/join/{other}" for other in range(size)]
-            _await_all(store, keys, timeout)
-            inboxes, machines = zip(*(json.loads(each) for each in store.multi_get(keys)))
-            membership = Rendezvous(uuid4().hex, inboxes, machines)
-            for key in keys:
-                store.delete_key(key)
-            document = json.dumps([membership.id, inboxes, machines])
-            store.multi_set([f"started/{each}" for each in inboxes], [document] * size)
-            store.set(f"{prefix}/started", membership.id)
-            return membership
-        store.wait([f"started/{inbox}"], timeout)
+            offer = _gather(store, [_entry(generation, other) for other in range(size)], offered, timeout)
+            store.set(f"generation/{generation}/started", offer.id)
+            return offer
+        return _accept(store, rank, inbox, offered, timeout)
     except TimeoutError:
         store.delete_key(own)
         raise
-    name, inboxes, machines = json.loads(store.get(f"started/{inbox}"))
-    return Rendezvous(name, tuple(inboxes), tuple(machines))
+
+
+def _entry(generation: int, rank: int) -> str:
+    return f"generation/{generation}/join/{rank}"
+
+
+def _gather(
+    store: Store, entries: list[str], offered: Callable[[Rendezvous], None], timeout: timedelta
+) -> Rendezvous:
+    """Rank 0's half of `join`."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        _await_all(store, entries, _until(deadline))
+        if (present := _read(store, entries)) is None:
+            continue
+        inboxes, machines = zip(*map(json.loads, present))
+        offer = Rendezvous(uuid4().hex, inboxes, machines)
+        offered(offer)
+        document = json.dumps([offer.id, inboxes, machines])
+        for inbox in inboxes[1:]:
+            store.push(f"offers/{inbox}", document)
+        acceptances = [f"{offer.id}/accepted/{rank}" for rank in range(1, len(entries))]
+        while _read(store, entries) == present:
+            try:
+                store.wait(acceptances, min(_until(deadline), CHECK_AFTER))
+            except TimeoutError:
+                if time.monotonic() < deadline:
+                    continue
+                raise
+            for key in entries:
+                store.delete_key(key)
+            for inbox in inboxes[1:]:
+                store.push(f"offers/{inbox}", BEGIN)
+            return offer
+
+
+def _read(store: Store, entries: list[str]) -> list[bytes] | None:
+    """Return the entries, or None if one was withdrawn."""
+    return store.multi_get(entries) if store.check(entries) else None
+
+
+def _accept(
+    store: Store, rank: int, inbox: str, offered: Callable[[Rendezvous], None], timeout: timedelta
+) -> Rendezvous:
+    """Another rank's half of `join`: accept each offer until rank 0 begins one."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    offer = None
+    while True:
+        message = store.pop(f"offers/{inbox}", _until(deadline)).decode()
+        if message == BEGIN and offer is not None:
+            return offer
+        name, inboxes, machines = json.loads(message)
+        offer = Rendezvous(name, tuple(inboxes), tuple(machines))
+        offered(offer)
+        store.set(f"{name}/accepted/{rank}", b"")
+
+
+def _until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.0, deadline - time.monotonic()))
 
 
 def _await_all(store: Store, keys: list[str], timeout: timedelta) -> None:

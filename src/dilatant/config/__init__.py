@@ -28,26 +28,16 @@ if TYPE_CHECKING:
     from dilatant.config.train import RateSchedule as RateSchedule
     from dilatant.config.train import TrainConfig as TrainConfig
 
-_HOME = {
-    "ClusterConfig": "plan",
-    "Config": "config",
-    "DataConfig": "data",
-    "DataSource": "data",
-    "EncoderConfig": "model",
-    "EvaluationConfig": "train",
-    "LanguageModelConfig": "model",
-    "ModelConfig": "model",
-    "OptimizerConfig": "train",
-    "ParallelConfig": "parallel",
-    "PlanConfig": "plan",
-    "RateSchedule": "train",
-    "TrainConfig": "train",
-    "UnitParallelism": "parallel",
-    "UserError": "errors",
-    "list_problems": "errors",
-    "load_config": "config",
-    "parse_config": "config",
+_MODULES = {
+    "config": "Config load_config parse_config",
+    "data": "DataConfig DataSource",
+    "errors": "UserError list_problems",
+    "model": "EncoderConfig LanguageModelConfig ModelConfig",
+    "parallel": "ParallelConfig UnitParallelism",
+    "plan": "ClusterConfig PlanConfig",
+    "train": "EvaluationConfig OptimizerConfig RateSchedule TrainConfig",
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = sorted(_HOME)
 

@@ -1,11 +1,18 @@
-"""Base class of the config sections: typed, frozen, with unknown keys refused."""
+"""Base class of the config sections: typed, frozen, with unknown keys refused; and text fields that hold paths."""
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Any
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from dilatant.config.environment import expand_path
 
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+]?\d{1,2}")
 
@@ -17,10 +24,81 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_whole_numbers(cls, given: Any, info: ValidationInfo) -> Any:
+    def _read_whole_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Convert whole numbers in exponent notation: YAML reads 1e3 as a text."""
-        if not isinstance(given, str) or not _EXPONENT.fullmatch(given):
-            return given
+        if not isinstance(value, str) or not _EXPONENT.fullmatch(value):
+            return value
         field = cls.model_fields[str(info.field_name)]
-        is_whole = field.annotation in (int, int | None) and float(given).is_integer()
-        return int(float(given)) if is_whole else given
+        is_whole = field.annotation in (int, int | None) and float(value).is_integer()
+        return int(float(value)) if is_whole else value
+
+
+@dataclass(frozen=True, slots=True)
+class PathRule:
+    """Mark of a text field that is a path. words: texts with a meaning of their own; to name a file that is called like
+    one, write ./ before it. is_id: a text that names nothing in the folder from which paths start is an id of the hub.
+    moves: as an option, the path means the working folder even where only the YAML file's folder has such a file."""
+
+    words: tuple[str, ...] = ("",)
+    is_id: bool = False
+    moves: bool = False
+
+    def absolute(self, text: str, base: Path) -> str:
+        """Return the absolute path that `text` means in the folder `base`, or an id or word unchanged."""
+        if text in self.words:
+            return text
+        path = base / expand_path(text, base)
+        return os.path.normpath(path) if not self.is_id or "$" in text or path.exists() else text
+
+    def from_working_folder(self, text: str, base: Path) -> str:
+        """Return the value of an option of the command line: its path is resolved in the working folder, as a shell
+        completes it. A path that exists only in the YAML file's folder `base` keeps its meaning there."""
+        if not text or text in self.words or "\0" in text:
+            return text
+        path = expand_path(text, Path.cwd())
+        here, there = Path.cwd() / path, base / path
+        stays = not here.exists() if self.is_id else there.exists() and not here.exists() and not self.moves
+        return text if stays else os.path.normpath(here)
+
+
+AnyPath = Annotated[str, PathRule()]
+IdOrPath = Annotated[str, PathRule(("", "auto", "bytes"), is_id=True)]
+
+
+def _rules(annotation: Any) -> Iterator[PathRule]:
+    """Yield the rules in the branches of an optional or a union; a mapping or list has none itself."""
+    if typing.get_origin(annotation) is Annotated:
+        yield from (mark for mark in annotation.__metadata__ if isinstance(mark, PathRule))
+    elif typing.get_origin(annotation) not in (dict, tuple):
+        for argument in typing.get_args(annotation):
+            yield from _rules(argument)
+
+
+def path_rule(annotation: Any) -> PathRule | None:
+    """Return the rule of a text field with this annotation; None for one that holds no path."""
+    return next(_rules(annotation), None)
+
+
+def annotation_of(section: type[BaseModel], name: str) -> Any:
+    """Return the annotation of a field with its marks, which pydantic keeps apart; None for an unknown field."""
+    field = section.model_fields.get(name)
+    if field is None or not field.metadata:
+        return field and field.annotation
+    return Annotated[field.annotation, *field.metadata]
+
+
+def with_absolute_paths(value: Any, base: Path, annotation: Any = None) -> Any:
+    """Return a section, or a value in one, with every path in it resolved in the folder `base`."""
+    if isinstance(value, Section):
+        resolved = {
+            name: with_absolute_paths(getattr(value, name), base, annotation_of(type(value), name))
+            for name in type(value).model_fields
+        }
+        changed = {name: each for name, each in resolved.items() if each != getattr(value, name)}
+        return value.model_copy(update=changed) if changed else value
+    if isinstance(value, dict):
+        return {name: with_absolute_paths(each, base) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(with_absolute_paths(each, base) for each in value)
+    rule = path_rule(annotation) if isinstance(value, str) else None
+    return value if rule is None else rule.absolute(value, base)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-import os
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from dilatant.config.base import Section
+from dilatant.config.base import PathRule, Section, annotation_of, path_rule, with_absolute_paths
 from dilatant.config.data import DataConfig
-from dilatant.config.environment import expand_path
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.exports import with_parts
 from dilatant.config.files.own_files import read_text, require_plain
-from dilatant.config.files.paths import from_working_folder
 from dilatant.config.files.trust import require_trust, run_folder_of
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.config.model import ModelConfig
@@ -33,7 +31,7 @@ from dilatant.config.train import EvaluationConfig, TrainConfig
 class Config(Section):
     """The complete configuration of a run. Paths are relative to the YAML file."""
 
-    output_dir: str = "runs/default"
+    output_dir: Annotated[str, PathRule((), moves=True)] = "runs/default"
     """The run folder."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of random weights, of the order of samples and of dropout."""
@@ -180,12 +178,13 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
         ]
         telling = [problem for problem in telling if not _is_of_another_form(problem)]
         raise list_problems(f"{name} has a mistake:", [_explain(problem) for problem in telling]) from None
-    return _with_absolute_paths(config, base)
+    config = with_absolute_paths(config, base)
+    return config.model_copy(update={"model": with_parts(config.model)})
 
 
 def apply_override(tree: dict[str, Any], override: str, base: Path | None = None) -> None:
     """Change one key of a config's tree, as `--set` does. base: the YAML file's folder; if given, paths in the value
-    are relative to the working folder (see `from_working_folder`). Raises UserError."""
+    are relative to the working folder (see `PathRule.from_working_folder`). Raises UserError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"--set {override!r} must look like train.steps=100")
@@ -202,7 +201,8 @@ def apply_override(tree: dict[str, Any], override: str, base: Path | None = None
             f"--set {override!r}: the value is not valid YAML: {explain(error)}; put a text with characters such as "
             "? : # [ { in quotes of its own, as in '{prompt: \"What is it?\"}'"
         ) from None
-    value = value if base is None else from_working_folder(key, value, base)
+    if base is not None:
+        value = _from_working_folder(value, base, functools.reduce(_below, key.split("."), Config))
     if isinstance(node, dict):
         node[last] = value
     elif isinstance(node, list):
@@ -210,6 +210,18 @@ def apply_override(tree: dict[str, Any], override: str, base: Path | None = None
         node[int(last)] = value
     else:
         raise UserError(f"--set {override!r}: {'.'.join(parents)!r} is not a section")
+
+
+def _from_working_folder(value: Any, base: Path, annotation: Any) -> Any:
+    """Return the value of a key with this annotation, with its paths as `PathRule.from_working_folder` reads them."""
+    if isinstance(value, dict):
+        return {
+            name: _from_working_folder(each, base, _below(annotation, name)) for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_from_working_folder(each, base, _below(annotation, "")) for each in value]
+    rule = path_rule(annotation) if isinstance(value, str) else None
+    return value if rule is None else rule.from_working_folder(value, base)
 
 
 def _item(node: Any, part: str, parents: list[str]) -> Any:
@@ -289,15 +301,18 @@ def _places(section: Any, parents: tuple[str, ...] = ()) -> Iterator[str]:
 
 def _keys_at(parents: Iterable[Any]) -> list[str]:
     """Return the valid keys of the section at `parents`; keys of mappings and list positions are skipped."""
-    annotation: Any = Config
-    for part in parents:
-        if _is_section(annotation):
-            field = annotation.model_fields.get(str(part))
-            annotation = field.annotation if field else None
-        else:
-            annotation = _section_in(annotation)
+    annotation = functools.reduce(_below, map(str, parents), Config)
     section = annotation if _is_section(annotation) else _section_in(annotation)
     return list(section.model_fields) if section else []
+
+
+def _below(annotation: Any, part: Any) -> Any:
+    """Return the annotation of a key of a section, or of the sections in a mapping or list."""
+    if typing.get_origin(annotation) not in (dict, tuple):
+        for branch in (annotation, *typing.get_args(annotation)):
+            if _is_section(branch):
+                return annotation_of(branch, str(part))
+    return _section_in(annotation)
 
 
 def _is_section(annotation: Any) -> bool:
@@ -311,99 +326,3 @@ def _section_in(annotation: Any) -> Any:
         if found:
             return found
     return None
-
-
-def _with_absolute_paths(config: Config, base: Path) -> Config:
-    def absolute(text: str) -> str:
-        return os.path.normpath(base / expand_path(text, base))
-
-    def local(text: str | None) -> str | None:
-        # An id that names an existing folder next to the YAML file is that folder, otherwise a hub id. To name a
-        # folder that is called like a reserved word, write ./ before it.
-        if not text or text in ("auto", "bytes"):
-            return text
-        return absolute(text) if "$" in text or (base / expand_path(text, base)).exists() else text
-
-    def sources(entries: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(
-            entry.model_copy(
-                update={
-                    "path": entry.path and absolute(entry.path),
-                    "media_dir": entry.media_dir and absolute(entry.media_dir),
-                }
-            )
-            for entry in entries
-        )
-
-    whole = config.model
-    whole = whole.model_copy(
-        update={
-            "id": local(whole.id),
-            "tokenizer": local(whole.tokenizer),
-            "processor": local(whole.processor) if isinstance(whole.processor, str) else whole.processor,
-            "lora": whole.lora and whole.lora.model_copy(update={"adapter": local(whole.lora.adapter)}),
-        }
-    )
-    language = whole.language_model
-    if language is not None:
-        language = language.model_copy(
-            update={"id": local(language.id), "tokenizer": local(language.tokenizer)}
-        )
-    encoders = {
-        name: encoder.model_copy(
-            update={
-                "id": local(encoder.id),
-                "projector": absolute(str(encoder.projector)) if encoder.goes_on else encoder.projector,
-                "processor": local(encoder.processor)
-                if isinstance(encoder.processor, str)
-                else encoder.processor,
-            }
-        )
-        for name, encoder in config.model.encoders.items()
-    }
-    generators = {
-        name: entry.model_copy(
-            update={
-                "id": local(entry.id),
-                "vae": local(entry.vae) if isinstance(entry.vae, str) else entry.vae,
-                "target": entry.target.model_copy(update={"encoder": local(entry.target.encoder)})
-                if entry.target is not None and isinstance(entry.target.encoder, str)
-                else entry.target,
-            }
-        )
-        for name, entry in config.model.generators.items()
-    }
-    data = config.data.model_copy(
-        update={
-            "train": sources(config.data.train),
-            "eval": sources(config.data.eval),
-            "cache_dir": config.data.cache_dir and absolute(config.data.cache_dir),
-            "chat_template": local(config.data.chat_template),
-        }
-    )
-    parallel = config.parallel
-    if parallel.plan is not None:
-        parallel = parallel.model_copy(update={"plan": absolute(parallel.plan)})
-    resume = config.train.resume
-    train = config.train.model_copy(
-        update={"resume": resume if resume in ("never", "auto") else absolute(resume)}
-    )
-    cluster = config.cluster.model_copy(
-        update={"hardware_file": config.cluster.hardware_file and absolute(config.cluster.hardware_file)}
-    )
-    plan = config.plan.model_copy(update={"costs": config.plan.costs and absolute(config.plan.costs)})
-    return config.model_copy(
-        update={
-            "output_dir": absolute(config.output_dir),
-            "model": with_parts(
-                whole.model_copy(
-                    update={"language_model": language, "encoders": encoders, "generators": generators}
-                )
-            ),
-            "data": data,
-            "train": train,
-            "parallel": parallel,
-            "cluster": cluster,
-            "plan": plan,
-        }
-    )

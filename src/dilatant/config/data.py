@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dilatant.config.base import Section
+from dilatant.config.base import AnyPath, PathRule, Section
 
 Column = Literal[
     "question",
@@ -28,7 +28,7 @@ Column = Literal[
 class DataSource(Section):
     """One data set of a blend."""
 
-    path: str | None = None
+    path: AnyPath | None = None
     """A file or folder (Parquet, JSON, JSONL, WebDataset tar, Arrow; also a pattern), relative to the YAML file."""
     id: str | None = None
     """A data set on the Hugging Face hub."""
@@ -37,7 +37,7 @@ class DataSource(Section):
     split: str | None = None
     """The split of a data set on the hub, or of a folder whose files or folders are named after splits. Default:
     `train`; required for a folder of several splits under `data.eval`."""
-    media_dir: str | None = None
+    media_dir: AnyPath | None = None
     """The base folder of relative media paths, itself relative to the YAML file. Default: the folder of the file that
     names the media."""
     format: Literal["auto", "parquet", "jsonl", "llava", "webdataset", "arrow", "hub"] = "auto"
@@ -73,7 +73,7 @@ class DataConfig(Section):
     1), chosen by the seed. Held-out samples are not trained on."""
     max_samples: int | None = Field(None, gt=0)
     """Number of samples to use of each data set of `train`, like a `limit` for all of them."""
-    chat_template: str = "auto"
+    chat_template: Annotated[str, PathRule(("", "auto", "bytes", "plain"), is_id=True)] = "auto"
     """`auto` (the tokenizer's template, else `plain`), `plain`, or a file with a Jinja template."""
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
     """The date that a chat template prints (`strftime_now`), as `YYYY-MM-DD`, at midnight. Default: the day on which
@@ -100,7 +100,7 @@ class DataConfig(Section):
     ray_address: str | None = None
     """HOST:PORT of a Ray cluster with token authentication, or `local` for one that the first rank starts on its
     machine for this run. Default: `RAY_ADDRESS`, else `local`."""
-    cache_dir: str | None = None
+    cache_dir: AnyPath | None = None
     """The folder for the index of records and sizes. Default: the user's cache (`DILATANT_CACHE`, or
     `~/.cache/dilatant`)."""
 

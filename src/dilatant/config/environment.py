@@ -87,62 +87,36 @@ def place_from(environment: Mapping[str, str] = os.environ) -> LaunchPlace | Non
 
     mpirun's variables come before Slurm's: inside a job mpirun starts helpers with srun, whose variables they inherit.
     """
+    get = environment.get
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _place(
-            environment,
-            "torchrun",
-            rank=environment["RANK"],
-            size=environment["WORLD_SIZE"],
-            local_rank=environment.get("LOCAL_RANK", "0"),
-            local_size=environment.get("LOCAL_WORLD_SIZE", "1"),
-            host=environment.get("MASTER_ADDR"),
-        )
-    for rank, size, local_rank, local_size in _OF_MPIRUN:
-        if rank in environment and size in environment and local_rank in environment:
-            is_one_machine = environment.get(local_size) == environment[size]
+        ranks = get("RANK"), get("WORLD_SIZE"), get("LOCAL_RANK", "0"), get("LOCAL_WORLD_SIZE", "1")
+        return _place(environment, "torchrun", ranks)
+    for names in _OF_MPIRUN:
+        rank, size, local_rank, local_size = ranks = tuple(map(get, names))
+        if rank is not None and size is not None and local_rank is not None:
             return _place(
-                environment,
-                "mpirun",
-                rank=environment[rank],
-                size=environment[size],
-                local_rank=environment[local_rank],
-                local_size=environment.get(local_size, "1"),
-                host=environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_machine else None),
+                environment, "mpirun", (rank, size, local_rank, local_size or "1"),
+                "127.0.0.1" if local_size == size else None,
                 # Two mpirun jobs on one node must not use one port; all ranks of a job have this text.
-                port=environment.get("MASTER_PORT")
-                or str(20000 + crc32(_shared_word(environment).encode()) % 20000),
-            )
+                str(20000 + crc32(_shared_word(environment).encode()) % 20000),
+            )  # fmt: skip
     # In a shell of salloc, which is a step of one task, SLURM_NTASKS counts the tasks of the whole job.
-    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
+    tasks = get("SLURM_STEP_NUM_TASKS") or get("SLURM_NTASKS")
     if "SLURM_PROCID" in environment and tasks and "SLURM_STEP_ID" in environment:
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        per_node = (
-            environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE") or "1"
-        )
+        per_node = get("SLURM_STEP_TASKS_PER_NODE") or get("SLURM_NTASKS_PER_NODE") or "1"
+        local_size = tasks_of_node(per_node, get("SLURM_NODEID", "0"))
         return _place(
-            environment,
-            "Slurm",
-            rank=environment["SLURM_PROCID"],
-            size=tasks,
-            local_rank=environment.get("SLURM_LOCALID", "0"),
-            local_size=tasks_of_node(per_node, environment.get("SLURM_NODEID", "0")),
-            host=environment.get("MASTER_ADDR") or first_host(nodes),
+            environment, "Slurm", (get("SLURM_PROCID"), tasks, get("SLURM_LOCALID", "0"), local_size),
+            first_host(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST", "")),
             # Two jobs on one node must not use the same port.
-            port=environment.get("MASTER_PORT") or str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000),
-            one_machine=environment.get("SLURM_STEP_NUM_NODES") == "1",
+            str(20000 + int(get("SLURM_JOB_ID", "0")) % 20000),
+            get("SLURM_STEP_NUM_NODES") == "1",
         )  # fmt: skip
     if "JOB_COMPLETION_INDEX" in environment:
-        return _place(
-            environment,
-            "Kubernetes",
-            rank=environment["JOB_COMPLETION_INDEX"],
-            size=environment.get("WORLD_SIZE"),
-            local_rank="0",
-            local_size="1",
-            host=environment.get("MASTER_ADDR"),
-        )
+        ranks = get("JOB_COMPLETION_INDEX"), get("WORLD_SIZE"), "0", "1"
+        return _place(environment, "Kubernetes", ranks)
     alone = [name for name in ("PMIX_RANK", "PMI_RANK") if name in environment]
-    if alone and "SLURM_PROCID" not in environment and environment.get("PMI_SIZE") != "1":
+    if alone and "SLURM_PROCID" not in environment and get("PMI_SIZE") != "1":
         raise UserError(
             f"an MPI launcher started this process ({alone[0]} is set), but does not say how many there are on which "
             "machine; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
@@ -185,23 +159,23 @@ def tasks_of_node(counts: str, node: str) -> str:
 def _place(
     environment: Mapping[str, str],
     launcher: str,
-    rank: str,
-    size: str | None,
-    local_rank: str,
-    local_size: str,
-    host: str | None,
-    port: str | None = None,
+    ranks: tuple[str | None, ...],
+    host: str | None = None,
+    port: str = "29500",
     one_machine: bool = False,
 ) -> LaunchPlace | None:
-    port = port or environment.get("MASTER_PORT", "29500")
+    """Return the place for (rank, size, local rank, local size). host and port: if MASTER_ADDR or MASTER_PORT is not
+    set."""
+    rank, size, *local = ranks
+    host = environment.get("MASTER_ADDR") or host
+    texts = (rank, size or "1", *local, environment.get("MASTER_PORT") or port)
     try:
-        numbers = [int(each) for each in (rank, size or "1", local_rank, local_size, port)]
+        number, count, local_rank, num_local, port_number = (int(str(each)) for each in texts)
     except ValueError as error:
         raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
-    number, count, local, num_local, port_number = numbers
     ranges = [("rank", number, count)] if size else []
     if num_local != 1:  # some launchers only set the local rank, not the number of local ranks
-        ranges.append(("local rank", local, num_local))
+        ranges.append(("local rank", local_rank, num_local))
     for name, index, of in ranges:
         if not 0 <= index < of:
             raise UserError(
@@ -222,7 +196,7 @@ def _place(
         launcher=launcher,
         rank=number,
         size=count,
-        local_rank=local,
+        local_rank=local_rank,
         local_size=num_local,
         host=host,
         port=port_number,

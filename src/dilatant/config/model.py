@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dilatant.config.base import Section
+from dilatant.config.base import IdOrPath, PathRule, Section
 
 LANGUAGE = "language"
 """Name of the language model's unit."""
@@ -18,7 +18,7 @@ PROJECTORS = ("linear", "mlp", "identity")
 class ModelSource(Section):
     """Source of a Hugging Face model: `id` (pretrained) or `config` (from scratch)."""
 
-    id: str | None = None
+    id: IdOrPath | None = None
     """A model id on the hub or a local folder in the Hugging Face layout."""
     config: dict[str, Any] | None = None
     """A transformers config with its `model_type`; the model starts from random weights."""
@@ -35,7 +35,7 @@ class ModelSource(Section):
 
 
 class LanguageModelConfig(ModelSource):
-    tokenizer: str | None = None
+    tokenizer: IdOrPath | None = None
     """A tokenizer id or folder; `bytes` for the built-in byte tokenizer. Default: the model's own `id`."""
     attn_implementation: str | None = None
     """The attention implementation: `dilatant`, whose cost for a packed row is the sum of its samples' squared lengths,
@@ -71,7 +71,7 @@ class LanguageModelConfig(ModelSource):
 class EncoderConfig(ModelSource):
     kind: Literal["image", "audio"]
     """The modality that the encoder reads."""
-    projector: str | None = None
+    projector: Annotated[str, PathRule(("", *PROJECTORS))] | None = None
     """The map from the encoder's width to the language model's: `linear`, `mlp`, `identity`, or the path of an export
     or a safetensors file whose projector is loaded. Default: `mlp`. If `id` is an encoder in an export, its projector
     in that export is loaded unless another kind is named; for a new one of that kind, copy the encoder elsewhere."""
@@ -81,7 +81,7 @@ class EncoderConfig(ModelSource):
     """The encoder tokens to pass on: all, or all but class and register tokens."""
     merge: Literal["placeholder", "prepend"] = "placeholder"
     """Insert items at their placeholders, or put all items before the text."""
-    processor: str | dict[str, Any] | None = None
+    processor: IdOrPath | dict[str, Any] | None = None
     """An image processor or feature extractor: id, folder, or its settings. Default: that of `id`, or one derived from
     `config`."""
 
@@ -107,7 +107,7 @@ class EncoderConfig(ModelSource):
 class TargetConfig(Section):
     """The target of a generator that learns features instead of pictures."""
 
-    encoder: str | dict[str, Any]
+    encoder: IdOrPath | dict[str, Any]
     """A vision model of transformers, as id, folder or config: the net generates its features, patch by patch. The
     net's channels are the feature width, its `sample_size` the patches per side."""
 
@@ -115,7 +115,7 @@ class TargetConfig(Section):
 class GeneratorConfig(Section):
     """A denoising net of diffusers, conditioned on the language model. Needs the extra `generators`."""
 
-    id: str | None = None
+    id: IdOrPath | None = None
     """A net or a whole pipeline in diffusers' layout: a local folder or an id on the hub."""
     config: dict[str, Any] | None = None
     """A diffusers config with its `_class_name` (SD3Transformer2DModel, PixArtTransformer2DModel,
@@ -138,7 +138,7 @@ class GeneratorConfig(Section):
     """The text that the assistant writes before a picture; may be a token of the tokenizer."""
     placeholder: str = ""
     """The marker in an assistant's text that stands for a picture. Default: `<image>`."""
-    vae: str | dict[str, Any] | None = None
+    vae: IdOrPath | dict[str, Any] | None = None
     """The frozen autoencoder whose latents the net generates: an id or folder, or a diffusers config. Default: that of
     the pipeline; without one the net generates pixels."""
     target: TargetConfig | None = None
@@ -207,7 +207,7 @@ class LoraConfig(Section):
     """Units to adapt (`language`, `vision`), or parts (`vision.encoder`; of a whole model `vision.projector`)."""
     train: tuple[str, ...] = ()
     """Parts to train fully in addition, named as in `freeze`: `[vision.projector]`. Everything else is frozen."""
-    adapter: str | None = None
+    adapter: IdOrPath | None = None
     """Start from an adapter that peft or a run has saved."""
     merge: bool = True
     """Export the merged model, with the adapter in its folder `adapter` (for parts: one per unit). `false`, only for a
@@ -217,15 +217,15 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """A whole vision-language model (`id` or `config`), or its parts (`language_model` and `encoders`)."""
 
-    id: str | None = None
+    id: IdOrPath | None = None
     """A whole vision-language model: an id on the hub or a folder, such as Qwen2.5-VL, InternVL3 or LLaVA. Its encoders
     become units (`vision`), its text model the unit `language`. The export of a model of parts is also accepted; its
     encoders, projectors and language model are loaded."""
     config: dict[str, Any] | None = None
     """A transformers config of a whole model with its `model_type`; the model starts from random weights."""
-    tokenizer: str | None = None
+    tokenizer: IdOrPath | None = None
     """Tokenizer of a whole model: an id or folder, or `bytes`. Default: that of `id`."""
-    processor: str | dict[str, Any] | None = None
+    processor: IdOrPath | dict[str, Any] | None = None
     """Image processor of a whole model: id, folder or settings. With `id`, also just the settings to change, such as
     `{min_pixels: 3136, max_pixels: 602112}`; for clips `fps`, `min_frames`, `max_frames`, `video_min_pixels`,
     `video_max_pixels`, `video_total_pixels`, or `num_frames` and `video_max_soft_tokens` for models that treat frames

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dilatant.config.base import Section
+from dilatant.config.base import AnyPath, Section
 
 WORDS = {"auto": True, "single": False}
 """Words that may replace the section, with the value of `auto` that each stands for."""
@@ -47,7 +47,7 @@ class ParallelConfig(Section):
     colocated: dict[str, str] = Field(default_factory=dict)
     """Units that run on the ranks of another unit (`audio: language`): stage by stage, or without an entry in `units`
     on the ranks of the other unit's first stage."""
-    plan: str | None = None
+    plan: AnyPath | None = None
     """A plan file written by `dilatant plan`, instead of `units`."""
     microbatches: int | None = Field(None, ge=1)
     """Least number of microbatches per step and replica of the language model. Default: as planned, else 4."""

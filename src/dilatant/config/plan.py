@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dilatant.config.base import Section
+from dilatant.config.base import AnyPath, Section
 
 MOST_DEVICES = 131_072
 """Maximum number of devices of a plan; the minutes and GiB of a search grow with their number."""
@@ -52,7 +52,7 @@ class ClusterConfig(Section):
     process per core, between 2 and 4."""
     hardware: str | None = None
     """An entry of the hardware file: `A40`, `A100`, `H100`, `H200`, `CPU` or your own. Default: this machine's."""
-    hardware_file: str | None = None
+    hardware_file: AnyPath | None = None
     """Your hardware file, in the format of the one that ships with Dilatant."""
     memory_gib: float | None = Field(None, gt=0)
     """Memory per device that training may use; nothing of it is reserved unless `reserve` is set too. Default: all
@@ -117,7 +117,7 @@ class PlanConfig(Section):
     """Samples to plan with, in training order."""
     steps: int = Field(4, gt=0)
     """Global batches on which every finalist is simulated."""
-    costs: str | None = None
+    costs: AnyPath | None = None
     """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
     measure_seconds: float = Field(20.0, ge=0, allow_inf_nan=False)
     """Time limit for measuring layers, if the plan is for devices of this machine; the layers that take most of a step

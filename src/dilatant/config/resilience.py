@@ -63,12 +63,10 @@ class ResilienceConfig(Section):
 
     @model_validator(mode="after")
     def _listen_is_an_address(self) -> Self:
-        host, _, port = (self.listen or "any:1").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"listen: {self.listen!r} is no HOST:PORT, such as 0.0.0.0:29400")
-        host, _, port = (self.standby or "any:1").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"standby: {self.standby!r} is no HOST:PORT, such as node1:29400")
+        for key, example in (("listen", "0.0.0.0:29400"), ("standby", "node1:29400")):
+            host, _, port = (getattr(self, key) or "any:1").rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"{key}: {getattr(self, key)!r} is no HOST:PORT, such as {example}")
         if self.standby is not None and self.standby == self.listen:
             raise ValueError(
                 f"standby: {self.standby!r} is where the leader listens; name another machine's address"

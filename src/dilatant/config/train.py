@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dilatant.config.base import Section
+from dilatant.config.base import PathRule, Section
 from dilatant.config.recompute import Recompute
 
 LOSS = "loss"
@@ -104,7 +104,7 @@ class TrainConfig(Section):
     only that one."""
     keep_checkpoints: int = Field(2, gt=0)
     """Number of newest checkpoints to keep; older ones are deleted."""
-    resume: str = "never"
+    resume: Annotated[str, PathRule(("never", "auto"))] = "never"
     """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Experiment trackers besides metrics.jsonl: one name or a list; `none`, `[]` or null for none."""

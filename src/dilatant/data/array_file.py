@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,23 +77,32 @@ def read_arrays(path: Path, key: str | None = None) -> Arrays | None:
     try:
         with open_regular(path) as file:
             header = _header(file)
-            if header is None or key not in (None, header["key"]):
+            if header is None or key not in (None, header.key):
                 return None
-            places, end = _places(header["arrays"], file.tell())
+            places, end = _places(header.arrays, file.tell())
             if os.fstat(file.fileno()).st_size != end:
                 return None
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if not _is_whole(path, file, mapped, header["digest"]):
+            if not _is_whole(path, file, mapped, header.digest):
                 return None
     except (OSError, ValueError):
         return None
     arrays = {
         name: np.ndarray(shape, dtype, mapped, offset) for name, (dtype, shape, offset) in places.items()
     }
-    return Arrays(arrays, header["about"], header["digest"])
+    return Arrays(arrays, header.about, header.digest)
 
 
-def _header(file: BinaryIO) -> dict[str, Any] | None:
+class _Header(msgspec.Struct):
+    """What `write_arrays` writes of the arrays: dtype and shape of each by name. Other versions' headers may differ."""
+
+    key: str
+    about: dict[str, Any]
+    arrays: dict[str, tuple[str, list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]]]]
+    digest: str
+
+
+def _header(file: BinaryIO) -> _Header | None:
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -100,22 +110,7 @@ def _header(file: BinaryIO) -> dict[str, Any] | None:
     if magic != MAGIC or length > os.fstat(file.fileno()).st_size:
         return None
     text = file.read(length)
-    return _checked(json.loads(text)) if hashlib.sha256(text).digest() == digest else None
-
-
-def _checked(header: Any) -> dict[str, Any]:
-    """Return a header if it has the form that `write_arrays` writes; other versions may differ. Raises ValueError."""
-    kinds = {"key": str, "about": dict, "arrays": dict, "digest": str}
-    if not (
-        isinstance(header, dict) and all(isinstance(header.get(name), kind) for name, kind in kinds.items())
-    ):
-        raise ValueError("no header of ours")
-    for form in header["arrays"].values():
-        match form:
-            case [str(), [*shape]] if all(type(length) is int and 0 <= length < 1 << 48 for length in shape):
-                continue
-        raise ValueError("no form of an array")
-    return header
+    return msgspec.convert(json.loads(text), _Header) if hashlib.sha256(text).digest() == digest else None
 
 
 def _places(

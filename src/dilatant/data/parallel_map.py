@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from typing import TypeVar
 
-from dilatant.config.errors import UserError
 from dilatant.data.workers.ordered_map import TASK_SECONDS, WorkerPool
 
 TRIAL_SECONDS = 1.0
@@ -55,25 +53,16 @@ def map_ranges(
             spent = time.monotonic() - began
             if spent > TRIAL_SECONDS and spent * (total - piece[1]) / piece[1] > WORTH_SECONDS:
                 break
+        else:
+            return
         cores = len(os.sched_getaffinity(0))
         workers = cores if cores > 1 else 0
-    at_work: deque[IndexRange] = deque()
-
-    def sent() -> Iterator[IndexRange]:
-        for piece in pieces:
-            at_work.append(piece)
-            yield piece
-
-    pool: WorkerPool[IndexRange, R] = WorkerPool(
-        job,
-        workers,
-        named=named,
-        task_seconds=piece_seconds,
-    )
+    if not workers:
+        yield from ((piece, job(piece)) for piece in pieces)
+        return
+    begun, sent = tee(pieces)
+    pool: WorkerPool[IndexRange, R] = WorkerPool(job, workers, named=named, task_seconds=piece_seconds)
     try:
-        for result in pool.map(sent(), ahead=4 * max(1, workers)):
-            if isinstance(result, UserError):
-                raise result
-            yield at_work.popleft(), result
+        yield from zip(begun, pool.map(sent, ahead=4 * workers))
     finally:
         pool.close()

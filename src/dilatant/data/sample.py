@@ -77,6 +77,14 @@ class Sample:
     unused: tuple[str, ...] = field(default=(), compare=False)
 
 
+class Dataset(Protocol):
+    """A map-style data set of undecoded samples. Picklable."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSize:
     """The size of a media item by its header: pixels of an image, seconds of a sound; for a clip both, and its frames.
@@ -131,6 +139,10 @@ class MediaUnit(Protocol):
 
     def merged_tokens(self, size: MediaSize) -> int:
         """Return the number of language-model tokens of one item."""
+        ...
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """Return the inputs that later stages need of one item, as far as its size tells."""
         ...
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
@@ -194,3 +206,29 @@ def content_digest(input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> i
     digest = hashlib.blake2b(np.ascontiguousarray(input_ids, "<i8").tobytes(), digest_size=8)
     digest.update(np.ascontiguousarray(labels, "<i8").tobytes())
     return int.from_bytes(digest.digest(), "little") >> 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleSpan:
+    """A run of tokens: text, or one media item of the encoder `unit`.
+
+    carries_loss: the model learns to write these tokens. picture: a small JPEG of an image. peaks: loudness of a sound
+    over time, in [0, 1]. text: for a media item, its name.
+    """
+
+    text: str
+    tokens: int
+    carries_loss: bool = False
+    unit: str = ""
+    picture: bytes = b""
+    peaks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An example for reports. name: place of the sample. why: its purpose. problem: why it cannot be shown, if so."""
+
+    name: str
+    why: str
+    spans: tuple[ExampleSpan, ...] = ()
+    problem: str = ""

@@ -11,11 +11,10 @@ from typing import Any
 
 from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
 from dilatant.config.config import unit_problems
-from dilatant.config.model import TargetConfig
+from dilatant.config.model import ModelSource
 from dilatant.config.recompute import Recompute
 from dilatant.data.index.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.media_units.image_target import ImageTarget, image_target
-from dilatant.data.media_units.image_unit import ImageProcessor
 from dilatant.data.media_units.processors import image_processor
 from dilatant.data.order.blend import Blend, StreamBlend, open_blend
 from dilatant.data.sample import MediaUnit
@@ -55,9 +54,16 @@ def assemble_samples(config: Config) -> Samples:
     if data.val_size is not None:
         assert isinstance(train, Blend)
         train, held_out = train.split(data.val_size, config.seed)
+    tokenizer, encoding = assemble_encoding(config)
+    return Samples(tokenizer, encoding, train, held_out)
+
+
+def assemble_encoding(config: Config) -> tuple[Any, Encoding]:
+    """Return the tokenizer, and how samples become tokens. No data are opened. Raises UserError."""
+    data = config.data
     tokenizer = load_model_tokenizer(config.model)
     units = media_units(config.model, tokenizer)
-    encoding = Encoding(
+    return tokenizer, Encoding(
         chat=chat_tokenizer(
             tokenizer,
             data.chat_template,
@@ -66,12 +72,11 @@ def assemble_samples(config: Config) -> Samples:
             ends=generation_ends(config.model.text.id),
         ),
         units=units,
-        train_on=config.data.train_on,
-        max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
+        train_on=data.train_on,
+        max_length=min(data.max_length, config.row_tokens),
         targets=image_targets(config.model, tokenizer),
         truncates=data.truncation == "right",
     )
-    return Samples(tokenizer, encoding, train, held_out)
 
 
 def with_sizes(config: Config, samples: Samples, progress: Progress = lambda done, total: None) -> Samples:
@@ -120,17 +125,19 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
     return sized
 
 
-def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> MultimodalModel:
-    """Build the config's model as it trains: it embeds the samples' tokens, and recomputes activations where
+def assemble_model(
+    config: Config, tokenizer: Any, encoding: Encoding, hollow: bool = False
+) -> MultimodalModel:
+    """Build the config's model as it trains: it embeds the tokens of samples, and recomputes activations where
     configured. hollow: on the meta device, for ranks to allocate their own layers. Raises UserError."""
     units = config.model.units if hollow else None
-    model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
+    model = build_model(config.model, seed=config.seed, tokenizer=tokenizer, hollow=units)
     if found := unit_problems(config.parallel, tuple(model.units)):
         raise list_problems("config has a mistake:", found)
     attend_as_configured(model, config.model.text)
     place_rows(model, config.parallel.placement)
-    seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
-    seen |= {target.name: target.placeholder_id for target in samples.encoding.targets}
+    seen = {unit.name: unit.placeholder_id for unit in encoding.units}
+    seen |= {target.name: target.placeholder_id for target in encoding.targets}
     expected = {**model.placeholder_ids, **model.output_ids}
     if seen != expected:
         raise RuntimeError(f"data places {seen}, the model expects {expected}")
@@ -189,6 +196,9 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
     for position, (name, seen) in enumerate(inspect_denoisers(config).items()):
         entry = config.generators[name]
         token = token_of(entry, tokenizer, f"model.generators.{name}", position)
+        channels, height, width = seen.pixels
+        encoder = None if entry.target is None else entry.target.encoder
+        source = encoder if isinstance(encoder, str) else None
         targets.append(
             image_target(
                 name,
@@ -197,45 +207,31 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
                 start=entry.start,
                 marker=entry.marker,
                 pixels=seen.pixels,
-                processor=None if entry.target is None else _as_it_sees(entry.target, seen.pixels),
+                processor=None
+                if encoder is None
+                else image_processor(source, height=height, width=width, channels=channels),
             )
         )
     return tuple(targets)
 
 
-def _as_it_sees(target: TargetConfig, pixels: tuple[int, int, int]) -> ImageProcessor:
-    """Return the image processor for the encoder of a target."""
-    channels, height, width = pixels
-    source = target.encoder if isinstance(target.encoder, str) else None
-    return image_processor(source, height=height, width=width, channels=channels)
-
-
 def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:
-    source = config.text
-    where = "model.language_model"
+    settings = _transformers_config(config.text, "model.language_model", vocab_size=tokenizer_size)
+    return settings.get_text_config().vocab_size
+
+
+def _transformers_config(source: ModelSource, where: str, **defaults: Any) -> Any:
+    """Return the config of a model, given by settings or by its source. Raises UserError."""
     if source.config is not None:
-        settings = {"vocab_size": tokenizer_size, **source.config}
-        return parse_config(settings, where).get_text_config().vocab_size
-    return (
-        load_pretrained_config(str(source.id), where, source.trust_remote_code).get_text_config().vocab_size
-    )
-
-
-def _tower_config(name: str, entry: EncoderConfig) -> Any:
-    """Return the config of an encoder. Raises UserError."""
-    where = f"model.encoders.{name}"
-    if entry.config is not None:
-        config = parse_config(entry.config, where)
-    else:
-        config = load_pretrained_config(str(entry.id), where, entry.trust_remote_code)
-    return encoder_config(config)
+        return parse_config({**defaults, **source.config}, where)
+    return load_pretrained_config(str(source.id), where, source.trust_remote_code)
 
 
 def _media_units(name: str, entry: EncoderConfig, placeholder_id: int) -> tuple[MediaUnit, ...]:
     # A pretrained encoder brings its own processor.
     processor = entry.id if entry.processor is None else entry.processor
     try:
-        config = _tower_config(name, entry)
+        config = encoder_config(_transformers_config(entry, f"model.encoders.{name}"))
         geometry = (
             None if config.model_type in PATCH_MERGER_ENCODERS else encoder_geometry(config, entry.features)
         )

@@ -16,6 +16,8 @@ from dilatant.plan.replay.reactions import compare_recovery
 from dilatant.plan.replay.replay import RecoveryCosts, Replay
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
 from dilatant.planning.planning import PlanningProblem
+from dilatant.report.pages.replay_page import ReplaySetting
+from dilatant.report.text.wording import origin_text
 
 DISK = 1e9
 """Bytes per second at which a node writes or reads a checkpoint: an assumption, as of a local NVMe disk or better."""
@@ -53,6 +55,24 @@ class FailureReplay:
     nodes: int
     plan: TemplateSet
     recovery: RecoveryCosts
+
+    def setting(self, problem: PlanningProblem, run: str, fault_tolerance: int) -> ReplaySetting:
+        """Return what was replayed, for a reader. run: its name."""
+        cluster = problem.target.cluster
+        return ReplaySetting(
+            run=run,
+            models=problem.model.names,
+            device=problem.target.hardware.name,
+            gpus_per_node=cluster.gpus_per_node,
+            nodes=self.nodes,
+            nodes_asked=cluster.nodes,
+            templates=tuple(sorted(self.plan.templates)),
+            microbatches=self.plan.microbatches,
+            microbatch_size=self.plan.size,
+            costs=origin_text(problem.measured.origin),
+            fault_tolerance=fault_tolerance,
+            recovery=self.recovery,
+        )
 
 
 def replay_failures(problem: PlanningProblem, trace: NodeTrace, fault_tolerance: int = 1) -> FailureReplay:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from dilatant.plan.costs.score import PlanScore
-from dilatant.planning.plan_variants import (
-    compare_schedules,
-    score_unfrozen,
-    score_with_microbatches,
-    score_with_row_tokens,
-    without_recomputation,
-)
-from dilatant.planning.planning import PlannedRun, searched_counts
+from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.search.finals import RankedPlan
+from dilatant.planning.measuring.layer_costs import costs_in_use, layer_costs
+from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, searched_counts
+from dilatant.planning.problem.describe_model import describe_unfrozen
 from dilatant.report.text.wording import bytes_text, counted, listed, percent_text, seconds_text
+from dilatant.schedule import FAMILIES
 from dilatant.schedule.plan_scorer import families_for
 
 NOTABLE = 0.01
@@ -46,8 +47,12 @@ def _schedules(planned: PlannedRun) -> list[str]:
 
 
 def _recomputation(planned: PlannedRun) -> list[str]:
-    kept = without_recomputation(planned.problem, planned.result.winner)
-    if kept is None or not _is_better(planned, kept):
+    problem, units = planned.problem, planned.problem.model.spec.units
+    if all(unit.recompute in ("none", None) for unit in units):
+        return []
+    spec = ModelSpec(tuple(replace(unit, recompute="none") for unit in units))
+    kept = _score(replace(problem, model=replace(problem.model, spec=spec)), planned.result.winner)
+    if not _is_better(planned, kept):
         return []
     return [
         f"Memory is idle: without recomputation (train.recompute: none) a step would take {_instead(planned, kept)}, "
@@ -63,7 +68,8 @@ def _microbatches(planned: PlannedRun) -> list[str]:
         size, rest = divmod(planned.problem.global_batch, winner.replicas * max(count, 1))
         if count in tried or not count or rest or not size:
             continue
-        score = score_with_microbatches(planned.problem, winner, count)
+        problem = planned.problem.sharing(winner.zero)
+        score = scorer_of(problem, winner.score.schedule or None)(winner.plan, count)
         if _is_better(planned, score):
             advice.append(
                 f"With {counted(count, 'microbatch')} of {counted(size, 'sample')} a step would take "
@@ -78,7 +84,10 @@ def _row_tokens(planned: PlannedRun) -> list[str]:
     count, asked = winner.microbatches[0], winner.num_microbatches
     if winner.row_tokens is not None or count == asked:
         return []
-    score = score_with_row_tokens(planned.problem, winner, 2 * tokens)
+    config = planned.problem.config
+    train = config.train.model_copy(update={"row_tokens": 2 * tokens})
+    wider = replace(planned.problem, config=config.model_copy(update={"train": train}))
+    score = _score(wider, winner)
     if not _is_better(planned, score):
         return []
     return [
@@ -125,3 +134,37 @@ def _memory(planned: PlannedRun, score: PlanScore) -> str:
     peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])
     reserve = cluster.at(rank).reserve.total
     return f"{bytes_text(peak + reserve)} of {bytes_text(capacity + reserve)} on the fullest device"
+
+
+def compare_schedules(
+    problem: PlanningProblem, ranked: RankedPlan, names: Iterable[str] = FAMILIES
+) -> dict[str, PlanScore]:
+    """Return the score of the plan under each of these schedule families. A family that cannot run it is left out."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = _score(problem, ranked, name)
+        except ValueError:
+            continue
+    return found
+
+
+def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> PlanScore | None:
+    """Return the score of the plan if every weight of the unit `name` trained.
+
+    Costs that were measured or read with adapters lack the weight gradients of the base: then None.
+    """
+    config, measured = problem.config, problem.measured
+    model = describe_unfrozen(problem.model, name)
+    if any(layer.trainable and layer.fixed for layer in problem.model.spec.unit(name).layers):
+        if any(costs.origin != "analytic" for costs in measured.groups.values() or [measured]):
+            return None
+        measured = layer_costs(config, model, problem.target)
+    costs = costs_in_use(measured, model, problem.samples.targets, config.row_tokens, config.train.loss_chunk)
+    return _score(replace(problem, model=model, measured=measured, costs=costs), ranked)
+
+
+def _score(problem: PlanningProblem, ranked: RankedPlan, schedule: str | None = None) -> PlanScore:
+    """Return the score of the plan under `schedule`, else its own."""
+    score = scorer_of(problem.sharing(ranked.zero), schedule or ranked.score.schedule or None)
+    return score(ranked.plan, ranked.num_microbatches, ranked.row_tokens)

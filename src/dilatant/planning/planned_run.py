@@ -24,12 +24,20 @@ from dilatant.planning.planning import (
     tried_schedules,
 )
 from dilatant.planning.problem.dense_rows import is_assumed
+from dilatant.report.gantt import predicted_chart
 from dilatant.report.pages.plan_page import write_plan_page
-from dilatant.report.plan_report import PlanReport, WhyNotFacts
+from dilatant.report.plan_report import DeviceGroup, PlanReport, WhyNotFacts
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.search_report import search_report
-from dilatant.report.text.group_reasons import group_reasons
-from dilatant.report.text.why_not_text import why_not_text
+from dilatant.report.search_report import (
+    compared_plans,
+    memory_use,
+    searched_plans,
+    size_distribution,
+    unit_facts,
+    workload_ratio,
+)  # fmt: skip
+from dilatant.report.text.plan_summary import why_not_text
+from dilatant.report.text.search_reasons import group_reasons, search_reasons
 from dilatant.report.text.wording import count_text, counted, origin_text, seconds_text
 
 
@@ -52,46 +60,49 @@ def plan_report(
 ) -> PlanReport:
     """Return the report of a planned run, with warnings about its data and its costs, what would make it faster, and
     why the layouts in `asked`, by their texts, were not chosen."""
-    problem, cluster = planned.problem, planned.problem.target.cluster
-    samples = problem.samples
-    report = search_report(
-        title,
-        problem.target.text,
-        _cost_source(problem),
-        planned.result,
-        planned.typical,
-        problem.model.spec,
-        cluster,
-        samples.first(samples.available),
-        planned.work,
-        problem.global_batch,
-        names=problem.model.names,
-        stable=planned.stable,
-        rules=problem.target.rules,
+    problem, result, cluster = planned.problem, planned.result, planned.problem.target.cluster
+    winner, units = result.winner, [unit.name for unit in problem.model.spec.units]
+    tokens = problem.samples.first(problem.samples.available).tokens
+    stable = planned.stable.warning(problem.global_batch) if planned.stable else ""
+    first, *reasons, last = search_reasons(result, cluster)  # the last says how sure it is
+    return PlanReport(
+        title=title,
+        hardware=problem.target.text,
+        cost_source=_cost_source(problem),
+        schedule=winner.score.schedule or "1f1b",
+        plan=winner.plan,
+        units=tuple(
+            # A tied weight counts in every layer that needs it; a reader expects it once.
+            replace(unit, parameters=whole, trainable_parameters=trainable)
+            for unit in unit_facts(problem.model.spec, problem.model.names)
+            for whole, trainable in [problem.model.parameters[unit.name]]
+        ),
+        timeline=predicted_chart(planned.typical, winner.score.sync_seconds),
+        global_batch=problem.global_batch,
+        sizes=tuple(size_distribution(name, tokens[name]) for name in units),
+        ratio=workload_ratio(units, planned.work, problem.global_batch, planned.stable),
+        memory=memory_use(winner, problem.model.spec, cluster, problem.target.rules),
+        candidates=compared_plans(result, cluster),
+        lower_bound_seconds=result.lower_bound,
+        proven=result.proven,
+        planning_seconds=result.wall_seconds,
+        allocated_devices=cluster.num_devices,
+        reasons=(first, *_groups(planned), *reasons, *_decoding(planned), last),
+        advice=plan_advice(planned),
+        warnings=(*([stable] if stable else []), *_warnings(planned)),
         searched=_searched(planned),
-    )
-    # A tied weight counts in every layer that needs it; a reader expects it once.
-    units = tuple(
-        replace(unit, parameters=whole, trainable_parameters=trainable)
-        for unit in report.units
-        for whole, trainable in [problem.model.parameters[unit.name]]
-    )
-    return replace(
-        report,
-        units=units,
-        reasons=(
-            *report.reasons[:1],
-            *_groups(planned),
-            *report.reasons[1:-1],
-            *_decoding(planned),
-            report.reasons[-1],
-        ),  # the last says how sure it is
-        warnings=(*report.warnings, *_warnings(planned)),
-        advice=(*report.advice, *plan_advice(planned)),
+        groups=searched_plans(result),
         why_not=tuple(
-            WhyNotFacts(text, why_not_text(answer_why_not(planned, layout), planned.result, cluster))
+            WhyNotFacts(text, why_not_text(answer_why_not(planned, layout), result, cluster))
             for text, layout in (asked or {}).items()
         ),
+        gpus_per_node=cluster.gpus_per_node,
+        ports_per_node=cluster.ports,
+        device_groups=tuple(
+            DeviceGroup(group.name, group.device, group.nodes, group.gpus_per_node, group.ports)
+            for group in cluster.parts
+        ),
+        zero=winner.zero,
     )
 
 

@@ -32,15 +32,13 @@ from dilatant.plan.validate import validate
 from dilatant.planning.assemble import Samples, recompute_by_unit
 from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
 from dilatant.planning.measuring.decode_costs import DecodeCost, decode_cost
-from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, layer_costs
-from dilatant.planning.measuring.step_costs import described_costs
+from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, described_costs, layer_costs
 from dilatant.planning.problem.dense_rows import dense_rows
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
-from dilatant.planning.problem.planned_degrees import with_requested_degrees
 from dilatant.planning.problem.planned_hardware import Target, target_of_run
 from dilatant.planning.problem.planned_samples import PlannedSamples, planned_samples
-from dilatant.planning.searched_zeros import zero_variants
-from dilatant.report.text.why_not_text import no_plan_text
+from dilatant.planning.problem.searched_settings import with_requested_degrees, zero_variants
+from dilatant.report.text.plan_summary import no_plan_text
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import FAMILIES, plan_scorer, predict
 from dilatant.schedule.assignment.assign import Policy

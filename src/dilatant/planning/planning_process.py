@@ -148,7 +148,7 @@ def for_devices_here(config: Config) -> tuple[Config, list[str]]:
     if cluster.groups:
         names = ", ".join(f"{group.num_devices} of {group.name}" for group in cluster.groups)
         return config, [f"ranks are taken to be those of cluster.groups, in order: {names}"]
-    if plan_target(cluster, config.train.precision).is_local:
+    if plan_target(cluster, config.train).is_local:
         return config, []
     here = cluster.model_copy(
         update={"hardware": None, "hardware_file": None, "memory_gib": None, "reserve": None}

@@ -5,12 +5,12 @@ The page, the terminal table and `--json` show this value and nothing else.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+import msgspec
 
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
-from dilatant.report.plain import from_plain, to_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +195,15 @@ class PlanReport:
 
     def to_json(self) -> str:
         """Return a JSON document that `from_json` reads back to an equal value."""
-        return json.dumps(to_plain(self), allow_nan=False)
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> PlanReport:
         """Read the output of `to_json`. Raises ValueError naming the place that does not fit."""
         try:
-            return from_plain(cls, json.loads(text))
-        except (ValueError, TypeError) as error:
+            report = msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"not a plan report: {error}") from error
+        if unknown := sorted(msgspec.json.decode(text).keys() - {field.name for field in fields(cls)}):
+            raise ValueError(f"not a plan report: unknown keys {unknown}")
+        return report

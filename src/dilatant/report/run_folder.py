@@ -68,8 +68,12 @@ class RunFolder:
         """
         require_plain(self.path, is_run=True)
         with self._writing():
-            foreign = None if self._is_of_a_run() else self._first_foreign()
-            if foreign is not None:
+            # A copy of a run may lack the lock.
+            is_of_a_run = (self.path / ".lock").is_file() or any(
+                self.checkpoints.glob("step-*/manifest.json")
+            )
+            foreign = next((name for name in _WRITTEN if os.path.lexists(self.path / name)), None)
+            if foreign is not None and not is_of_a_run:
                 raise UserError(
                     f"output_dir {str(self.path)!r} holds {foreign!r}, which no run wrote and this one would replace; "
                     "choose a folder of its own"
@@ -94,13 +98,6 @@ class RunFolder:
             lock.flush()
             for leftover in self.path.glob(LEFTOVERS):
                 leftover.unlink(missing_ok=True)
-
-    def _is_of_a_run(self) -> bool:
-        """Return True if a run has locked the folder or saved a checkpoint in it: a copy may lack the lock."""
-        return (self.path / ".lock").is_file() or any(self.checkpoints.glob("step-*/manifest.json"))
-
-    def _first_foreign(self) -> str | None:
-        return next((name for name in _WRITTEN if os.path.lexists(self.path / name)), None)
 
     def write_config(self, config: Config) -> None:
         """Save the resolved config, whose code the user has allowed to run (see `config/files/trust.py`)."""

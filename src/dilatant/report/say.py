@@ -1,4 +1,7 @@
-"""Console output of user text (paths, names, ids, messages) without markup: brackets are printed as they are."""
+"""Console output of user text (paths, names, ids, messages) without markup: brackets are printed as they are.
+
+Lines, tables, warnings, and the progress of a task.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import io
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from dilatant.config.printable import printable
@@ -101,3 +107,29 @@ def warnings_as_lines(console: Console) -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         yield
+
+
+def print_line(console: Console, *parts: str | tuple[str, str], wrap: bool = True) -> None:
+    """Print a line of texts and (text, style)s; without `wrap` the terminal breaks it, so it can be copied whole."""
+    console.print(Text.assemble(*parts), soft_wrap=not wrap)
+
+
+def print_indented(console: Console, *parts: str | tuple[str, str]) -> None:
+    """Print a paragraph with an indent of two columns."""
+    console.print(Padding(Text.assemble(*parts), (0, 0, 0, 2)))
+
+
+def plain_table(columns: Sequence[str], right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
+    """Return a table with a line under its header.
+    Columns in `right` are right-aligned, those in `whole` never wrap, all others wrap long text."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(
+            Text(name), justify="right" if name in right else "left", no_wrap=name in whole, overflow="fold"
+        )
+    return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print the table with its cells unchanged."""
+    console.print(table, markup=False, highlight=False)

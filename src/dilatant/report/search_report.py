@@ -1,4 +1,4 @@
-"""Plan report of a search: the winner's timeline, runners-up, memory and data."""
+"""Facts of a plan report that follow from a search: units, runners-up, memory and data."""
 
 from __future__ import annotations
 
@@ -15,111 +15,62 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.stable_batch import StableBatch
 from dilatant.plan.costs.state_sharing import sharing
-from dilatant.plan.costs.workload import Workload
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import PlacedStage
 from dilatant.plan.roles import roles_of
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.search_result import SearchResult
-from dilatant.report.pages.gantt_of_step import predicted_chart
 from dilatant.report.plan_report import (
     ComparedPlan,
-    DeviceGroup,
     MemoryUse,
-    PlanReport,
     SearchedPlans,
     SizeDistribution,
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.text.search_reasons import layout_text, recomputation_text, search_reasons
+from dilatant.report.text.search_reasons import layout_text, recomputation_text
 from dilatant.report.text.wording import counted, microbatches_text
-from dilatant.schedule import Timeline
 
 _BINS = 24
 _RUNNERS_UP = 6
 _CONFIDENCE = 0.95
 
 
-def search_report(
-    title: str,
-    hardware: str,
-    cost_source: str,
-    result: SearchResult,
-    timeline: Timeline,
-    model: ModelSpec,
-    cluster: Cluster,
-    workload: Workload,
-    work: ArrayLike,
-    global_batch: int,
-    *,
-    names: Mapping[str, str] | None = None,
-    stable: StableBatch | None = None,
-    rules: ParameterBytes = BF16,
-    searched: str = "",
-) -> PlanReport:
-    """Build the report of the winner of `result`; `timeline` is its typical step, without exposed gradient sync.
-
-    `work` is [samples, units] seconds on one device, units as in `model`. `names[unit]` describes a unit ("Llama 3.2
-    1B"). Without `stable` the report omits the size of the global batch. `searched` describes the plans among which the
-    winner is best.
-    """
+def unit_facts(model: ModelSpec, names: Mapping[str, str]) -> tuple[UnitFacts, ...]:
+    """Return facts about units. A tied weight counts in every layer that needs it. names: descriptions of the units."""
     roles = roles_of(model)
-    candidates = _compared(result, cluster)
+    role_of = dict.fromkeys(roles.encoders, "encoder") | {roles.language: "language model"}
+    return tuple(
+        UnitFacts(
+            name=unit.name,
+            role=role_of.get(unit.name, "generator"),
+            model=names.get(unit.name, unit.name),
+            layers=len(unit.layers),
+            parameters=sum(layer.parameters for layer in unit.layers),
+            trainable_parameters=sum(layer.trained for layer in unit.layers),
+        )
+        for unit in model.units
+    )
+
+
+def searched_plans(result: SearchResult) -> tuple[SearchedPlans, ...]:
+    """Return the counts of candidates by encoder position, number of pipelines and, if it differs, sharding."""
     several = len({group.zero for group in result.groups}) > 1
-    warnings = [stable.warning(global_batch)] if stable else []
-    return PlanReport(
-        title=title,
-        hardware=hardware,
-        cost_source=cost_source,
-        schedule=result.winner.score.schedule or "1f1b",
-        plan=result.winner.plan,
-        units=tuple(
-            UnitFacts(
-                name=unit.name,
-                role="encoder" if unit.name in roles.encoders else _role(unit.name == roles.language),
-                model=(names or {}).get(unit.name, unit.name),
-                layers=len(unit.layers),
-                parameters=sum(layer.parameters for layer in unit.layers),
-                trainable_parameters=sum(layer.trained for layer in unit.layers),
-            )
-            for unit in model.units
-        ),
-        timeline=predicted_chart(timeline, result.winner.score.sync_seconds),
-        global_batch=global_batch,
-        sizes=tuple(size_distribution(unit.name, workload.tokens[unit.name]) for unit in model.units),
-        ratio=workload_ratio([unit.name for unit in model.units], work, global_batch, stable),
-        memory=memory_use(result.winner, model, cluster, rules),
-        candidates=candidates,
-        lower_bound_seconds=result.lower_bound,
-        proven=result.proven,
-        planning_seconds=result.wall_seconds,
-        allocated_devices=cluster.num_devices,
-        reasons=search_reasons(result, cluster),
-        warnings=tuple(warning for warning in warnings if warning),
-        searched=searched,
-        gpus_per_node=cluster.gpus_per_node,
-        ports_per_node=cluster.ports,
-        device_groups=tuple(
-            DeviceGroup(group.name, group.device, group.nodes, group.gpus_per_node, group.ports)
-            for group in cluster.parts
-        ),
-        groups=tuple(
-            SearchedPlans(
-                name=_shape_name(group.encoders_at, group.replicas, len(model.units))
-                + (f", zero {group.zero}" if several else ""),
-                candidates=group.candidates,
-                simulated=group.simulated,
-                overflowed=group.overflowed,
-                cut=group.cut,
-                left=group.left,
-                bound_seconds=group.bound,
-                step_seconds=group.seconds,
-            )
-            for group in result.groups
-        ),
-        zero=result.winner.zero,
+    units = len(result.winner.plan.units)
+    return tuple(
+        SearchedPlans(
+            name=_shape_name(group.encoders_at, group.replicas, units)
+            + (f", zero {group.zero}" if several else ""),
+            candidates=group.candidates,
+            simulated=group.simulated,
+            overflowed=group.overflowed,
+            cut=group.cut,
+            left=group.left,
+            bound_seconds=group.bound,
+            step_seconds=group.seconds,
+        )
+        for group in result.groups
     )
 
 
@@ -216,7 +167,7 @@ def _parameter_bytes(
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 
-def _compared(result: SearchResult, cluster: Cluster) -> tuple[ComparedPlan, ...]:
+def compared_plans(result: SearchResult, cluster: Cluster) -> tuple[ComparedPlan, ...]:
     """Return the winner and the next plans, the fastest of each layout: rank orders and sharding of state vary."""
     fastest: dict[tuple[str, str], ComparedPlan] = {}
     for one in (result.winner, *result.runners_up):
@@ -263,7 +214,3 @@ def _shape_name(encoders_at: EncoderPosition, replicas: int, units: int) -> str:
         EncoderPosition.MIXED: "encoders in different places",
     }
     return f"{where[encoders_at]}, {pipelines}"
-
-
-def _role(is_language: bool) -> str:
-    return "language model" if is_language else "generator"

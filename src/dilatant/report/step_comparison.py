@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
-from dilatant.report.text.gantt_tables import HUES, bar_part
+from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, number
 from dilatant.report.text.wording import lost_to, seconds_text
 from dilatant.schedule import Timeline
 
@@ -62,10 +62,10 @@ def work_by_unit(timeline: GanttChart, plan: Plan) -> dict[str, float]:
     return work
 
 
-def comparison_rows(
-    predicted: GanttChart, measured: GanttChart, plan: Plan, tones: dict[str, str]
-) -> dict[str, Any]:
-    """Return the data of `comparison` in figures.html: two bars of one scale, and a line for each difference."""
+def comparison_section(
+    predicted: GanttChart, measured: GanttChart, plan: Plan, tones: Mapping[str, str], note: str
+) -> Part:
+    """Return two bars of one scale, and a line for each difference."""
     differences = compare_steps(predicted, measured, plan)
     units = [unit.name for unit in plan.units]
     longest = max(predicted.seconds, measured.seconds) or 1.0
@@ -75,36 +75,43 @@ def comparison_rows(
             return tones[one.name]
         return f"shade u{units.index(one.name) % HUES} B" if one.name in units else "shade other"
 
-    def line(name: str, before: float, after: float, shown: str) -> dict[str, str]:
+    def line(name: str, before: float, after: float, shown: str) -> tuple[str | Cell, ...]:
         relative = f"{100 * (after / before - 1.0):+.1f} %" if before > 0.0 else ""
-        return {
-            "name": name,
-            "tone": shown,
-            "predicted": _text(before),
-            "measured": _text(after),
-            "difference": f"{'−' if after < before else '+' if after > before else ''}{_text(abs(after - before))}",
-            "relative": relative.replace("-", "−"),
-        }
+        sign = "−" if after < before else "+" if after > before else ""
+        return (
+            Cell(name, tone=shown), _text(before), _text(after), sign + _text(abs(after - before)),
+            relative.replace("-", "−"),
+        )  # fmt: skip
 
     named = [(f"{one.name} computes" if one.is_work else lost_to(one.name), one) for one in differences]
-    bars = [
-        {
-            "name": title,
-            "seconds": seconds_text(chart.seconds),
-            "parts": [
-                bar_part(name, getattr(one, field) / longest, tone(one), seconds_text(getattr(one, field)))
-                for name, one in named
-                if getattr(one, field) > 0.0
-            ],
-        }
-        for title, chart, field in (
-            ("predicted", predicted, "predicted_seconds"),
-            ("measured", measured, "measured_seconds"),
-        )
-    ]
+    bars = []
+    for title, chart, attribute in (
+        ("predicted", predicted, "predicted_seconds"),
+        ("measured", measured, "measured_seconds"),
+    ):
+        parts = [
+            bar_part(name, seconds / longest, tone(one), seconds_text(seconds))
+            for name, one in named
+            if (seconds := getattr(one, attribute)) > 0.0
+        ]
+        bars.append((title, Cell(parts=parts), seconds_text(chart.seconds)))
     lines = [line("The step", predicted.seconds, measured.seconds, "")]
     lines += [line(name, one.predicted_seconds, one.measured_seconds, tone(one)) for name, one in named]
-    return {"bars": bars, "lines": lines}
+    figures = (number("predicted"), number("measured"), number("difference", ""), Column("", "number soft"))
+    return "section", Section(
+        "comparison",
+        "Predicted beside measured",
+        f"The mean over devices; what is below the step adds up to it. {note}",
+        [
+            ("table", Table((Column(), Column("", "whole"), Column("", "number")), bars, style="")),
+            (
+                "table",
+                Table(
+                    (Column("Seconds of"), *figures), lines, "figures stack", ["total"] + [""] * len(named)
+                ),
+            ),
+        ],
+    )
 
 
 def _text(seconds: float) -> str:

@@ -16,8 +16,8 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import MOST_TEXT, open_regular
 from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.report.pages.generations_page import Generation, write_generations_page
-from dilatant.report.pages.generations_trace import write_generations_trace
 from dilatant.report.pages.page_links import link_pages
+from dilatant.report.pages.perfetto import write_generations_trace
 from dilatant.report.run_folder import last_step
 from dilatant.resilience.processes.agent_process import NodeProcesses
 from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS, RunEvent, read_record

@@ -8,7 +8,7 @@ from dilatant.attention.hook import why_not
 from dilatant.config.errors import list_problems
 from dilatant.models.core.unit import Unit
 from dilatant.models.language.language import LanguageUnit
-from dilatant.models.parallel.tensor_plan import degree_problems, dropout_problems, expert_problems
+from dilatant.models.parallel.tensor_plan import degree_problems, expert_problems
 from dilatant.plan.plan import Plan
 from dilatant.runtime.state.holders import tensor_plans
 
@@ -51,7 +51,6 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
         for unit, *degree in shapes:
             found += expert_problems(units[name], own, *degree) if unit == name else []
         problems += dict.fromkeys(found)
-        problems += dropout_problems(units[name], own) if wide else []
     return problems
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dilatant.models.core.stage import Boundary, Stage
-from dilatant.models.dropout.keyed_dropout import KeyedDropout
+from dilatant.models.dropout.keyed_dropout import StageDropout
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.routes import stages_before
@@ -36,7 +36,7 @@ class LocalStage:
     needs_backward: bool
     gradients: WeightGradients
     loss_weights: Mapping[str, float]
-    dropout: KeyedDropout | None = None
+    dropout: StageDropout | None = None
     speaks: bool = True
     leads: bool = True
     together: bool = False
@@ -77,7 +77,7 @@ def local_stages(
             inbound=inbound,
             needs_backward=backward[index],
             gradients=gradients,
-            dropout=KeyedDropout(module, model.units[own.unit]),
+            dropout=StageDropout(module, model.units[own.unit]),
             loss_weights={name: loss.weight for name, loss in model.graph.losses.items()},
             speaks=own.stage.ranks.index(rank) % own.stage.tp == 0,
             leads=own.stage.ranks[0] == rank,

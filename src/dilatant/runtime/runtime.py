@@ -17,7 +17,7 @@ from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.random_draws import draws_of
 from dilatant.models.core.stage import Predictions, Stage, StepData, stage_tensors
-from dilatant.models.dropout.keyed_dropout import refuse_random_depth
+from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
@@ -105,7 +105,7 @@ class Runtime:
         before: Runtime | None = None,
     ) -> None:
         require_trainable(plan, model.units)
-        refuse_random_depth(model.units.values())
+        refuse_unkeyed_dropout(model.units.values())
         if zero == "node" and node_of is None:
             node_of = comm.nodes
         self.model = model

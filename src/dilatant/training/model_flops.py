@@ -77,7 +77,5 @@ def peak_flops(config: Config) -> float | None:
     """Return the peak FLOP/s of this machine's GPU from its data sheet; None on a CPU or if unknown."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return None
-    target = plan_target(
-        config.cluster.model_copy(update={"hardware": None, "groups": None}), config.train.precision
-    )
+    target = plan_target(config.cluster.model_copy(update={"hardware": None, "groups": None}), config.train)
     return target.hardware.peak_flops.get(target.dtype)

@@ -12,7 +12,7 @@ from dilatant.config import Config, UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.index.sizes import Progress
 from dilatant.data.workers.ray_cluster import check_cluster, cluster_address
-from dilatant.models.dropout.keyed_dropout import refuse_random_depth
+from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
 from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.planning.assemble import Samples, assemble_model, assemble_samples, with_sizes
@@ -20,7 +20,7 @@ from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.report.text.wording import counted
 from dilatant.training.checkpoints.starting_point import with_template_date
 from dilatant.training.cuts import Cutter, plan_before
-from dilatant.training.feeding.steps import count_steps
+from dilatant.training.feeding.step_data import count_steps
 from dilatant.training.run_costs import costs_of_run
 
 LOOKED_AT = 4096
@@ -61,8 +61,8 @@ def prepare(
             raise UserError(
                 "data.preprocess: 'ray' asks for samples by index, which streamed data do not have; use 'local'"
             )
-        model = assemble_model(config, samples, hollow=True)
-        refuse_random_depth(model.units.values())
+        model = assemble_model(config, samples.tokenizer, samples.encoding, hollow=True)
+        refuse_unkeyed_dropout(model.units.values())
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
         if planned is None:

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
-from dilatant.data.unused_columns import unused_lines
+from dilatant.data.index.lint import unused_lines
 from dilatant.planning.assemble import Samples
-from dilatant.planning.device_groups import unlike_devices
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.problem.describe_data import describe_data
-from dilatant.report.pages.gantt_of_step import measured_chart
+from dilatant.planning.problem.planned_hardware import unlike_devices
+from dilatant.report.gantt import measured_chart
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_timeline
 from dilatant.report.pages.stats_page import write_stats_page

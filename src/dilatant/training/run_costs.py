@@ -17,9 +17,8 @@ from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.plan import Plan
 from dilatant.planning.assemble import recompute_by_unit
 from dilatant.planning.measuring.cost_cache import cached_costs
-from dilatant.planning.measuring.layer_costs import costs_in_use, read_costs
+from dilatant.planning.measuring.layer_costs import costs_in_use, described_costs, read_costs
 from dilatant.planning.measuring.layer_shapes import layer_shapes
-from dilatant.planning.measuring.step_costs import described_costs
 from dilatant.planning.problem.describe_model import ModelDescription, describe_model
 from dilatant.planning.problem.planned_hardware import Target, plan_target, target_of_run
 from dilatant.runtime.state.holders import trainable_layers

@@ -43,7 +43,7 @@ from dilatant.training.evaluation.evaluator import Evaluator
 from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.inputs import RankInputs, Steps
 from dilatant.training.feeding.latents import with_latents
-from dilatant.training.feeding.steps import count_steps, seed_step
+from dilatant.training.feeding.step_data import count_steps, seed_step
 from dilatant.training.model_flops import model_flops, peak_flops
 from dilatant.training.optimizers.averages import AVERAGE, Averages
 from dilatant.training.optimizers.learning_rate import rate_factor
@@ -375,10 +375,9 @@ class Trainer:
     def decide_ahead(self) -> None:
         """Start planning and decoding the next steps in the background before `run` needs them. Call this once the
         starting position and the gradients recovered from an interrupted step are known: a step planned before would
-        run in full, perhaps on some ranks only. Streams are not started ahead: their ranks begin and end together."""
-        if not self._inputs.is_stream:
-            stack = contextlib.ExitStack()
-            self._ahead = stack, stack.enter_context(self._open_steps())
+        run in full, perhaps on some ranks only."""
+        stack = contextlib.ExitStack()
+        self._ahead = stack, stack.enter_context(self._open_steps())
 
     @contextlib.contextmanager
     def _begin_steps(self) -> Iterator[Steps]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.parallel_map import IndexRange, Progress, map_ranges, piece_bounds
 from dilatant.data.readers.records import Blocks
-from dilatant.data.sample import Frames, Media, Sample
+from dilatant.data.sample import Dataset, Frames, Media, Sample
 from dilatant.data.text.encode import measure_sample
 from dilatant.data.text.encoding import Encoding
 
@@ -23,19 +22,11 @@ BLOCK_PIECE = 8192
 """Most samples per work item if samples are read in blocks; only a longer group is cut."""
 
 
-class Measurable(Protocol):
-    """A map-style data set of samples. Picklable."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Sample: ...
-
-
 @dataclass(frozen=True)
 class SampleSubset:
     """A subset of a data set, by sample numbers: int64 [chosen]."""
 
-    samples: Measurable
+    samples: Dataset
     numbers: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -71,7 +62,7 @@ class SampleMeasurements:
 
 
 def measure(
-    samples: Measurable,
+    samples: Dataset,
     encoding: Encoding,
     *,
     blocks: Blocks | None = None,
@@ -118,7 +109,7 @@ def _pieces(total: int, blocks: Blocks | None) -> Iterator[IndexRange]:
 
 @dataclass(frozen=True)
 class _MeasureJob:
-    samples: Measurable
+    samples: Dataset
     encoding: Encoding
 
     def __call__(self, piece: IndexRange) -> SampleMeasurements:

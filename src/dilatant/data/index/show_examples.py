@@ -17,10 +17,9 @@ from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.order.blend import Blend
-from dilatant.data.sample import Media, Sample
+from dilatant.data.sample import Example, ExampleSpan, Media, Sample
 from dilatant.data.text.encode import encode_sample, media_of
 from dilatant.data.text.encoding import NO_LOSS, TOKENS, Encoding
-from dilatant.data.text.example import Example, ExampleSpan
 
 PIXELS = 176
 """Longest side of a thumbnail in pixels."""

@@ -7,7 +7,7 @@ any number of samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -22,12 +22,63 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.array_file import Arrays
 from dilatant.data.cache import Cache, open_cache
 from dilatant.data.index.measure import SampleMeasurements, SampleSubset, file_state, measure
-from dilatant.data.index.refusals import Refusals
 from dilatant.data.order.blend import Blend, StreamBlend
 from dilatant.data.parallel_map import Progress
 from dilatant.data.readers.reader import Reader
 from dilatant.data.text.encode import too_long
 from dilatant.data.text.encoding import Encoding
+
+
+class Refusals(Mapping[int, str]):
+    """Mapping from sample to the reason why it cannot be trained on, in the order of the samples.
+
+    samples: int64 [refused], ascending. text: all reasons, concatenated as UTF-8 bytes. ends: int64 [refused + 1],
+    the boundaries of the reasons in `text`.
+    """
+
+    def __init__(self, samples: NDArray[np.int64], ends: NDArray[np.int64], text: NDArray[np.uint8]) -> None:
+        self._samples, self._ends, self._text = samples, ends, text
+
+    @staticmethod
+    def of(problems: Mapping[int, str]) -> Refusals:
+        samples = sorted(problems)
+        texts = [problems[sample].encode("utf-8", "backslashreplace") for sample in samples]
+        return Refusals(
+            np.array(samples, np.int64),
+            np.cumsum([0, *map(len, texts)], dtype=np.int64),
+            np.frombuffer(b"".join(texts), np.uint8),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Refusals], offsets: Sequence[int]) -> Refusals:
+        """Concatenate the refusals of several parts of a data set, which begin at `offsets`."""
+        return Refusals(
+            np.concatenate([part._samples + offset for part, offset in zip(parts, offsets)]),
+            np.cumsum(np.concatenate([[0], *(np.diff(part._ends) for part in parts)]), dtype=np.int64),
+            np.concatenate([part._text for part in parts]),
+        )
+
+    @property
+    def samples(self) -> NDArray[np.int64]:
+        return self._samples
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the constructor's arguments by name."""
+        return {"samples": self._samples, "ends": self._ends, "text": self._text}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._samples.tolist())
+
+    def __getitem__(self, sample: int) -> str:
+        at = int(np.searchsorted(self._samples, sample))
+        if at == len(self._samples) or self._samples[at] != sample:
+            raise KeyError(sample)
+        return self._text[self._ends[at] : self._ends[at + 1]].tobytes().decode()
+
 
 FORMAT = 4
 _HAS_AV = find_spec("av") is not None
@@ -114,19 +165,6 @@ def known_sizes(
             return None
         parts.append(found)
     return _index(_together(blend, encoding, cache, parts), encoding, blend.name, parts)
-
-
-def reader_sizes(
-    reader: Reader,
-    encoding: Encoding,
-    *,
-    cache_dir: str | Path | None = None,
-    workers: int | None = None,
-    progress: Progress = lambda done, total: None,
-) -> SizesIndex:
-    """Return the index of one source. Parameters and errors: see `blend_sizes`."""
-    found = _source(reader, encoding, open_cache(cache_dir), workers, progress)
-    return _index(found, encoding, reader.name_of, [found])
 
 
 def _forward(progress: Progress, before: int, total: int, done: int, _: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER, open_regular
 from dilatant.data.errors import MediaError, may_pass
@@ -85,3 +85,29 @@ class _Slice(io.RawIOBase):
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+
+_NEEDS = {
+    "video": "needs PyAV",
+    "audio": "is no whole WAV, FLAC, OGG or AIFF, and no MP3 that counts its frames; others need PyAV",
+}
+
+
+@contextmanager
+def open_av(stream: BinaryIO, media: Media, kind: Literal["video", "audio"]) -> Iterator[Any]:
+    """Open the first stream of a kind. Raises MediaError without such a stream or PyAV, and what PyAV raises."""
+    try:
+        import av
+    except ImportError:
+        raise MediaError(
+            f"{media.kind} {media.name!r} {_NEEDS[kind]}", "install it: pip install 'dilatant[video]'"
+        ) from None
+    # Playlists may name other files and addresses; none is opened.
+    options = {"protocol_whitelist": "none"}
+    with av.open(stream, metadata_errors="ignore", options=options) as container:
+        streams = getattr(container.streams, kind)
+        if not streams:
+            raise MediaError(
+                f"{media.kind} {media.name!r} holds no {'pictures' if kind == 'video' else 'sound'}", REPLACE
+            )
+        yield streams[0]

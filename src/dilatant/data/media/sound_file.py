@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from dilatant.data.errors import MediaError
 from dilatant.data.media.image_file import read_at
-from dilatant.data.media.open_av import open_av
-from dilatant.data.media.open_media import REPLACE, as_media_error, open_media
+from dilatant.data.media.open_media import REPLACE, as_media_error, open_av, open_media
 from dilatant.data.sample import Media, MediaSize
 
 SAMPLING_RATES = range(1_000, 1_000_001)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.frame_choice import FrameChoice
 from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import ClipUnitBase, ImageUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 SHAPES = "image_sizes"
 """Keyword for the shapes of items, int64 [items, 3]: height, width and `ALONE` or `AMONG` for an image; frames, 0 and
@@ -86,7 +87,7 @@ class AnyresShape:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyresImageUnit:
+class AnyresImageUnit(ImageUnitBase):
     """Media unit for images; each tile is one encoder row of `tokens_per_tile`."""
 
     name: str
@@ -96,14 +97,6 @@ class AnyresImageUnit:
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "image"
-
-    @property
-    def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.tokens_per_tile, self.shape, self.marker, self.written,
-                 self.processor.fingerprint)  # fmt: skip
-        return digest_of(parts)
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the encoder inputs that the projector needs of an image, from its size."""
@@ -126,7 +119,7 @@ class AnyresImageUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyresClipUnit:
+class AnyresClipUnit(ClipUnitBase):
     """Media unit for clips; each frame is an encoder row of `tokens_per_tile`, and one end token follows them."""
 
     name: str
@@ -137,13 +130,6 @@ class AnyresClipUnit:
     choice: FrameChoice
     marker: str = "<video>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "video"
-
-    @property
-    def fingerprint(self) -> str:
-        return digest_of((self.name, self.placeholder_id, self.tokens_per_tile, self.shape, self.marker, self.written,
-                          self.processor.fingerprint, repr(self.choice)))  # fmt: skip
 
     def _count(self, size: MediaSize) -> int:
         return len(self.choice.frames(size))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import ImageUnitBase
+from dilatant.data.sample import MediaMarkup, MediaSize
 
 RATIOS = "aspect_ratio_ids"
 """Keyword for the id of each image's tile layout: int64 [images, 1]."""
@@ -20,7 +20,7 @@ TILES = "aspect_ratio_mask"
 
 
 @dataclass(frozen=True, slots=True)
-class AspectImageUnit:
+class AspectImageUnit(ImageUnitBase):
     """Media unit for images of `tokens_per_image` encoder tokens each, padding tiles included."""
 
     name: str
@@ -29,14 +29,6 @@ class AspectImageUnit:
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "image"
-
-    @property
-    def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.tokens_per_image, self.marker, self.written,
-                 self.processor.fingerprint)  # fmt: skip
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the inputs that the language model needs of an image, from its size."""
@@ -58,10 +50,8 @@ class AspectImageUnit:
     def merged_tokens(self, size: MediaSize) -> int:
         return 1
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        pixels = decode_image(media, self.processor.channels)
-        made = self.processor(pixels)
-        tiles = np.asarray(made["pixel_values"])
+    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        tiles = np.asarray(self.processor(pixels)["pixel_values"])
         return {
             "pixel_values": tiles.reshape(1, *tiles.shape[-4:]),
             **self.grid(MediaSize(pixels.shape[1], pixels.shape[0])),

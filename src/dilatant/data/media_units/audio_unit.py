@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,28 +14,12 @@ from numpy.typing import NDArray
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
-
-
-class AudioProcessor(Protocol):
-    """Protocol: compute encoder inputs from windows of sound."""
-
-    @property
-    def sampling_rate(self) -> int: ...
-
-    @property
-    def window_samples(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
-        """Compute the inputs of zero-padded windows, float32 [rows, window_samples]; rows stay the first dimension."""
-        ...
+from dilatant.data.media_units.unit_base import Fingerprinted, SoundUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
-class LogMelProcessor:
+class LogMelProcessor(Fingerprinted):
     """Whisper's features: log10 of a Slaney mel spectrogram, at most 8 below its maximum, scaled to about [-1, 1].
 
     A window has `window_frames` frames, one every `hop_length` samples.
@@ -50,10 +34,6 @@ class LogMelProcessor:
     @property
     def window_samples(self) -> int:
         return self.window_frames * self.hop_length
-
-    @property
-    def fingerprint(self) -> str:
-        return digest_of(asdict(self))
 
     def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
         """Return `input_features`: float32 [rows, mel_bins, window_frames]."""
@@ -85,7 +65,7 @@ def _mel_filters(bins: int, fft_length: int, sampling_rate: int) -> NDArray[np.f
 
 
 @dataclass(frozen=True, slots=True)
-class AudioUnit:
+class AudioUnit(SoundUnitBase):
     """Media unit for an encoder with a fixed window: a longer sound takes several rows, a shorter one is zero-padded.
 
     tokens_per_window: tokens that the encoder processes. merged_per_window: tokens that reach the language model, fewer
@@ -95,18 +75,11 @@ class AudioUnit:
     name: str
     placeholder_id: int
     tokens_per_window: int
-    processor: AudioProcessor
+    processor: LogMelProcessor
     merged_per_window: int | None = None
     marker: str = "<audio>"
     merge: Literal["placeholder", "prepend"] = "placeholder"
     written: MediaMarkup | None = None
-    kind: MediaKind = "audio"
-
-    @property
-    def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.tokens_per_window, self.merged_per_window, self.marker,
-                 self.merge, self.written, self.processor.fingerprint)  # fmt: skip
-        return digest_of(parts)
 
     def windows(self, size: MediaSize) -> int:
         """Return the number of encoder rows of one item."""

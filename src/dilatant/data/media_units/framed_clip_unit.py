@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
-from dilatant.data.media_units.frame_choice import FrameChoice
-from dilatant.data.media_units.frame_texts import FRAME_TEXTS
+from dilatant.data.media_units.frame_choice import FRAME_TEXTS, FrameChoice
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.native_image_unit import NativeImageUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import ClipUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
-class FramedClipUnit:
+class FramedClipUnit(ClipUnitBase):
     """Media unit for clips. frame: the unit for one frame, with the texts around an image. choice: selects the frames.
     texts: key in `FRAME_TEXTS` of the additional texts."""
 
@@ -26,8 +25,6 @@ class FramedClipUnit:
     texts: str
     marker: str = "<video>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "video"
 
     @property
     def name(self) -> str:
@@ -37,14 +34,8 @@ class FramedClipUnit:
     def placeholder_id(self) -> int:
         return self.frame.placeholder_id
 
-    @property
-    def fingerprint(self) -> str:
-        return digest_of((self.frame.fingerprint, repr(self.choice), self.texts, self.marker, self.written))
-
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the frames' inputs that later stages of the encoder need, from the clip's size."""
-        if not isinstance(self.frame, NativeImageUnit):
-            return {}
         count = len(self.choice.frames(size))
         one = self.frame.grid(_of_frame(size))
         return {name: concatenate_inputs([array] * count) for name, array in one.items()}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput, Pixels
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import Fingerprinted, ImageUnitBase
+from dilatant.data.sample import MediaMarkup, MediaSize
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 RESAMPLE_NAMES: tuple[Resample, ...] = get_args(Resample)
@@ -38,7 +38,7 @@ MOST_PIXELS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class PixelProcessor:
+class PixelProcessor(Fingerprinted):
     """The usual steps of fixed-size vision encoders, with Pillow and numpy.
 
     shortest_edge: the shorter side is resized to this length, keeping the aspect ratio, and the centre (height, width)
@@ -75,10 +75,6 @@ class PixelProcessor:
         if min(self.std) <= 0:
             raise UserError(f"std {self.std!r} must be positive")
 
-    @property
-    def fingerprint(self) -> str:
-        return _digest(asdict(self))
-
     def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, Pixels]:
         """Return `pixel_values`: [1, channels, height, width]."""
         from PIL import Image
@@ -100,7 +96,7 @@ class PixelProcessor:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageUnit:
+class ImageUnit(ImageUnitBase):
     """Media unit for an encoder whose images all have one size: an item is one encoder row.
 
     tokens_per_image: tokens that the encoder processes. merged_per_image: tokens that reach the language model, fewer
@@ -115,26 +111,9 @@ class ImageUnit:
     marker: str = "<image>"
     merge: Literal["placeholder", "prepend"] = "placeholder"
     written: MediaMarkup | None = None
-    kind: MediaKind = "image"
-
-    @property
-    def fingerprint(self) -> str:
-        return _digest([self.name, self.placeholder_id, self.tokens_per_image, self.merged_per_image, self.marker,
-                        self.merge, self.written, self.processor.fingerprint])  # fmt: skip
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return self.tokens_per_image
 
     def merged_tokens(self, size: MediaSize) -> int:
         return self.tokens_per_image if self.merged_per_image is None else self.merged_per_image
-
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        return self.see(decode_image(media, self.processor.channels))
-
-    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
-        """Return the inputs of a decoded image, uint8 [height, width, channels]."""
-        return dict(self.processor(pixels))
-
-
-def _digest(value: Any) -> str:
-    return digest_of(value)

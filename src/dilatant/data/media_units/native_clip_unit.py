@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.frame_choice import moments
 from dilatant.data.media_units.native_image_unit import GRID, STEP, PatchProcessor
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import ClipUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class FrameSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class NativeClipUnit:
+class NativeClipUnit(ClipUnitBase):
     """Media unit for clips: one item, with one temporal patch for every `processor.frames` frames.
 
     processor: holds the pixel limits of a frame. total_pixels: limit over all temporal patches, shared evenly by the
@@ -72,14 +73,6 @@ class NativeClipUnit:
     apart: bool = False
     marker: str = "<video>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "video"
-
-    @property
-    def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint,
-                 self.sampling, self.total_pixels, self.time_scale, self.apart)  # fmt: skip
-        return digest_of(parts)
 
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
         """Return the indices of the sampled frames."""

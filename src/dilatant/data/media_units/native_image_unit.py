@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, Resample
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import Fingerprinted, ImageUnitBase
+from dilatant.data.sample import MediaMarkup, MediaSize
 
 GRID = "image_grid_thw"
 """Encoder keyword for the patches of every image: frames, rows, columns."""
@@ -25,10 +25,11 @@ LONGEST_ASPECT = 200
 
 
 @dataclass(frozen=True, slots=True)
-class PatchProcessor:
+class PatchProcessor(Fingerprinted):
     """Qwen-VL's processing with Pillow and numpy: an image is resized so that both sides are multiples of `merge`
     patches and the area is between `min_pixels` and `max_pixels`; a still image is treated as `frames` equal frames."""
 
+    channels: ClassVar[int] = 3
     patch: int = 14
     merge: int = 2
     frames: int = 2
@@ -45,10 +46,6 @@ class PatchProcessor:
                 f"processor: min_pixels {self.min_pixels} must be at least 1 and no more than max_pixels "
                 f"{self.max_pixels}"
             )
-
-    @property
-    def fingerprint(self) -> str:
-        return digest_of(self)
 
     def grid(self, size: MediaSize) -> tuple[int, int]:
         """Return an image's patches: (rows, columns). Raises ValueError if its sides exceed `LONGEST_ASPECT`."""
@@ -88,24 +85,34 @@ _SETTINGS = ("min_pixels", "max_pixels", "size", "patch_size", "merge_size", "te
              "do_convert_rgb")  # fmt: skip
 
 
+def mismatches(settings: Mapping[str, Any], known: Sequence[str], encoder: Mapping[str, int]) -> list[str]:
+    """Return where saved settings do not fit an encoder, which has the values `encoder`. Raises UserError for unknown
+    settings."""
+    unknown = [key for key in settings if key not in known and not key.endswith("_type")]
+    if unknown and "image_processor_type" not in settings:
+        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+    wrong = [
+        f"{key} is {settings[key]}, but the encoder has {value}"
+        for key, value in encoder.items()
+        if settings.get(key, value) != value
+    ]
+    return wrong + [
+        f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True
+    ]
+
+
 def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, frames: int) -> PatchProcessor:
     """Make the processor of saved settings for an encoder with these patches. Raises UserError if they do not match."""
-    unknown = [key for key in settings if key not in _SETTINGS and not key.endswith("_type")]
-    if unknown and "image_processor_type" not in settings:
-        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(_SETTINGS)}")
+    wrong = mismatches(
+        settings, _SETTINGS, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}
+    )
+    if wrong:
+        raise UserError(f"model.processor: {'; '.join(wrong)}")
     size = settings.get("size") or {}
     limits = {
         "min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
         "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
     }
-    wrong = [
-        f"{key} is {settings[key]}, but the encoder has {own}"
-        for key, own in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", frames))
-        if settings.get(key, own) != own
-    ]
-    wrong += [f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True]
-    if wrong:
-        raise UserError(f"model.processor: {'; '.join(wrong)}")
     normalized = settings.get("do_normalize", True)
     given: dict[str, Any] = {key: int(value) for key, value in limits.items() if value}
     if "resample" in settings:
@@ -121,7 +128,7 @@ def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, fram
 
 
 @dataclass(frozen=True, slots=True)
-class NativeImageUnit:
+class NativeImageUnit(ImageUnitBase):
     """Media unit for a native-resolution encoder: an image has one encoder token per patch."""
 
     name: str
@@ -129,13 +136,6 @@ class NativeImageUnit:
     processor: PatchProcessor
     marker: str = "<image>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "image"
-
-    @property
-    def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint)
-        return digest_of(parts)
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the grid of an image, for later stages of the encoder and for text positions."""
@@ -147,10 +147,3 @@ class NativeImageUnit:
 
     def merged_tokens(self, size: MediaSize) -> int:
         return self.encoder_tokens(size) // self.processor.merge**2
-
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        return self.see(decode_image(media, 3))
-
-    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
-        """Return the inputs of a decoded image, uint8 [height, width, 3]."""
-        return self.processor(pixels)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dilatant.data.media_units.anyres_image_unit import AnyresClipUnit
-from dilatant.data.media_units.audio_unit import AudioProcessor, LogMelProcessor
+from dilatant.data.media_units.audio_unit import LogMelProcessor
 from dilatant.data.media_units.frame_choice import FirstFrames, MiddleFrames, SpreadFrames
 from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
@@ -20,7 +20,7 @@ from dilatant.data.media_units.usm_sound_unit import UsmMelProcessor
 
 
 def processor_settings(
-    processor: ImageProcessor | AudioProcessor | PatchProcessor | UsmMelProcessor,
+    processor: ImageProcessor | LogMelProcessor | PatchProcessor | UsmMelProcessor,
 ) -> dict[str, Any]:
     """Return the content of `preprocessor_config.json` for a processor. Raises TypeError for any other class."""
     if isinstance(processor, HuggingFaceImageProcessor):

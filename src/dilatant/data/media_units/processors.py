@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.media_units.audio_unit import AudioProcessor, LogMelProcessor
+from dilatant.data.media_units.audio_unit import LogMelProcessor
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
 
 _OTHER_STEPS = ("pad", "reduce_labels", "thumbnail", "align_long_axis", "image_splitting", "pan_and_scan")
@@ -74,7 +74,7 @@ def image_processor(
     return processor
 
 
-def audio_processor(source: str | ProcessorSettings | None, *, frames: int, mel_bins: int) -> AudioProcessor:
+def audio_processor(source: str | ProcessorSettings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:
     """Return the processor for an encoder of sounds [mel_bins, frames].
 
     source: a hub id or folder of a Whisper feature extractor, its settings or those of `LogMelProcessor`, or None for
@@ -187,9 +187,7 @@ def _lacks(name: str, file: str) -> bool:
 def sound_processor(settings: ProcessorSettings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:
     """Return the processor of a pretrained audio model; settings may include those of images. Raises UserError."""
     own = {key: value for key, value in (settings or {}).items() if key in _OF_SOUNDS}
-    processor = audio_processor(own or None, frames=frames, mel_bins=mel_bins)
-    assert isinstance(processor, LogMelProcessor)
-    return processor
+    return audio_processor(own or None, frames=frames, mel_bins=mel_bins)
 
 
 _OF_SOUNDS = ("feature_extractor_type", "feature_size", "n_fft", "hop_length", "sampling_rate", "dither")

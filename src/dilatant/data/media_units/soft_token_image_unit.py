@@ -9,7 +9,7 @@ from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES
-from dilatant.data.media_units.native_image_unit import PatchProcessor
+from dilatant.data.media_units.native_image_unit import PatchProcessor, mismatches
 from dilatant.data.sample import MediaSize
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
@@ -46,15 +46,7 @@ _KNOWN = (
 
 def soft_token_processor(settings: Mapping[str, Any], *, patch: int, merge: int) -> SoftTokenProcessor:
     """Make the processor of saved settings for an encoder with these patches. Raises UserError if they do not match."""
-    unknown = [key for key in settings if key not in _KNOWN and not key.endswith("_type")]
-    if unknown and "image_processor_type" not in settings:
-        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(_KNOWN)}")
-    wrong = [
-        f"{key} is {settings[key]}, but the encoder has {own}"
-        for key, own in (("patch_size", patch), ("pooling_kernel_size", merge))
-        if settings.get(key, own) != own
-    ]
-    wrong += [f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True]
+    wrong = mismatches(settings, _KNOWN, {"patch_size": patch, "pooling_kernel_size": merge})
     wrong += [
         f"{key} is not of this family, whose images are limited by max_soft_tokens"
         for key in ("min_pixels", "max_pixels")

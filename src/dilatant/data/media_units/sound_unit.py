@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,8 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.audio_unit import LogMelProcessor
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import SoundUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 FRAMES = "feature_lens"
 """Encoder keyword for the frames of every sound, without and with trailing frames: int64 [sounds, 2]."""
@@ -22,7 +22,7 @@ SHORTEST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SoundUnit:
+class SoundUnit(SoundUnitBase):
     """Media unit for sounds: half as many encoder tokens as frames, and a quarter as many language-model tokens.
 
     longest: most frames that the encoder has positions for, None for no limit; longer sounds are refused. trailing:
@@ -36,14 +36,6 @@ class SoundUnit:
     trailing: int = 0
     marker: str = "<audio>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "audio"
-
-    @property
-    def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.longest, self.trailing, self.marker, self.written,
-                 self.processor.fingerprint)  # fmt: skip
-        return digest_of(parts)
 
     def frames(self, size: MediaSize) -> int:
         """Return the number of frames of a sound. Raises ValueError if it is too long."""

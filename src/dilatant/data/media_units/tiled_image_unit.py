@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import ImageUnitBase
+from dilatant.data.sample import MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
-class TiledImageUnit:
+class TiledImageUnit(ImageUnitBase):
     """Media unit for tiled images: the image size determines the tiles; each is one encoder row of `tokens_per_tile`,
     of which `merged_per_tile` reach the language model."""
 
@@ -28,14 +28,6 @@ class TiledImageUnit:
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "image"
-
-    @property
-    def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.tokens_per_tile, self.merged_per_tile, self.row_shape,
-                 self.marker, self.written, self.processor.fingerprint)  # fmt: skip
-        return digest_of(parts)
 
     def tiles(self, size: MediaSize) -> int:
         """Return the number of encoder rows of one image."""
@@ -47,11 +39,7 @@ class TiledImageUnit:
     def merged_tokens(self, size: MediaSize) -> int:
         return self.tiles(size) * self.merged_per_tile
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        return self.see(decode_image(media, self.processor.channels))
-
     def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
-        """Return the inputs of a decoded image, uint8 [height, width, channels]."""
         rows = np.asarray(self.processor(pixels)["pixel_values"]).reshape(-1, *self.row_shape)
         expected = tiles_of(self.processor, *pixels.shape[:2])
         if len(rows) != expected:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,15 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.sound_unit import FRAMES
-from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, digest_of
+from dilatant.data.media_units.unit_base import Fingerprinted, SoundUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 LONGEST_SECONDS = 30
 """Length to which the family's extractor cuts sounds."""
 
 
 @dataclass(frozen=True, slots=True)
-class UsmMelProcessor:
+class UsmMelProcessor(Fingerprinted):
     """Log mel spectrogram (HTK's scale) with frames of `frame_length_ms`, one every `hop_length_ms`; half of the first
     frame precedes the sound. Names are those of transformers' `Gemma4AudioFeatureExtractor`."""
 
@@ -56,10 +57,6 @@ class UsmMelProcessor:
     def fft_length(self) -> int:
         """Length of the FFT in samples."""
         return 2 ** math.ceil(math.log2(self.frame_length)) * (2 if self.fft_overdrive else 1)
-
-    @property
-    def fingerprint(self) -> str:
-        return digest_of(asdict(self))
 
     def frames(self, samples: int) -> int:
         """Return the number of complete frames in a sound."""
@@ -125,7 +122,7 @@ def usm_processor(settings: Mapping[str, Any] | None, mel_bins: int) -> UsmMelPr
 
 
 @dataclass(frozen=True, slots=True)
-class UsmSoundUnit:
+class UsmSoundUnit(SoundUnitBase):
     """Media unit for sounds: four frames are one encoder token and one language-model token. Sounds longer than
     `LONGEST_SECONDS` are refused."""
 
@@ -134,14 +131,6 @@ class UsmSoundUnit:
     processor: UsmMelProcessor
     marker: str = "<audio>"
     written: MediaMarkup | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    kind: MediaKind = "audio"
-
-    @property
-    def fingerprint(self) -> str:
-        return digest_of(
-            (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint)
-        )
 
     def frames(self, size: MediaSize) -> int:
         """Return a sound's number of frames, at least one (silence-padded). Raises ValueError if it is too long."""

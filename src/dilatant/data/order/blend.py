@@ -11,10 +11,8 @@ import numpy as np
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
-from dilatant.data.order.sampler import Sampler
-from dilatant.data.order.stream_sampler import Stream, StreamSampler
-from dilatant.data.readers.reader import Reader, open_source
-from dilatant.data.readers.split import HeldOutSplit
+from dilatant.data.order.sampler import Sampler, Stream, StreamSampler
+from dilatant.data.readers.reader import HeldOutSplit, Reader, open_source
 from dilatant.data.sample import Sample
 
 

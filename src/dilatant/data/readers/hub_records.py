@@ -11,7 +11,7 @@ from typing import Any
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.readers.arrow_values import converters, row_fields
+from dilatant.data.readers.arrow_records import converters, row_fields
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks, parse_record
 from dilatant.data.sample import Sample

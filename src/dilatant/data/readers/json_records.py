@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.readers.json_value import json_value
-from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord, is_objects
+from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord, is_objects, json_value
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 

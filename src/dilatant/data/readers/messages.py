@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from dilatant.data.readers.json_value import json_value
 from dilatant.data.readers.listed_media import ITEM_OPTIONS, ListedMedia, parse_media
 from dilatant.data.readers.record_fields import (
     MEDIA_COLUMNS,
@@ -14,6 +13,7 @@ from dilatant.data.readers.record_fields import (
     is_blank,
     is_list,
     is_objects,
+    json_value,
     kind_of,
     rows,
     scalar,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.readers.arrow_values import row_fields
+from dilatant.data.readers.arrow_records import row_fields
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import RecordsOfFiles, Scan, SourceFiles

@@ -18,6 +18,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER, open_regular
 from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
+from dilatant.data.permutation import permute
 from dilatant.data.readers.arrow_records import ArrowRecords, scan_arrow
 from dilatant.data.readers.find_files import SUFFIXES, find_files
 from dilatant.data.readers.json_records import JsonRecords, scan_json
@@ -25,9 +26,39 @@ from dilatant.data.readers.parquet_records import ParquetRecords, scan_parquet
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks, parse_record
 from dilatant.data.readers.source_files import Form, Scan, Scanner, SourceFiles
-from dilatant.data.readers.split import HeldOutSplit
 from dilatant.data.readers.tar_records import TarRecords, scan_tar
 from dilatant.data.sample import Sample
+
+_STREAM = (0x5EED, 1)
+"""Stream of the permutation, distinct from those that order training."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutSplit:
+    """One side of a source: the held-out samples or the rest. size: number of held-out samples (1 or more) or their
+    fraction (below 1); at least one sample in either case. seed: selects the samples."""
+
+    size: float
+    seed: int
+    held_out: bool
+
+    def count(self, total: int) -> int:
+        """Count this side's samples in a source of `total` samples. Raises UserError if the other side gets none."""
+        away = round(total * self.size) if self.size < 1 else int(self.size)
+        away = max(1, away)
+        if away >= total:
+            raise UserError(
+                f"data.val_size {self.size:g} would hold out all of a data set of {total} samples; hold out less"
+            )
+        return away if self.held_out else total - away
+
+    def numbers(self, total: int) -> NDArray[np.int64]:
+        """Return the numbers of the samples on this side, ascending: int64 [count]."""
+        count = self.count(total)
+        away = count if self.held_out else total - count
+        places = permute(np.arange(total), total, self.seed, _STREAM)
+        return np.flatnonzero((places < away) == self.held_out)
+
 
 FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar", "arrow": "Arrow"}
 FORM_OF_FORMAT: Mapping[str, Form] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
@@ -214,3 +215,14 @@ def kind_of(value: Any) -> str:
         bool: "a truth value",
     }
     return "empty" if value is None else names.get(type(value), f"a {type(value).__name__}")
+
+
+def json_value(text: str | bytes, place: str, what: str = "") -> Any:
+    """Parse a JSON text, called `what` in the error of the record at `place`. Raises SampleError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        problem = "nests too deep"
+    except ValueError as error:  # invalid JSON or UTF-8, or integers of thousands of digits
+        problem = f"is not valid JSON: {error}"
+    raise SampleError(place, f"{what} {problem}".strip(), "correct or remove it")

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
-from dilatant.data.readers.json_value import json_value
-from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord
+from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord, json_value
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 from dilatant.data.sample import FileSlice, MediaKind

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dilatant.data.errors import SampleError
-from dilatant.data.readers.json_value import json_value
-from dilatant.data.readers.record_fields import is_objects, rows
+from dilatant.data.readers.record_fields import is_objects, json_value, rows
 
 CALLS = "tool_calls"
 """A message's key for its tool calls."""

@@ -14,25 +14,12 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
-from dilatant.data.media_units.anyres_image_unit import AnyresClipUnit, AnyresImageUnit
-from dilatant.data.media_units.aspect_image_unit import AspectImageUnit
-from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
-from dilatant.data.media_units.native_clip_unit import NativeClipUnit
-from dilatant.data.media_units.native_image_unit import NativeImageUnit
-from dilatant.data.media_units.sound_unit import SoundUnit
-from dilatant.data.media_units.usm_sound_unit import UsmSoundUnit
 from dilatant.data.sample import (
     Media,
     Sample,
 )
 from dilatant.data.text.encoding import NO_LOSS, Encoding, EncodingUnit
 from dilatant.data.text.media_places import ClipTokens, name_item_in_errors, place_media
-
-_WITH_GRIDS = (
-    *(NativeImageUnit, NativeClipUnit, FramedClipUnit, SoundUnit, UsmSoundUnit),
-    *(AnyresImageUnit, AnyresClipUnit, AspectImageUnit),
-)
-"""Units whose items differ in size and have a `grid`, which is needed without the items, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +132,5 @@ def _sized(
         if piece is not None and not piece.is_first:
             return Item(media, unit, 0, piece.tokens, {}, goes_on=True)
         size = replace(media_size(media), alone=alone)
-        grid = unit.grid(size) if isinstance(unit, _WITH_GRIDS) else {}
         merged = unit.merged_tokens(size) if piece is None else piece.tokens
-        return Item(media, unit, unit.encoder_tokens(size), merged, grid)
+        return Item(media, unit, unit.encoder_tokens(size), merged, unit.grid(size))

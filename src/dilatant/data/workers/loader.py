@@ -1,4 +1,4 @@
-"""Loader: iterate over global batches of encoded samples, with worker processes and prefetch."""
+"""Loader: iterate over global batches of encoded samples, made by data workers in advance."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Literal, Protocol
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.order.sampler import SamplerState
-from dilatant.data.sample import EncodedSample, Sample
-from dilatant.data.text.encode import encode_sample
-from dilatant.data.text.encoding import Encoding
-from dilatant.data.workers.ordered_map import TASK_SECONDS, WorkerPool
-from dilatant.data.workers.pool import Dataset
-from dilatant.data.workers.prefetch import Prefetcher
+from dilatant.data.sample import Dataset, EncodedSample, Sample
+from dilatant.data.text.encoding import TOKENS, Encoding
+from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
+from dilatant.data.workers.pool_owner import DECODE_SECONDS, PoolOwner
+from dilatant.data.workers.pool_source import join
+
+MEMORY_BYTES = 512 << 20
+"""Memory of a loader for samples that are being made, or are ready and not taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ class GlobalBatch:
         return total
 
 
-LoaderTask = int | Sample | SampleError
-"""A sample to encode: its index, the sample itself, or the error from reading it."""
+Drawn = int | Sample | SampleError
+"""A sample as its sampler draws it: its index, a stream's sample itself, or the error from reading it."""
 
 
 class SampleOrder(Protocol):
@@ -74,28 +76,52 @@ class SampleOrder(Protocol):
 
     def resume(self, state: SamplerState) -> SamplerState: ...
 
-    def batches(self, state: SamplerState) -> Iterator[tuple[Sequence[LoaderTask], SamplerState]]: ...
+    def batches(self, state: SamplerState) -> Iterator[tuple[Sequence[Drawn], SamplerState]]: ...
 
     def epoch(self, state: SamplerState) -> float: ...
 
 
-@dataclass(frozen=True)
-class _EncodeJob:
-    samples: Dataset
-    encoding: Encoding
-    parts: frozenset[str] | None
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """A batch as drawn and as encoded, sample by sample. first: number of its first sample in the order of training.
+    position: after the batch."""
 
-    def __call__(self, task: LoaderTask) -> EncodedSample:
-        if isinstance(task, SampleError):
-            raise task
-        sample = self.samples[task] if isinstance(task, int) else task
-        return encode_sample(sample, self.encoding, self.parts)
+    drawn: Sequence[Drawn]
+    samples: Sequence[EncodedSample | UserError]
+    first: int
+    position: SamplerState
 
 
-def _named(task: LoaderTask) -> str:
-    if isinstance(task, int):
-        return f"sample {task} (counted from 0 through all sources)"
-    return task.id if isinstance(task, Sample) else task.sample
+def read_batches(
+    source: SampleSource,
+    dataset: str,
+    sampler: SampleOrder,
+    position: SamplerState,
+    parts: frozenset[str],
+    ahead: int,
+) -> Generator[ReadBatch]:
+    """Yield the batches of an order from `position` on, without end. parts: of each sample, requested from `source`.
+    ahead: batches that are requested before the one that is yielded is complete."""
+    waiting: deque[tuple[int, Sequence[Drawn], SamplerState]] = deque()
+    first = position.samples
+    for drawn, after in sampler.batches(position):
+        requests = [
+            SampleRequest(number, each, parts, dataset)
+            if isinstance(each, int)
+            else SampleRequest(number, number, parts, dataset, sample=each)
+            for number, each in enumerate(drawn, first)
+            if not isinstance(each, SampleError)
+        ]
+        source.ask(requests)
+        waiting.append((first, drawn, after))
+        first += len(drawn)
+        if len(waiting) > ahead:
+            begin, due, after = waiting.popleft()
+            samples = [
+                each if isinstance(each, SampleError) else source.take(dataset, number)
+                for number, each in enumerate(due, begin)
+            ]
+            yield ReadBatch(due, samples, begin, after)
 
 
 class Loader:
@@ -103,12 +129,11 @@ class Loader:
 
     The batches do not depend on the number of workers, and resuming from the position of any batch gives the same
     following batches.
-    workers: processes that decode and tokenize; 0 works in the caller, without prefetch. prefetch: batches kept ready
-    in addition to the one being assembled.
+    workers: processes that decode and tokenize; 0 works in the caller. prefetch: batches requested in advance.
     on_error: a corrupt sample raises UserError when its batch is due (`error`), or is omitted from its batch and
     reported (`skip`): the batch is then smaller, and the position advances as if the sample had been used.
-    sample_seconds: time limit of a worker for one sample; WorkerError then names the worker and the sample.
-    parts: the parts of every sample to load (see `encode_sample`); None for all.
+    sample_seconds: time limit of a worker for one sample. parts: the parts of every sample to load (see
+    `encode_sample`); None for all.
     """
 
     def __init__(
@@ -122,21 +147,24 @@ class Loader:
         workers: int = 0,
         prefetch: int = 2,
         on_error: Literal["error", "skip"] = "error",
-        sample_seconds: float = TASK_SECONDS,
+        sample_seconds: float = DECODE_SECONDS,
         parts: frozenset[str] | None = None,
     ) -> None:
         self._sampler = sampler
-        self._start = sampler.resume(position)
-        self._steps = steps
         self._skip = on_error == "skip"
-        # One more batch is ready in the prefetch queue, and one waits to enter it.
-        self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
-        self._positions: deque[SamplerState] = deque()
-        self._pool: WorkerPool[LoaderTask, EncodedSample] = WorkerPool(
-            _EncodeJob(samples, encoding, parts), workers, named=_named, task_seconds=sample_seconds
+        datasets = {"train": samples}
+        self._owner = PoolOwner(datasets, encoding, workers, sample_seconds) if workers else None
+        self._source: SampleSource = (
+            InlineSource(datasets, encoding)
+            if self._owner is None
+            else join(self._owner.address, MEMORY_BYTES)
         )
-        batches = self._make_batches()
-        self._batches = Prefetcher(batches, "dilatant-loader") if workers else batches
+        if parts is None:
+            parts = frozenset({TOKENS, *encoding.unit_names[1:]})
+        ahead = prefetch if workers else 0
+        batches = read_batches(self._source, "train", sampler, sampler.resume(position), parts, ahead)
+        self._batches = batches
+        self._due = islice(batches, steps)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         return self
@@ -144,7 +172,7 @@ class Loader:
     def __next__(self) -> GlobalBatch:
         start = time.perf_counter()
         try:
-            batch = next(self._batches)
+            batch = self._batch(next(self._due))
         except BaseException:  # includes StopIteration
             self.close()
             raise
@@ -158,25 +186,18 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes. Idempotent."""
-        self._pool.close()
-        with suppress(ValueError):  # without workers, another thread may be making a batch
+        with suppress(ValueError):  # another thread may be making a batch
             self._batches.close()
+        self._source.close()
+        if self._owner is not None:
+            self._owner.close()
 
-    def _make_batches(self) -> Generator[GlobalBatch]:
-        results = self._pool.map(self._tasks(), self._ahead)
-        while batch := list(islice(results, self._sampler.global_batch_size)):
-            yield self._batch(batch, self._positions.popleft())
-
-    def _tasks(self) -> Iterator[LoaderTask]:
-        for tasks, position in islice(self._sampler.batches(self._start), self._steps):
-            self._positions.append(position)
-            yield from tasks
-
-    def _batch(self, results: Sequence[EncodedSample | UserError], position: SamplerState) -> GlobalBatch:
-        encoded = [result for result in results if not isinstance(result, UserError)]
-        wrong = [result for result in results if isinstance(result, UserError)]
+    def _batch(self, read: ReadBatch) -> GlobalBatch:
+        encoded = [sample for sample in read.samples if not isinstance(sample, UserError)]
+        wrong = [sample for sample in read.samples if isinstance(sample, UserError)]
         if wrong and not self._skip:
             raise wrong[0]
         if not encoded:
             raise UserError(f"every sample of a batch is corrupt; the first: {wrong[0]}")
-        return GlobalBatch(tuple(encoded), position, self._sampler.epoch(position), tuple(map(str, wrong)))
+        epoch = self._sampler.epoch(read.position)
+        return GlobalBatch(tuple(encoded), read.position, epoch, tuple(map(str, wrong)))

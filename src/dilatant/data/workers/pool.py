@@ -7,16 +7,20 @@ machine share. Imports no torch.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.sample import EncodedSample, Sample
+from dilatant.data.sample import Dataset, EncodedSample, Sample
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import Encoding
-from dilatant.data.workers.ordered_map import UnreadableFileError
+from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
+from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused, lay_out, unpack_sample
 
 T = TypeVar("T")
 
@@ -26,21 +30,13 @@ IO_PAUSE_SECONDS = 0.1
 """Pause before the second try; ten times as long before the third."""
 
 
-class Dataset(Protocol):
-    """A map-style data set of undecoded samples. Picklable."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """A request for a sample, or for parts of it.
 
     draw: unique among the open requests of its data set. index: in its data set. parts: `encode.TOKENS` (ids, labels)
     and names of media units to decode. dataset: key into the pool's data sets. nbytes: estimated size of the encoded
-    sample, which bounds reading ahead; 0 if unknown.
+    sample, which bounds reading ahead; 0 if unknown. sample: the undecoded sample itself, if it comes from a stream.
     """
 
     draw: int
@@ -48,10 +44,13 @@ class SampleRequest:
     parts: frozenset[str]
     dataset: str = "train"
     nbytes: int = 0
+    sample: Sample | None = None
 
     @property
     def name(self) -> str:
         """Return the name of the sample in messages, for use before its record has been read."""
+        if self.sample is not None:
+            return self.sample.id
         return f"sample {self.index} of {self.dataset!r} (counted from 0 through all sources)"
 
 
@@ -149,7 +148,7 @@ def make(
     name, began = request.name, time.perf_counter()
     for attempt in range(1, IO_TRIES + 1):
         try:
-            sample = datasets[request.dataset][request.index]
+            sample = request.sample or datasets[request.dataset][request.index]
             name = sample.id
             read(sample)
             encoded = encode_sample(sample, encoding, request.parts)
@@ -166,3 +165,43 @@ def make(
                 raise UnreadableFileError(f"{name} cannot be read{times}: {why}; {remedy}") from None
             time.sleep(IO_PAUSE_SECONDS * 10 ** (attempt - 1))
     raise AssertionError
+
+
+PoolOutcome = EncodedSample | UserError | WorkerError
+"""Result of a request, as the rank receives it."""
+
+
+def answer(
+    ticket: int,
+    request: SampleRequest,
+    datasets: Mapping[str, Dataset],
+    encoding: Encoding,
+    read: Callable[[Sample], None] = lambda sample: None,
+) -> tuple[Encoded | PoolRefused | Failed, list[np.ndarray]]:
+    """Make a sample. Return the reply, and the arrays to send with it if it is `Encoded`. read: see `make`. Raises
+    nothing."""
+    try:
+        sample = make(request, datasets, encoding, read)
+        places, arrays, nbytes = lay_out(sample)
+        sizes = {unit: int(tokens) for unit, tokens in sample.sizes.items()}
+        return Encoded(ticket, sample.id, sizes, places, nbytes, sample.made_seconds), arrays
+    except UnreadableFileError as error:
+        return Failed(ticket, str(error), is_withheld=True), []
+    except SampleError as error:
+        return PoolRefused(ticket, error.problem, error.sample, error.remedy), []
+    except UserError as error:
+        return PoolRefused(ticket, str(error)), []
+    except BaseException:
+        return Failed(ticket, f"a data worker failed:\n{traceback.format_exc()}"), []
+
+
+def outcome_of(message: Encoded | PoolRefused | Failed, draw: int, buffer: memoryview) -> PoolOutcome:
+    """Decode the reply to request `draw`. buffer: holds the arrays of an `Encoded` sample, which are copied. Raises
+    ProtocolError if they do not fit."""
+    if isinstance(message, Encoded):
+        return unpack_sample(message, draw, buffer)
+    if isinstance(message, Failed):
+        return (UnreadableFileError if message.is_withheld else WorkerError)(message.problem)
+    if message.sample:
+        return SampleError(message.sample, message.problem, message.remedy)
+    return UserError(message.problem)

@@ -13,9 +13,7 @@ import select
 import selectors
 import socket
 import stat
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,11 +23,10 @@ from typing import Any
 from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import NO_GUARD
-from dilatant.config.errors import UserError
-from dilatant.data.sample import EncodedSample
+from dilatant.data.errors import SampleError
 from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
-from dilatant.data.workers.pool import SampleRequest, Waiting
+from dilatant.data.workers.pool import Waiting
 from dilatant.data.workers.pool_owner import REASON
 from dilatant.data.workers.pool_wire import (
     MAX_FRAME_BYTES,
@@ -46,18 +43,17 @@ from dilatant.data.workers.pool_wire import (
     PoolProtocolError,
     PoolRefused,
     ToRank,
+    pack_undecoded,
     read_note,
     to_frame,
     to_rank,
 )
-from dilatant.data.workers.request_queue import Awake, Entry, RequestQueue
+from dilatant.data.workers.request_queue import Entry, QueuedSource
 
-TASKS_IN_HAND = 3
+TASKS_PER_WORKER = 3
 """Requests that a worker holds for a rank: one being made and the next ones queued, so that it never waits."""
 LATE_SECONDS = 15.0
 """Time beyond a sample's time limit after which its worker is given up, because the system does not let it exit."""
-TRIES = 2
-"""Number of dead workers, or of exceeded time limits, after which a sample is given up."""
 SEND_SECONDS = 5.0
 UNGREETED = 20
 """Consecutive connections that end before a greeting, after which a worker's place is given up."""
@@ -80,7 +76,7 @@ def join(
 class _WorkerLink:
     """Connection to one worker's place. pid: the process that greeted; 0 before. heard: time of its last message.
 
-    fallen: (sample, pid) for each worker that died while making the sample, until its successor reports the cause.
+    in_doubt: (sample, pid) for each worker that died while making the sample, until its successor reports the cause.
     ungreeted: consecutive connections that ended before a greeting. is_down: no process listens there any more.
     """
 
@@ -91,7 +87,7 @@ class _WorkerLink:
     pid: int = 0
     decode_seconds: float = float("inf")
     entries: dict[int, Entry] = field(default_factory=dict)
-    fallen: list[tuple[Entry, int]] = field(default_factory=list)
+    in_doubt: list[tuple[Entry, int]] = field(default_factory=list)
     heard: float = 0.0
     ungreeted: int = 0
     is_down: bool = False
@@ -109,16 +105,18 @@ class _Leaving:
     slots: list[int]
 
 
-class PoolSource:
-    """The `Source` that `join` returns."""
+class PoolSource(QueuedSource):
+    """The `SampleSource` that `join` returns."""
+
+    workers = "data workers"
+    tries = 2
 
     def __init__(self, address: str, budget_bytes: int, on_wait: Callable[[Waiting], None]) -> None:
+        super().__init__(budget_bytes, on_wait)
         paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
         self._folder = Path(address)
-        self._asked = RequestQueue(budget_bytes, on_wait, self._poke, self._place_of)
         notes = NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
         self._arena = Arena(notes + budget_bytes, notes)
-        self._awake = Awake()
         self._next_ticket = 0
         self._wake, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
@@ -129,29 +127,18 @@ class PoolSource:
         for link in self._links:
             self._connect(link)
         self._check_links()
-        if self._asked.error is not None:
+        if self.error is not None:
             self._release_all()
-            raise self._asked.error
-        self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
+            raise self.error
         self._thread.start()
 
-    def ask(self, requests: Sequence[SampleRequest]) -> None:
-        self._asked.ask(requests)
-
-    def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
-        return self._asked.take(dataset, draw)
-
     def forget(self, dataset: str) -> None:
-        with self._asked.changed:
-            self._asked.forget(dataset)
-            if not self._asked.entries:  # otherwise samples still being made are dropped on arrival
+        with self.changed:
+            super().forget(dataset)
+            if not self.entries:  # otherwise samples still being made are dropped on arrival
                 for link in self._links:
                     if link.entries:
                         self._send(link, to_frame(Forget()))
-
-    def close(self) -> None:
-        self._asked.close()
-        self._thread.join()
 
     # Called by both threads, with the lock held.
 
@@ -188,26 +175,20 @@ class PoolSource:
 
     # Called by the thread.
 
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._asked.changed:
-                    if self._asked.is_closing:
-                        break
-                    self._dispatch()
-                    self._drop_late()
-                for key, _ in self._selector.select(1.0):
-                    if key.data is None:
-                        self._wake.recv(1 << 12)
-                    elif isinstance(key.data, _Leaving):
-                        self._see_off(key.data)
-                    else:
-                        self._receive(key.data)
-        except BaseException:
-            self._asked.fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
-        finally:
-            with self._asked.changed:
-                self._release_all()
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                if self.is_closing:
+                    return
+                self._dispatch()
+                self._drop_late()
+            for key, _ in self._selector.select(1.0):
+                if key.data is None:
+                    self._wake.recv(1 << 12)
+                elif isinstance(key.data, _Leaving):
+                    self._drain(key.data)
+                else:
+                    self._receive(key.data)
 
     def _release_all(self) -> None:
         self._selector.close()
@@ -224,21 +205,34 @@ class PoolSource:
     def _dispatch(self) -> None:
         """Send requests in order, as long as workers and budget permit."""
         while True:
-            free = [link for link in self._links if link.pid and len(link.entries) < TASKS_IN_HAND]
-            entry = self._asked.next() if free else None
+            free = [link for link in self._links if link.pid and len(link.entries) < TASKS_PER_WORKER]
+            entry = self.next() if free else None
             if entry is None:
                 return
-            link = min(free, key=lambda link: (link.number == entry.shunned, len(link.entries)))
+            request = entry.request
+            packed = b"" if request.sample is None else pack_undecoded(request.sample)
+            self.enlarge(entry, len(packed))
             entry.slot = self._arena.allocate(entry.charge)
+            if entry.slot is None and packed:  # it travels in the arena alone
+                self.discharge(entry)
+                if len(packed) <= self.budget:
+                    self.requeue(entry)
+                    return
+                problem = f"has {len(packed):,} bytes, more than the {self.budget:,} of 'data.memory'"
+                self.conclude(entry, SampleError(entry.name, problem, "raise 'data.memory'"))
+                continue
+            link = min(free, key=lambda link: (link.number == entry.avoided, len(link.entries)))
             entry.holder, entry.ticket = link, self._next_ticket
             self._next_ticket += 1
             if not link.entries:
                 link.heard = time.monotonic()
             link.entries[entry.ticket] = entry
-            request = entry.request
-            room = entry.charge if entry.slot is not None else 0
+            if packed:
+                with self._arena.view(entry.slot or 0, len(packed)) as slot:
+                    slot[:] = packed
+            space = entry.charge if entry.slot is not None else 0
             ask = PoolAsk(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
-                      entry.slot or 0, room)  # fmt: skip
+                      entry.slot or 0, space, len(packed))  # fmt: skip
             self._send(link, to_frame(ask))
 
     def _receive(self, link: _WorkerLink) -> None:
@@ -248,18 +242,18 @@ class PoolSource:
         problem = ""
         try:
             for body in link.frames.feed(data):
-                with self._asked.changed:
+                with self.changed:
                     self._handle(link, to_rank.decode(body))
         except (PoolProtocolError, MsgspecError) as error:
             problem = f"it answered with what is no message of a data worker ({error})"
         if not data or problem:
-            with self._asked.changed:
+            with self.changed:
                 self._lose(link, problem)
 
     def _handle(self, link: _WorkerLink, message: ToRank) -> None:
         if isinstance(message, Greeting):
             link.pid, link.decode_seconds, link.ungreeted = message.pid, message.decode_seconds, 0
-            self._settle(link, message)
+            self._retry_in_doubt(link, message)
         elif isinstance(message, Forgotten):
             for ticket in message.tickets:
                 if ticket in link.entries:
@@ -269,19 +263,19 @@ class PoolSource:
 
     def _finish(self, entry: Entry, message: Encoded | PoolRefused | Failed) -> None:
         if not isinstance(message, Encoded) or entry.is_forgotten:
-            self._asked.answered(entry, message, memoryview(b""))
+            self.answered(entry, message, memoryview(b""))
         elif message.inline is not None:
-            self._asked.answered(entry, message, memoryview(message.inline))
+            self.answered(entry, message, memoryview(message.inline))
         else:
             with self._arena.view(entry.slot or 0, entry.charge) as slot:
-                self._asked.answered(entry, message, slot)
+                self.answered(entry, message, slot)
         self._discharge(entry)
 
     def _discharge(self, entry: Entry) -> None:
         """Release a request's slot and charge: no worker holds the request, and nobody writes into the slot."""
         if entry.slot is not None:
             self._arena.release(entry.slot)
-        self._asked.discharge(entry)
+        self.discharge(entry)
 
     # Loss of workers.
 
@@ -304,8 +298,8 @@ class PoolSource:
         begun, _ = self._begun(link)
         pid, lost = link.pid, list(link.entries.values())
         if why:
-            self._say_given_up(link, why)
-            self._let_go(link.connection, lost)
+            self._log_given_up(link, why)
+            self._abandon(link.connection, lost)
         else:
             self._selector.unregister(link.connection)
             link.connection.close()
@@ -316,26 +310,26 @@ class PoolSource:
             if entry.is_forgotten:
                 continue
             if entry is not begun:
-                self._asked.again(entry)
+                self.requeue(entry)
             elif is_late:
                 self._retry(entry, link, f"{link.shown} did not end", is_late=True)
             else:
-                link.fallen.append((entry, pid))
+                link.in_doubt.append((entry, pid))
         link.connection, link.pid, link.frames = None, 0, PoolFrames(MAX_FRAME_BYTES)
         link.is_down = link.ungreeted >= UNGREETED
         if not link.is_down:
             self._connect(link)
         if link.is_down:
-            self._settle(link, None)
+            self._retry_in_doubt(link, None)
         self._check_links()
 
-    def _say_given_up(self, link: _WorkerLink, why: str) -> None:
+    def _log_given_up(self, link: _WorkerLink, why: str) -> None:
         """Log that a worker was given up, once per worker: only the first rank of the machine that gives it up logs."""
         with suppress(OSError):
             (self._folder / f"given-up-{link.pid}").touch(exist_ok=False)
             _log.warning("%s was given up: %s; others make what it had", link.shown, why)
 
-    def _let_go(self, connection: socket.socket, lost: Sequence[Entry]) -> None:
+    def _abandon(self, connection: socket.socket, lost: Sequence[Entry]) -> None:
         """Tell a live worker that this rank sends no more requests. Keep its slots until the connection is closed, by
         the worker or by the system when the worker exits."""
         with suppress(OSError):
@@ -346,21 +340,21 @@ class PoolSource:
         self._leaving.append(leaving)
         self._selector.modify(connection, selectors.EVENT_READ, leaving)
 
-    def _see_off(self, leaving: _Leaving) -> None:
+    def _drain(self, leaving: _Leaving) -> None:
         if _read(leaving.connection):  # discard late answers
             return
         self._selector.unregister(leaving.connection)
         leaving.connection.close()
-        with self._asked.changed:
+        with self.changed:
             self._leaving.remove(leaving)
             for slot in leaving.slots:
                 self._arena.release(slot)
 
-    def _settle(self, link: _WorkerLink, greeting: Greeting | None) -> None:
+    def _retry_in_doubt(self, link: _WorkerLink, greeting: Greeting | None) -> None:
         """Retry the samples that dead workers of this place were making, now that the successor reports the causes."""
         deaths = {death.pid: death for death in greeting.deaths} if greeting is not None else {}
-        fallen, link.fallen = link.fallen, []
-        for entry, pid in fallen:
+        in_doubt, link.in_doubt = link.in_doubt, []
+        for entry, pid in in_doubt:
             death = deaths.get(pid)
             how = f"data worker {link.number} (process {pid}) {death.how if death else 'ended'}"
             self._retry(entry, link, how, death is not None and death.is_slow)
@@ -368,10 +362,8 @@ class PoolSource:
     def _retry(self, entry: Entry, link: _WorkerLink, how: str, is_late: bool) -> None:
         if entry.is_forgotten:
             return
-        entry.shunned = link.number
-        self._asked.lost(
-            entry, how, is_late, tries=TRIES, decode_seconds=link.decode_seconds, workers="data workers"
-        )
+        entry.avoided = link.number
+        self.lost(entry, how, is_late, link.decode_seconds)
 
     def _drop_late(self) -> None:
         """Give up workers that the system does not let exit. One that ignores this rank may serve other ranks."""
@@ -399,9 +391,9 @@ class PoolSource:
         with suppress(OSError):
             reason = (self._folder / REASON).read_text(encoding="utf-8")
         if reason == NO_GUARD:
-            self._asked.fail(UnreadableFileError(NO_GUARD))
+            self.fail(UnreadableFileError(NO_GUARD))
         else:
-            self._asked.fail(WorkerError(f"there are no data workers any more: {reason}"))
+            self.fail(WorkerError(f"there are no data workers any more: {reason}"))
 
 
 def _read(connection: socket.socket) -> bytes:

@@ -2,14 +2,18 @@
 
 A rank sends Hello (with the descriptor of its arena), then Ask and Forget. A worker answers Hello with Greeting, each
 Ask with Encoded, Refused or Failed, and Forget with the tickets that it will not answer. The worker notes its current
-ticket in the arena, where the rank can read it after the worker's death. Nothing is unpickled.
+ticket in the arena, where the rank can read it after the worker's death. Only the undecoded samples of streams are
+pickled, and only their few classes are unpickled.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import PosixPath
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -18,7 +22,7 @@ from msgspec import Meta, Struct
 
 from dilatant.comm.wire.link import FrameError, FrameReader, framed
 from dilatant.data.media.pixels import EncoderInput, Pixels
-from dilatant.data.sample import EncodedSample
+from dilatant.data.sample import EncodedSample, FileSlice, Frames, Media, Sample, Turn
 from dilatant.data.workers.arena import aligned
 
 MAX_FRAME_BYTES = 1 << 31
@@ -47,8 +51,8 @@ class PoolHello(Struct, tag="hello"):
 
 
 class PoolAsk(Struct, tag="ask"):
-    """Request for a sample. offset, room: the arena slot for the answer's arrays; if room is 0 or too small, the arrays
-    come inside the message."""
+    """Request for a sample. offset, space: the arena slot for the answer's arrays; they come inside the message if too
+    large. packed: bytes of the slot in which the undecoded sample stands; 0 to read it by index."""
 
     ticket: Count
     dataset: str
@@ -56,7 +60,8 @@ class PoolAsk(Struct, tag="ask"):
     draw: int
     parts: list[str]
     offset: int
-    room: int
+    space: int
+    packed: Count = 0
 
 
 class Forget(Struct, tag="forget"):
@@ -129,12 +134,35 @@ ToRank = Greeting | Forgotten | Encoded | PoolRefused | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 to_rank = msgspec.msgpack.Decoder(ToRank)
-_encoder = msgspec.msgpack.Encoder()
+encoder = msgspec.msgpack.Encoder()
 
 
 def to_frame(message: Struct) -> bytes:
     """Return the message with its length prefix. Raises FrameError if it is too large."""
-    return framed(_encoder.encode(message), MAX_FRAME_BYTES)
+    return framed(encoder.encode(message), MAX_FRAME_BYTES)
+
+
+class _SampleUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type:
+        for known in (Sample, Turn, Media, FileSlice, Frames, PosixPath):
+            if (module, name) == (known.__module__, known.__qualname__):
+                return known
+        raise PoolProtocolError(f"{module}.{name} is no part of an undecoded sample")
+
+
+def pack_undecoded(sample: Sample) -> bytes:
+    return pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
+
+
+def unpack_undecoded(packed: bytes) -> Sample:
+    """Return the sample of `pack_undecoded`. Raises ProtocolError for any other content."""
+    try:
+        sample = _SampleUnpickler(io.BytesIO(packed)).load()
+    except Exception as error:  # the unpickler raises anything for bytes that are not a pickle
+        raise PoolProtocolError(f"what should be a sample cannot be read: {error}") from None
+    if not isinstance(sample, Sample):
+        raise PoolProtocolError("what should be a sample is none")
+    return sample
 
 
 class Note(NamedTuple):

@@ -18,11 +18,10 @@ from multiprocessing.connection import Connection
 from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import remove_orphaned_folder
-from dilatant.data.sample import Sample
+from dilatant.data.sample import Dataset, Sample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import WorkerError, begin_work, unpickle_job
-from dilatant.data.workers.pool import Dataset, SampleRequest
-from dilatant.data.workers.pool_answer import answer
+from dilatant.data.workers.pool import SampleRequest, answer
 from dilatant.data.workers.pool_wire import (
     MAX_ASK_BYTES,
     NOTE_BYTES,
@@ -39,6 +38,7 @@ from dilatant.data.workers.pool_wire import (
     pack_arrays,
     to_frame,
     to_worker,
+    unpack_undecoded,
     write,
     write_note,
 )
@@ -170,8 +170,9 @@ class _Worker:
                 elif isinstance(message, Forget):
                     rank.connection.sendall(to_frame(Forgotten([ask.ticket for ask in rank.asked])))
                     rank.asked.clear()
-                elif rank.arena is None or not 0 <= message.offset <= message.offset + message.room <= len(
-                    rank.arena
+                elif rank.arena is None or not (
+                    0 <= message.offset <= message.offset + message.space <= len(rank.arena)
+                    and message.packed <= message.space
                 ):
                     raise PoolProtocolError("a slot outside the arena")
                 else:
@@ -191,7 +192,10 @@ class _Worker:
         rank.connection.sendall(self._answered(ask, rank, read))
 
     def _answered(self, ask: PoolAsk, rank: _RankLink, read: Callable[[Sample], None]) -> bytes:
-        request = SampleRequest(ask.draw, ask.index, frozenset(ask.parts), ask.dataset)
+        sample = None
+        if ask.packed and rank.arena is not None:
+            sample = unpack_undecoded(rank.arena[ask.offset : ask.offset + ask.packed])
+        request = SampleRequest(ask.draw, ask.index, frozenset(ask.parts), ask.dataset, sample=sample)
         try:
             if self._encoding is None:
                 self._datasets, self._encoding = unpickle_job(self._job)
@@ -203,7 +207,7 @@ class _Worker:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             if isinstance(message, Encoded):
                 nbytes = message.nbytes
-                if nbytes <= ask.room and rank.arena is not None:
+                if nbytes <= ask.space and rank.arena is not None:
                     with memoryview(rank.arena) as arena, arena[ask.offset : ask.offset + nbytes] as slot:
                         write(slot, message.places, arrays)
                 else:

@@ -8,28 +8,50 @@ requests are sent again. A byte budget bounds the samples that are in progress o
 from __future__ import annotations
 
 import logging
+import os
+import pickle
 import re
-import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dilatant.config.errors import UserError
-from dilatant.data.sample import EncodedSample
-from dilatant.data.text.encoding import Encoding
-from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import Dataset, SampleRequest, Waiting
-from dilatant.data.workers.pool_wire import MAX_FRAME_BYTES, Encoded, Failed, PoolFrames, PoolRefused, to_rank
-from dilatant.data.workers.ray_producer import Producer
-from dilatant.data.workers.request_queue import Awake, Entry, RequestQueue
+import numpy as np
 
-IN_HAND = 3
+from dilatant.config.environment import compute_in_one_thread
+from dilatant.data.sample import Dataset
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.workers.ordered_map import WorkerError, keep_freed_memory
+from dilatant.data.workers.pool import SampleRequest, Waiting, answer
+from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused, encoder, pack_arrays, to_rank
+from dilatant.data.workers.request_queue import Entry, QueuedSource
+
+
+class Producer:
+    """Ray actor that makes samples. job: pickled (data sets by name, encoding)."""
+
+    def __init__(self, job: bytes) -> None:
+        compute_in_one_thread()
+        keep_freed_memory()
+        warnings.simplefilter("ignore")  # libraries' warnings name neither the sample nor the remedy
+        self._datasets, self._encoding = pickle.loads(job)
+
+    def greet(self) -> str:
+        """Return the name of this process in messages."""
+        return f"process {os.getpid()} on {os.uname().nodename}"
+
+    def make(self, draw: int, index: int, parts: list[str], dataset: str) -> tuple[bytes, np.ndarray]:
+        """Return the reply as a pool worker sends it, and the bytes of a sample's arrays: uint8 [bytes]."""
+        request = SampleRequest(draw, index, frozenset(parts), dataset)
+        message, arrays = answer(0, request, self._datasets, self._encoding)
+        held = pack_arrays(message, arrays) if isinstance(message, Encoded) else b""
+        return encoder.encode(message), np.frombuffer(held, np.uint8)
+
+
+TASKS_PER_PRODUCER = 3
 """Requests that a producer holds: one being made and the next ones queued."""
-TRIES = 3
-"""Lost producers, or exceeded time limits, after which a sample is given up; nodes also fail for other reasons."""
 FAILED_STARTS = 3
 LATE_SECONDS = 5.0
 """Time beyond a sample's time limit after which its producer is killed."""
@@ -56,12 +78,15 @@ class _Producer:
     entries: dict[Any, Entry] = field(default_factory=dict)
 
 
-class RaySource:
-    """A `Source` whose producers use one processor each of the cluster that this process is connected to.
+class RaySource(QueuedSource):
+    """A `SampleSource` whose producers use one processor each of the cluster that this process is connected to.
 
     budget_bytes: memory for samples that are being made, or are ready and not taken. most: maximum number of producers.
     decode_seconds: time limit for a sample. on_wait: called by the thread in `take` after every ten seconds of waiting.
     """
+
+    workers = "producers"
+    tries = 3  # nodes also fail for other reasons
 
     def __init__(
         self,
@@ -74,186 +99,176 @@ class RaySource:
     ) -> None:
         import ray
 
+        super().__init__(budget_bytes, on_wait)
         self._ray = ray
         # cloudpickle pickles by value what the user's script defines; producers do not run that script.
         self._job = ray.put(ray.cloudpickle.dumps((dict(datasets), encoding)))
         self._make = ray.remote(Producer).options(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")
         self._most = most
         self._decode_seconds = decode_seconds
-        self._asked = RequestQueue(budget_bytes, on_wait, self._wake, _place_of)
-        self._awake = Awake()
-        self._hands: list[_Producer] = []
+        self._producers: list[_Producer] = []
         self._failed_starts = 0
-        self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
         self._thread.start()
 
     @property
     def producers(self) -> tuple[str, ...]:
         """Return the names of the running producers, each "process N on HOST"."""
-        with self._asked.changed:
-            return tuple(hand.name for hand in self._hands if not hand.greeting)
+        with self.changed:
+            return tuple(producer.name for producer in self._producers if not producer.greeting)
 
-    # Called by the rank.
+    def _poke(self) -> None:
+        self.changed.notify_all()
 
-    def ask(self, requests: Sequence[SampleRequest]) -> None:
-        self._asked.ask(requests)
-
-    def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
-        return self._asked.take(dataset, draw)
-
-    def forget(self, dataset: str) -> None:
-        self._asked.forget(dataset)
-
-    def close(self) -> None:
-        self._asked.close()
-        self._thread.join()
-
-    def _wake(self) -> None:
-        self._asked.changed.notify_all()
+    def _place_of(self, entry: Entry) -> str:
+        producer: _Producer | None = entry.holder
+        return "" if producer is None else producer.name
 
     # Called by the thread.
 
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._asked.changed:
-                    if self._asked.is_closing:
-                        break
-                    self._scale_producers()
-                    self._dispatch()
-                    self._drop_late()
-                    awaited = [ref for hand in self._hands for ref in (*hand.entries, hand.greeting) if ref]
-                    if not awaited:
-                        self._asked.changed.wait(1.0)
-                        continue
-                ready, _ = self._ray.wait(awaited, num_returns=len(awaited), timeout=0)
-                if not ready:
-                    ready, _ = self._ray.wait(awaited, num_returns=1, timeout=POLL_SECONDS)
-                for ref in ready:
-                    self._receive(ref)
-        except BaseException:
-            self._asked.fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
-        finally:
-            for hand in self._hands:
-                self._end(hand)
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                if self.is_closing:
+                    return
+                self._scale_producers()
+                self._dispatch()
+                self._drop_late()
+                awaited = [
+                    ref
+                    for producer in self._producers
+                    for ref in (*producer.entries, producer.greeting)
+                    if ref
+                ]
+                if not awaited:
+                    self.changed.wait(1.0)
+                    continue
+            ready, _ = self._ray.wait(awaited, num_returns=len(awaited), timeout=0)
+            if not ready:
+                ready, _ = self._ray.wait(awaited, num_returns=1, timeout=POLL_SECONDS)
+            for ref in ready:
+                self._receive(ref)
+
+    def _release_all(self) -> None:
+        for producer in self._producers:
+            self._end(producer)
 
     def _start(self) -> None:
         actor = self._make.remote(self._job)
-        self._hands.append(_Producer(actor, actor.greet.remote(), time.monotonic()))
-        self._asked.waited = 0.0
+        self._producers.append(_Producer(actor, actor.greet.remote(), time.monotonic()))
+        self.waited = 0.0
 
     def _scale_producers(self) -> None:
         """Start a producer if this rank waits and all producers are busy; remove one that has been idle for long."""
         now = time.monotonic()
-        if self._asked.queue and not self._hands:
+        if self.queue and not self._producers:
             self._start()
-        is_starting = any(hand.greeting for hand in self._hands)
-        behind = self._asked.queue and (
-            self._asked.queue[0].is_urgent or self._asked.charged < self._asked.budget
-        )
-        if behind and self._asked.waited > JOIN_SECONDS and not is_starting and len(self._hands) < self._most:
+        is_starting = any(producer.greeting for producer in self._producers)
+        behind = self.queue and (self.queue[0].is_urgent or self.charged < self.budget)
+        if behind and self.waited > JOIN_SECONDS and not is_starting and len(self._producers) < self._most:
             self._start()
-        idle = [hand for hand in self._hands if not (hand.entries or hand.greeting)]
-        if len(self._hands) > 1 and idle and now - idle[0].since > IDLE_SECONDS:
-            self._hands.remove(idle[0])
+        idle = [producer for producer in self._producers if not (producer.entries or producer.greeting)]
+        if len(self._producers) > 1 and idle and now - idle[0].since > IDLE_SECONDS:
+            self._producers.remove(idle[0])
             self._end(idle[0])
 
     def _dispatch(self) -> None:
         """Send requests in order, as long as producers and budget permit."""
         while True:
-            free = [hand for hand in self._hands if not hand.greeting and len(hand.entries) < IN_HAND]
-            entry = self._asked.next() if free else None
+            free = [
+                producer
+                for producer in self._producers
+                if not producer.greeting and len(producer.entries) < TASKS_PER_PRODUCER
+            ]
+            entry = self.next() if free else None
             if entry is None:
                 return
-            hand = min(free, key=lambda hand: len(hand.entries))
-            if not hand.entries:
-                hand.since = time.monotonic()
+            producer = min(free, key=lambda producer: len(producer.entries))
+            if not producer.entries:
+                producer.since = time.monotonic()
             request = entry.request
-            ref = hand.actor.make.remote(request.draw, request.index, sorted(request.parts), request.dataset)
-            hand.entries[ref] = entry
-            entry.holder = hand
+            ref = producer.actor.make.remote(
+                request.draw, request.index, sorted(request.parts), request.dataset
+            )
+            producer.entries[ref] = entry
+            entry.holder = producer
 
     def _receive(self, ref: Any) -> None:
-        hand = next((hand for hand in self._hands if ref in hand.entries or hand.greeting == ref), None)
-        if hand is None:  # its producer was already lost
+        producer = next(
+            (producer for producer in self._producers if ref in producer.entries or producer.greeting == ref),
+            None,
+        )
+        if producer is None:  # its producer was already lost
             return
         lost, how = False, ""
         value: Any = None
         try:
             value = self._ray.get(ref)
         except self._ray.exceptions.RayActorError as error:
-            lost, how = True, f"{hand.name or 'a producer'} was lost: {_cause(error)}"
+            lost, how = True, f"{producer.name or 'a producer'} was lost: {_cause(error)}"
         except self._ray.exceptions.RayError as error:  # or the answer was lost with its node
-            lost, how = hand.greeting == ref, f"a producer failed: {_cause(error)}"
-        with self._asked.changed:
+            lost, how = producer.greeting == ref, f"a producer failed: {_cause(error)}"
+        with self.changed:
             if lost:
-                self._lose(hand, how)
-            elif hand.greeting == ref:
-                hand.greeting, hand.name, hand.since, self._failed_starts = None, value, time.monotonic(), 0
+                self._lose(producer, how)
+            elif producer.greeting == ref:
+                producer.greeting, producer.name, producer.since, self._failed_starts = (
+                    None,
+                    value,
+                    time.monotonic(),
+                    0,
+                )
             else:
-                entry = hand.entries.pop(ref)
-                hand.since = time.monotonic()
+                entry = producer.entries.pop(ref)
+                producer.since = time.monotonic()
                 if value is None:
-                    self._asked.discharge(entry)
-                    self._blame(entry, how, is_late=False)
+                    self.discharge(entry)
+                    self.lost(entry, how, False, self._decode_seconds)
                 else:
                     self._finish(entry, *value)
 
-    def _finish(self, entry: Entry, framed: bytes, held: Any) -> None:
-        message = to_rank.decode(next(PoolFrames(MAX_FRAME_BYTES).feed(framed)))
+    def _finish(self, entry: Entry, body: bytes, arrays: Any) -> None:
+        message = to_rank.decode(body)
         assert isinstance(message, Encoded | PoolRefused | Failed)
-        self._asked.answered(entry, message, memoryview(held))
-        self._asked.discharge(entry)
+        self.answered(entry, message, memoryview(arrays))
+        self.discharge(entry)
 
     # Loss of producers.
 
-    def _lose(self, hand: _Producer, how: str, is_late: bool = False) -> None:
+    def _lose(self, producer: _Producer, how: str, is_late: bool = False) -> None:
         """Send a lost producer's requests again, and start another producer."""
-        self._hands.remove(hand)
-        self._end(hand)
-        lost = list(hand.entries.values())
+        self._producers.remove(producer)
+        self._end(producer)
+        lost = list(producer.entries.values())
         for entry in reversed(lost):
-            self._asked.discharge(entry)
+            self.discharge(entry)
             if entry is not lost[0]:
-                self._asked.again(entry)
+                self.requeue(entry)
         if lost:
-            self._blame(lost[0], how, is_late)
-        if hand.greeting:
+            self.lost(lost[0], how, is_late, self._decode_seconds)
+        if producer.greeting:
             self._failed_starts += 1
             if self._failed_starts >= FAILED_STARTS:
-                self._asked.fail(WorkerError(f"{FAILED_STARTS} producers could not begin; the last: {how}"))
+                self.fail(WorkerError(f"{FAILED_STARTS} producers could not begin; the last: {how}"))
                 return
         self._start()
 
-    def _blame(self, entry: Entry, how: str, is_late: bool) -> None:
-        self._asked.lost(
-            entry, how, is_late, tries=TRIES, decode_seconds=self._decode_seconds, workers="producers"
-        )
-
     def _drop_late(self) -> None:
         now = self._awake.now()
-        for hand in list(self._hands):
-            waited = now - max(hand.since, self._awake.since)
-            if hand.entries and waited > self._decode_seconds + LATE_SECONDS:
-                _log.warning("%s was given up: it has been at one sample for %.0f s", hand.name, waited)
-                self._lose(hand, f"{hand.name} was late", is_late=True)
-            elif hand.greeting and waited > START_SECONDS:
-                self._hands.remove(hand)  # the cluster has no free processor for it
-                self._end(hand)
-                self._most = len(self._hands)
-                if not self._hands:
-                    self._asked.fail(
-                        WorkerError(f"the Ray cluster gave no processor within {START_SECONDS:g} s")
-                    )
+        for producer in list(self._producers):
+            waited = now - max(producer.since, self._awake.since)
+            if producer.entries and waited > self._decode_seconds + LATE_SECONDS:
+                _log.warning("%s was given up: it has been at one sample for %.0f s", producer.name, waited)
+                self._lose(producer, f"{producer.name} was late", is_late=True)
+            elif producer.greeting and waited > START_SECONDS:
+                self._producers.remove(producer)  # the cluster has no free processor for it
+                self._end(producer)
+                self._most = len(self._producers)
+                if not self._producers:
+                    self.fail(WorkerError(f"the Ray cluster gave no processor within {START_SECONDS:g} s"))
 
-    def _end(self, hand: _Producer) -> None:
+    def _end(self, producer: _Producer) -> None:
         with suppress(Exception):
-            self._ray.kill(hand.actor)
-
-
-def _place_of(entry: Entry) -> str:
-    hand: _Producer | None = entry.holder
-    return "" if hand is None else hand.name
+            self._ray.kill(producer.actor)
 
 
 def _cause(error: BaseException) -> str:

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import SampleRequest, Waiting, add_once, unknown_request
-from dilatant.data.workers.pool_answer import PoolOutcome, outcome_of
+from dilatant.data.workers.pool import (
+    PoolOutcome,
+    SampleRequest,
+    Waiting,
+    add_once,
+    outcome_of,
+    unknown_request,
+)
 from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused
 
 UNKNOWN_BYTES = 1 << 20
@@ -47,14 +55,14 @@ class Awake:
 @dataclass(eq=False)
 class Entry:
     """A pending request. holder, ticket: the worker that has it, and its number there. slot: its answer's arena offset.
-    charge: its bytes in the budget. losses, late: number of times its worker died, or exceeded the time limit. shunned:
+    charge: its bytes in the budget. losses, late: number of times its worker died, or exceeded the time limit. avoided:
     the place of the last such worker."""
 
     request: SampleRequest
     name: str
     holder: Any = None
     ticket: int = -1
-    shunned: int = -1
+    avoided: int = -1
     slot: int | None = None
     charge: int = 0
     losses: int = 0
@@ -63,22 +71,20 @@ class Entry:
     is_forgotten: bool = False
 
 
-class RequestQueue:
-    """The request queue of a rank, with the interface of `Source`.
+class QueuedSource(ABC):
+    """Base class of sample sources: requests wait in a queue, from which a thread of the source gives them to workers.
 
     budget_bytes: memory for samples that are being made, or are ready and not taken. on_wait: called by the thread in
-    `take` every ten seconds of waiting. on_change: called, with the lock held, when there may be work. place_of(entry):
-    name of the worker that is making it, "" if none. waited: seconds spent in `take`, which the source may reset.
-    Methods other than those of `Source` are called with the lock of `changed` held.
+    `take` every ten seconds of waiting. waited: seconds spent in `take`, which the source may reset.
+    Methods other than those of `SampleSource` are called with the lock of `changed` held.
     """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        on_wait: Callable[[Waiting], None],
-        on_change: Callable[[], None],
-        place_of: Callable[[Entry], str],
-    ) -> None:
+    workers: ClassVar[str]
+    """What its workers are called in errors."""
+    tries: ClassVar[int]
+    """Number of lost workers, or of exceeded time limits, after which a sample is given up."""
+
+    def __init__(self, budget_bytes: int, on_wait: Callable[[Waiting], None]) -> None:
         self.budget = budget_bytes
         self.changed = threading.Condition(threading.RLock())
         self.entries: dict[tuple[str, int], Entry] = {}  # requests without an outcome
@@ -89,9 +95,27 @@ class RequestQueue:
         self.is_closing = False
         self._outcomes: dict[tuple[str, int], tuple[PoolOutcome, int]] = {}  # outcome and charged bytes
         self._scale: dict[frozenset[str], float] = defaultdict(lambda: 1.0)
-        self._on_wait, self._on_change, self._place_of = on_wait, on_change, place_of
+        self._on_wait = on_wait
+        self._awake = Awake()
+        self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
 
-    # Called by the rank, see `Source`.
+    @abstractmethod
+    def _work(self) -> None:
+        """Give requests to workers and store their answers, until the source is closing."""
+
+    @abstractmethod
+    def _release_all(self) -> None:
+        """Leave all workers."""
+
+    @abstractmethod
+    def _poke(self) -> None:
+        """Wake the thread, because there may be work."""
+
+    @abstractmethod
+    def _place_of(self, entry: Entry) -> str:
+        """Return the name of the worker that is making a sample, "" if none."""
+
+    # Called by the rank, see `SampleSource`.
 
     def ask(self, requests: Sequence[SampleRequest]) -> None:
         with self.changed:
@@ -103,14 +127,14 @@ class RequestQueue:
                 entry = Entry(request, request.name)
                 add_once(self.entries, request, entry)
                 self.queue.append(entry)
-            self._on_change()
+            self._poke()
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
         key, began, reports = (dataset, draw), time.monotonic(), 0
         while True:
             with self.changed:
                 if key not in self._outcomes:
-                    self._hurry(key)
+                    self._prioritize(key)
                     self.changed.wait(REPORT_SECONDS * (reports + 1) - (time.monotonic() - began))
                 waited = time.monotonic() - began
                 if key in self._outcomes:
@@ -118,7 +142,7 @@ class RequestQueue:
                     self.charged -= charge
                     self.waited += waited
                     if self.queue:  # the budget has space for more
-                        self._on_change()
+                        self._poke()
                     break
                 waiting = self._waiting(key, waited)
             if waiting is not None and waited >= REPORT_SECONDS * (reports + 1):
@@ -135,18 +159,28 @@ class RequestQueue:
             self.queue = deque(entry for entry in self.queue if not entry.is_forgotten)
             for key in [key for key in self._outcomes if key[0] == dataset]:
                 self.charged -= self._outcomes.pop(key)[1]
-            self._on_change()
+            self._poke()
 
     def close(self) -> None:
-        """Refuse all open and further requests."""
+        """Refuse all open and further requests, and leave the workers."""
         with self.changed:
             self.is_closing = True
             self.fail(WorkerError("the source of samples is closed"))
-            self._on_change()
+            self._poke()
+        self._thread.join()
 
-    # Called by the sample source.
+    # Called by the thread.
 
-    def need(self, request: SampleRequest) -> int:
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException:
+            self.fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
+        finally:
+            with self.changed:
+                self._release_all()
+
+    def nbytes_of(self, request: SampleRequest) -> int:
         """Return the bytes to reserve: the estimate, scaled up if estimates for the same parts were too low."""
         return int((request.nbytes or UNKNOWN_BYTES) * self._scale[request.parts])
 
@@ -155,7 +189,7 @@ class RequestQueue:
         if not self.queue:
             return None
         entry = self.queue[0]
-        need = self.need(entry.request)
+        need = self.nbytes_of(entry.request)
         if self.charged and self.charged + need > self.budget and not entry.is_urgent:
             return None
         self.queue.popleft()
@@ -163,39 +197,43 @@ class RequestQueue:
         self.charged += need
         return entry
 
+    def enlarge(self, entry: Entry, nbytes: int) -> None:
+        """Charge at least `nbytes` for a request."""
+        more = max(0, nbytes - entry.charge)
+        entry.charge += more
+        self.charged += more
+
     def discharge(self, entry: Entry) -> None:
         """Credit the request's bytes back to the budget, because no worker holds the request any more."""
         self.charged -= entry.charge
         entry.slot, entry.charge, entry.holder = None, 0, None
 
-    def again(self, entry: Entry) -> None:
+    def requeue(self, entry: Entry) -> None:
         """Put the request at the front of the queue."""
         if not entry.is_forgotten:
             self.queue.appendleft(entry)
 
-    def lost(
-        self, entry: Entry, how: str, is_late: bool, *, tries: int, decode_seconds: float, workers: str
-    ) -> None:
+    def lost(self, entry: Entry, how: str, is_late: bool, decode_seconds: float) -> None:
         """Put the request of a lost worker at the front, or conclude it with an error after `tries` losses or time
-        limits. how: the reason for the loss. workers: what they are called in the error."""
+        limits. how: the reason for the loss."""
         entry.late += is_late
         entry.losses += not is_late
-        if entry.late >= tries:
+        if entry.late >= self.tries:
             problem = f"decoding took longer than {decode_seconds:g} s"
             remedy = "look at its media, or raise 'data.decode_seconds'"
             self.conclude(entry, SampleError(entry.name, problem, remedy))
-        elif entry.losses >= tries:
-            text = f"{entry.name} has ended {tries} {workers} that were at it; the last, {how}"
+        elif entry.losses >= self.tries:
+            text = f"{entry.name} has ended {self.tries} {self.workers} that were at it; the last, {how}"
             self.conclude(entry, WorkerError(text))
         else:
-            self.again(entry)
+            self.requeue(entry)
 
     def answered(self, entry: Entry, message: Encoded | PoolRefused | Failed, held: memoryview) -> None:
         """Conclude a request with a worker's reply. held: the bytes of the sample's arrays."""
         nbytes = 0
         if isinstance(message, Encoded):
             nbytes = message.nbytes
-            if nbytes > (need := self.need(entry.request)):
+            if nbytes > (need := self.nbytes_of(entry.request)):
                 self._scale[entry.request.parts] *= nbytes / need
         if not entry.is_forgotten:
             self.conclude(entry, outcome_of(message, entry.request.draw, held), nbytes)
@@ -215,7 +253,7 @@ class RequestQueue:
             self.error = self.error or error
             self.changed.notify_all()
 
-    def _hurry(self, key: tuple[str, int]) -> None:
+    def _prioritize(self, key: tuple[str, int]) -> None:
         if self.error is not None:
             raise self.error
         entry = self.entries.get(key)
@@ -226,7 +264,7 @@ class RequestQueue:
             if entry.holder is None and entry in self.queue:
                 self.queue.remove(entry)
                 self.queue.appendleft(entry)
-            self._on_change()
+            self._poke()
 
     def _waiting(self, key: tuple[str, int], seconds: float) -> Waiting | None:
         entry = self.entries.get(key)

@@ -88,8 +88,6 @@ class KeyedDraws:
         self, place: str, shape: Sequence[int], device: torch.device
     ) -> tuple[Tensor, tuple[int, ...]]:
         tokens = self.total if self._own is None else len(self._own)
-        if self.packed and len(shape) >= 4 and shape[0] == 1 and shape[-1] == shape[-2] == self.total:
-            return self._weights(place, shape, device), (*shape[1:-2], -1, -1)
         if not self.packed:
             if not shape or shape[0] % self.total:
                 raise DoesNotFit
@@ -107,23 +105,6 @@ class KeyedDraws:
         if self._own is not None:
             numbers = numbers.view(self.total, -1)[self._own.to(device)]
         return numbers.view(*shape), each
-
-    def of_segment(self, index: int, place: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the numbers of one sample or item, float32 of `shape`."""
-        numbers = torch.empty(*shape, device=device)
-        self._fill(numbers, self.segments[index][0], place)
-        return numbers
-
-    def _weights(self, place: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return numbers for attention weights [1, ..., tokens, tokens]; 0 between different samples."""
-        numbers = torch.zeros(*shape, device=device)
-        start = 0
-        for index, (_, length) in enumerate(self.segments):
-            end = start + length
-            own = self.of_segment(index, place, (*shape[:-2], length, length), device)
-            numbers[..., start:end, start:end] = own
-            start = end
-        return numbers
 
     def _fill(self, numbers: Tensor, key: str, place: str) -> None:
         # One generator per segment, so that a segment's numbers are independent of the other segments.

@@ -1,214 +1,229 @@
 """Keyed dropout: a layer's dropout mask for a sample depends on the run's seed, the sample's draw and the layer's name.
 
-The mask is thus independent of layout and microbatch, and no random state is saved. Any model is supported, because
-`TorchFunctionMode` intercepts torch's functions while a stage runs. CPUs and GPUs draw different numbers.
+The mask is thus independent of layout and microbatch, and no random state is saved. While a stage trains, its
+`nn.Dropout` modules are replaced by `KeyedDropout`. Random numbers drawn elsewhere belong to no sample and are refused.
+CPUs and GPUs draw different numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from dilatant.attention.hook import ATTENTION_DROPOUTS
 from dilatant.config.errors import UserError, list_problems
-from dilatant.models.core.random_draws import KeyedDraws
+from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws
 from dilatant.models.core.recompute import add_contexts, remove_contexts
 from dilatant.models.core.stage import Stage, StepData
 from dilatant.models.core.unit import Unit
-from dilatant.models.dropout.dropout_functions import ForwardState, InterceptsDropout
 
-_DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
-_INSIDE_TORCH = (nn.MultiheadAttention, nn.RNNBase)
-"""Modules whose dropout happens inside one function of torch."""
 _LAYERDROP = ("layerdrop", "encoder_layerdrop")
-_LEFT_OUT_BY_CHANCE = (*_LAYERDROP, "drop_path_rate")
-"""Settings of transformers configs that draw per layer or batch, not per sample."""
+_UNKEYED = (*_LAYERDROP, "drop_path_rate", *ATTENTION_DROPOUTS)
+"""Settings of transformers configs that draw by layer or batch, or inside an attention function."""
+_VARIANTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_LIBRARIES = ("torch", "transformers", "peft", "dilatant")
+"""Packages whose modules draw in every training forward or in none."""
 
 
-def refuse_random_depth(units: Iterable[Unit]) -> None:
-    """Raise UserError that lists the stochastic-depth settings of training units."""
-    problems = []
-    for unit in units:
-        if unit.structure is None or not any(p.requires_grad for p in unit.model.parameters()):
-            continue
-        config = cast(Any, unit.model).config
-        problems += [
-            f"{unit.unit}: {name} is {rate}; set it to 0 in the model's config, or freeze the {unit.unit} model"
-            for name in _LEFT_OUT_BY_CHANCE
-            if (rate := getattr(config, name, 0.0) or 0.0) > 0
-        ]
-    if problems:
-        raise list_problems("layers left out by chance would be others in every layout:", problems)
+def refuse_unkeyed_dropout(units: Iterable[Unit]) -> None:
+    """Raise UserError that lists the dropout and the stochastic depth of training units that no key reaches."""
+    if problems := list(dict.fromkeys(problem for unit in units for problem in _problems(unit))):
+        raise list_problems("what is dropped would change with the layout:", problems)
 
 
-class KeyedDropout:
-    """Keyed dropout of one stage: `running` surrounds its forwards; `close` removes its hooks from the modules. unit:
-    the stage's unit. Create it once the stage's modules are final."""
+def _problems(unit: Unit) -> Iterator[str]:
+    remedy = f"set it to 0 in the model's config, or freeze the {unit.unit} model"
+    settings: dict[str, Any] = {} if unit.structure is None else vars(unit.config)
+    if any(parameter.requires_grad for parameter in unit.model.parameters()):
+        for name in _UNKEYED:
+            if (rate := settings.get(name) or 0.0) > 0:
+                yield f"{unit.unit}: {name} is {rate}; {remedy}"
+    for path, module in unit.named_modules():
+        for name, rate in _functional_rates(module):
+            kind = type(module).__name__
+            keys = [key for key, value in settings.items() if "drop" in key and value == rate]
+            if "Attention" in kind:  # its key, if others have the same rate
+                keys = [key for key in keys if "att" in key] or keys
+            yield from (f"{unit.unit}: {key} is {rate}; {remedy}" for key in keys)
+            if not keys:
+                yield (
+                    f"{unit.unit}: {name} of module {path!r} ({kind}) is {rate}; set it to 0, or drop by nn.Dropout"
+                )
+
+
+def _functional_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield (attribute, rate) for dropout that a module of a library or the user applies by a function, in training."""
+    if isinstance(module, _VARIANTS):
+        yield "p", module.p
+    if type(module) is nn.Dropout or type(module).__module__.startswith("dilatant."):
+        return
+    weights = [parameter.requires_grad for parameter in module.parameters()]
+    if weights and not any(weights):
+        return
+    for name, value in vars(module).items():
+        if "drop" in name and isinstance(value, float) and value > 0:
+            yield name, value
+
+
+class KeyedDropout(nn.Dropout):
+    """Dropout with keyed random numbers, if a training forward runs under `stage`; plain dropout otherwise. layer: the
+    layer's name in keys, or None if nothing there trains, so that nothing is dropped."""
+
+    def __init__(self, plain: nn.Dropout, layer: str | None, stage: StageDropout) -> None:
+        super().__init__(plain.p)
+        self.training = plain.training
+        self.layer = layer
+        self.stage = stage
+
+    def forward(self, input: Tensor) -> Tensor:
+        draws = self.stage.draws
+        if not self.training or draws is None:
+            return super().forward(input)
+        if self.layer is None:
+            return input
+        keep = draws.uniform(self.layer, input.shape, input.device) < 1 - self.p
+        return _Masked.apply(input, keep, 1 / (1 - self.p) if self.p < 1 else 0.0)
+
+
+class _Masked(torch.autograd.Function):
+    """Dropout that saves one byte per element for backward, as torch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return values.mul(keep).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return gradient.mul(keep).mul_(ctx.scale), None, None
+
+
+@dataclass(slots=True)
+class ForwardDraws:
+    """The random numbers of one microbatch's forward through a stage. shapes: place → the shape per token or item seen
+    there in any microbatch. calls: layer → index of its last draw."""
+
+    draws: KeyedDraws
+    shapes: dict[str, tuple[int, ...]]
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def uniform(self, layer: str, shape: torch.Size, device: torch.device) -> Tensor:
+        """Return the numbers of a layer's next draw. Raises UserError if they cannot be assigned to samples."""
+        call = self.calls[layer] = self.calls.get(layer, -1) + 1
+        place, each = f"{layer}/{call}", None
+        try:
+            numbers, each = self.draws.uniform(place, shape, device)
+        except DoesNotFit:
+            numbers = torch.empty(0)
+        # If a token or item had another shape here before, that it fits now is an accident.
+        if each is None or self.shapes.setdefault(place, each) != each:
+            parts = f"{self.draws.total} {'tokens of a row' if self.draws.packed else 'items'}"
+            raise UserError(
+                f"{layer}: dropout of a tensor of shape {[*shape]}, in which {parts} cannot be told apart; what is "
+                "dropped would change with the layout, so set it to 0"
+            )
+        return numbers
+
+
+class StageDropout:
+    """Keyed dropout of one stage: `running` surrounds its forwards; `close` restores plain dropout. unit: the stage's
+    unit. Create it once the stage's modules are final."""
 
     def __init__(self, stage: Stage, unit: Unit) -> None:
+        self.draws: ForwardDraws | None = None
         self._stage = stage
-        self._trains = _training_layers(stage)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._running: ForwardState | None = None
-        self._is_first = True
-        config = None if unit.structure is None else cast(Any, unit.model).config
-        rates = [getattr(config, name, None) for name in _LAYERDROP]
-        self._keeps_layers = any(rate is not None for rate in rates) and not any(rates)
-        self._hooks: list[Any] = []
-        self._hooked: list[nn.Module] = []
-        if unit.structure is None:
-            for layer, path in unit.pieces():
-                if layer in stage.layers:
-                    self._hook(stage.get_submodule(path), layer, None)
-            return
-        model = cast(Any, stage).model
-        if model is not None:
-            self._hook_model(model, unit)
-        projector = getattr(stage, "projector", None)
-        if projector is not None:
-            self._hook(projector, unit.layers[-1], None)
-
-    def running(self, data: StepData, samples: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Return the context of a training forward of `samples`; it costs nothing after a forward that draws nothing.
-
-        The forward raises UserError for random numbers that cannot be assigned to samples.
-        """
-        if not (self._hooks and self._stage.training) or data.predicts:
-            return nullcontext()
-        stage = self._stage
-        keys = [data.draws[sample] for sample in samples]
-        draws = KeyedDraws(
-            data.seed, keys, stage.spread(data, samples), stage.own(data, samples), stage.shards
-        )
-        if not draws.total:
-            return nullcontext()
-        running = ForwardState(
-            self._stage.unit, draws, self._trains, self._shapes, keeps_layers=self._keeps_layers
-        )
-        return self._around(running, data.device)
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        for module in self._hooked:
-            remove_contexts(module, self._recompute_contexts)
-        self._hooks, self._hooked = [], []
+        self._plain: dict[str, nn.Module] = {}
+        trained = {name for name, p in unit.named_logical_parameters() if p.requires_grad}
+        trains = {weight.layer for weight in unit.weights if weight.canonical in trained}
+        layers = _paths_of_layers(stage, unit)
+        paths: set[str] = set()
+        for path, module in list(stage.named_modules(remove_duplicate=False)):
+            if type(module) is nn.Dropout and module.p > 0:
+                # Outside of blocks it runs before them: on stages without the embedding on zeros, which no loss sees.
+                root = next((root for root in layers if f"{path}.".startswith(f"{root}.")), "")
+                layer = layers.get(root, unit.layers[0])
+                keyed = KeyedDropout(module, layer if layer in trains else None, self)
+                stage.set_submodule(path, keyed)
+                self._plain[path] = module
+                paths |= {root} - {""}
+        self._recomputed = [stage.get_submodule(path) for path in paths]
+        for module in self._recomputed:
+            add_contexts(module, self._recompute_contexts)
+        config = None if unit.structure is None else unit.config
+        # transformers draws for LayerDrop at rate 0, too.
+        self._checks = all(getattr(config, name, None) is None for name in _LAYERDROP)
 
     @contextmanager
-    def _around(self, running: ForwardState, device: torch.device) -> Iterator[None]:
-        before = None
-        if self._is_first:
-            _refuse_inside_torch(self._stage)
-            before = _generators(device)
-        self._running = running
+    def running(self, data: StepData, samples: tuple[int, ...]) -> Iterator[None]:
+        """Surround a training forward of `samples`. Raises UserError if it draws random numbers that belong to none."""
+        stage = self._stage
+        if not stage.training or data.predicts:
+            yield
+            return
+        if self._plain:
+            keys = [data.draws[sample] for sample in samples]
+            layout, own = stage.spread(data, samples), stage.own(data, samples)
+            draws = KeyedDraws(data.seed, keys, layout, own, stage.shards)
+            self.draws = ForwardDraws(draws, self._shapes) if draws.total else None
+        before = _generators(data.device) if self._checks else None
         try:
-            with InterceptsDropout(running):
-                yield
+            yield
         finally:
-            self._running = None
-        if before is not None and _generators(device) != before:
+            self.draws = None
+        if before is not None and _generators(data.device) != before:
             raise UserError(
-                f"{self._stage.unit}: its forward draws random numbers that belong to no sample (dropout within an "
-                "attention kernel, noise, layers left out by chance), so they would change with the layout; switch "
-                "this off in the model's config"
+                f"{stage.unit}: its forward draws random numbers that belong to no sample (dropout by a function, "
+                "noise, layers left out by chance), so they would change with the layout; switch this off in the "
+                "model's config, drop by nn.Dropout modules, or draw from a generator of its own"
             )
-        self._is_first = False
-        if not (running.has_drawn or _may_draw(self._stage)):
-            self.close()
+        self._checks = self._checks and any(
+            type(module).__module__.partition(".")[0] not in _LIBRARIES for module in stage.modules()
+        )
 
-    def _hook_model(self, model: nn.Module, unit: Unit) -> None:
-        """Hook the blocks of a transformers model and its containers. The containers' code around the blocks runs in
-        every slice, but dropout there applies only on the stage that holds the embedding or the tail."""
-        structure = unit.structure
-        assert structure is not None
-        own = self._stage.layers
-        names = unit.layers[1 : 1 + structure.num_blocks]
-        last = None if structure.after else names[-1]
-        for name, block in zip(
-            [name for name in names if name in own], model.get_submodule(structure.blocks).children()
-        ):
-            self._hook(block, name, last if name == last else None)
-        tail = unit.layers[1 + structure.num_blocks] if structure.after else ""
-        for path in structure.after:
-            self._hooks.append(
-                model.get_submodule(path).register_forward_pre_hook(
-                    self._entering(tail if tail in own else "")
-                )
-            )
-        head = unit.layers[0] if unit.layers[0] in own else ""
-        for path in structure.containers:
-            self._hook_container(model.get_submodule(path), head)
-
-    def _hook(self, module: nn.Module, layer: str, behind: str | None) -> None:
-        """Set the running layer to `layer` inside the module, and to `behind` after it."""
-        self._hooks.append(module.register_forward_pre_hook(self._entering(layer)))
-        self._hooks.append(module.register_forward_hook(self._entering(behind)))
-        self._hooked.append(module)
-        add_contexts(module, self._recompute_contexts)
-
-    def _entering(self, layer: str | None) -> Any:
-        def enter(*_: Any) -> None:
-            if self._running is not None:
-                self._running.layer = layer
-
-        return enter
-
-    def _hook_container(self, module: nn.Module, layer: str) -> None:
-        def enter(module: nn.Module, given: Any) -> None:
-            if self._running is not None and self._running.outermost is None:
-                self._running.outermost, self._running.layer = module, layer
-
-        def leave(module: nn.Module, given: Any, output: Any) -> None:
-            if self._running is not None and self._running.outermost is module:
-                self._running.outermost = self._running.layer = None
-
-        self._hooks.append(module.register_forward_pre_hook(enter))
-        self._hooks.append(module.register_forward_hook(leave))
+    def close(self) -> None:
+        """Restore plain dropout."""
+        for path, module in self._plain.items():
+            self._stage.set_submodule(path, module.train(self._stage.get_submodule(path).training))
+        for module in self._recomputed:
+            remove_contexts(module, self._recompute_contexts)
+        self._plain, self._recomputed = {}, []
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts for a module's forward that runs now and for its recomputation (see `recompute`)."""
-        if self._running is None:
+        if self.draws is None:
             return nullcontext(), nullcontext()
-        return nullcontext(), InterceptsDropout(self._running.again())
+        return nullcontext(), self._again(replace(self.draws, calls=dict(self.draws.calls)))
+
+    @contextmanager
+    def _again(self, draws: ForwardDraws) -> Iterator[None]:
+        before, self.draws = self.draws, draws
+        try:
+            yield
+        finally:
+            self.draws = before
 
 
-def _training_layers(stage: Stage) -> frozenset[str]:
-    trains = {
-        (part, name)
-        for part in {weight.part for weight in stage.weights}
-        for name, parameter in getattr(stage, part).named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
+def _paths_of_layers(stage: Stage, unit: Unit) -> dict[str, str]:
+    """Map the paths of the modules in `stage` that belong to one layer to the layer's name."""
+    structure = unit.structure
+    if structure is None:
+        return {path: layer for layer, path in unit.pieces()}
+    end = 1 + structure.num_blocks
+    blocks = [layer for layer in unit.layers[1:end] if layer in stage.layers]
+    return {
+        **{f"model.{structure.blocks}.{index}": layer for index, layer in enumerate(blocks)},
+        **{f"model.{path}": unit.layers[end] for path in structure.after},
+        "projector": unit.layers[-1],
     }
-    return frozenset(weight.layer for weight in stage.weights if (weight.part, weight.key) in trains)
-
-
-def _may_draw(stage: Stage) -> bool:
-    """Return True if later forwards may draw although the first did not: dropout modules, or a user's own modules."""
-    ours = ("torch", "transformers", "dilatant")
-    return any(
-        (isinstance(module, _DROPOUTS) and module.p > 0)
-        or type(module).__module__.partition(".")[0] not in ours
-        for module in stage.modules()
-        if module.training
-    )
-
-
-def _refuse_inside_torch(stage: Stage) -> None:
-    names = [
-        f"{stage.unit}: module {name!r} ({type(module).__name__}) has dropout {module.dropout}"
-        for name, module in stage.named_modules()
-        if module.training and isinstance(module, _INSIDE_TORCH) and module.dropout > 0
-    ]
-    if names:
-        raise list_problems("no key reaches dropout within these; set their `dropout` to 0:", names)
 
 
 def _generators(device: torch.device) -> tuple[bytes, ...]:

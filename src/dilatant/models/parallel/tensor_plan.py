@@ -48,10 +48,6 @@ _PER_TOKEN = ("Norm", "LayerScale")
 _OF_OWN_INPUTS = ("per_layer_input_gate", "per_layer_projection")
 """Per-token linear layers of a block for its per-layer input (Gemma 3n, 4)."""
 
-_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout")
-_DROPOUTS_OF_BLOCKS = ("activation_dropout",)
-"""Dropout attributes of modules that compute on a shard."""
-
 _QUERY, _KEY_VALUE = ("q_proj", "query", "q"), ("k_proj", "v_proj", "key", "value", "k", "v")
 _QKV = ("qkv_proj", "qkv")
 _HALVES = ("gate_up_proj", "weights_in")
@@ -152,6 +148,17 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
     """Return the reasons why the unit cannot run with this `tp`, one line each, with the degrees that work."""
     if plan.problems:
         return [f"{problem}; give it tp: 1 and more stages or replicas" for problem in plan.problems]
+    rates = (
+        dropout.p
+        for _, layer in layers_of(unit.model)
+        for dropout in layer.lora_dropout.values()
+        if hasattr(dropout, "p")
+    )
+    if rate := max(rates, default=0.0):
+        return [
+            f"{unit.unit}: model.lora.lora_dropout is {rate}, and ranks that share its layers would drop other "
+            "features than one; set it to 0, or give the unit tp: 1"
+        ]
     counts = {
         **{f"{region.heads} attention heads": region.heads for region in _all(plan) if region.heads},
         **{f"{region.kv_heads} key/value heads": region.kv_heads for region in _all(plan) if region.kv_heads},
@@ -223,31 +230,6 @@ def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> 
     return [
         f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of tp {tp} and cp {cp}; it takes ep "
         f"{takes} there (ep is a multiple of tp, and divides tp x cp and the experts)"
-    ]
-
-
-def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:
-    """List dropouts on sharded features, whose masks would differ from those of one process; none in a frozen unit."""
-    if unit.structure is None or not any(p.requires_grad for p in unit.model.parameters()):
-        return []
-    found = {
-        f"{name} is {rate}"
-        for regions, block in zip(plan.regions, unit.blocks)
-        for region in regions
-        for module in (block.get_submodule(region.path).modules() if region.path else (block,))
-        for name in (_DROPOUTS if region.path else _DROPOUTS_OF_BLOCKS)
-        if isinstance(rate := getattr(module, name, None), float) and rate > 0
-    }
-    found |= {
-        f"model.lora.lora_dropout is {dropout.p}"
-        for _, layer in layers_of(unit.model)
-        for dropout in layer.lora_dropout.values()
-        if isinstance(dropout, nn.Dropout) and dropout.p > 0
-    }
-    return [
-        f"{unit.unit}: {one}, and ranks that share its layers would drop other features than one; set it to 0 in the "
-        "model's config, or give the unit tp: 1"
-        for one in sorted(found)
     ]
 
 

@@ -24,9 +24,11 @@ from dilatant.cost.profile import LayerProbe, profile_layers
 from dilatant.cost.quadratic import Quadratic
 from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.parallel.experts import is_fused
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.plan import Plan
 from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.measuring.layer_shapes import layer_shapes
-from dilatant.planning.problem.dense_rows import dense_tokens
+from dilatant.planning.problem.dense_rows import dense_rows, dense_tokens
 from dilatant.planning.problem.describe_model import (
     BLOCK,
     EMBEDDING,
@@ -36,13 +38,12 @@ from dilatant.planning.problem.describe_model import (
     weights_by_layer,
 )
 from dilatant.planning.problem.layer_shards import degrees_by_kind, tensor_shard
-from dilatant.planning.problem.planned_degrees import planned_degrees
 from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
+from dilatant.planning.problem.searched_settings import planned_degrees
 from dilatant.runtime.precision import pick_device
+from dilatant.schedule.plan_scorer import step_costs
 
 Say = Callable[[str], None]
-_ROWS = (1, 2, 4, 8)
-"""Numbers of images or clips at which layers of encoders and denoisers are measured."""
 
 
 def layer_costs(
@@ -166,8 +167,10 @@ def measure_layers(
                 continue
             share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
             modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, tp)
-            probe = _probe(share, getattr(torch, target.dtype), dense_tokens(model, entry, tokens))
-            probe = replace(probe, degree=(tp, 1), modelled=modelled)
+            dtype, several = getattr(torch, target.dtype), dense_tokens(model, entry, tokens)
+            probe = replace(
+                layer_probe(share, pick_device(), dtype, several), degree=(tp, 1), modelled=modelled
+            )
             seconds_of_all = counts[entry.kind] * probe.expected(max(probe.tokens or tokens))
             probes.append((known is not None and not lacks, -seconds_of_all, probe))
     ordered = [probe for *_, probe in sorted(probes, key=lambda entry: entry[:2])]
@@ -267,6 +270,17 @@ def costs_in_use(
     )
 
 
+def described_costs(plan: Plan, model: ModelDescription, costs: CostModel, target: Target) -> StepCosts:
+    """Return what the steps of `plan` cost; `costs` as training meets them (`costs_in_use`). Raises UserError if they
+    lack a layer type or degree."""
+    return replace(
+        step_costs(plan, model.spec, costs, target.cluster, target.rules),
+        item_tokens=model.item_tokens,
+        media_pairs=model.media_pairs,
+        dense=dense_rows(model, costs),
+    )
+
+
 def delays_weight_gradients(entry: LayerType) -> bool:
     """Return True if a split backward postpones most of a layer's weight gradients: those of linear layers and experts,
     but not those of the head, or of an embedding that may be tied to it (see `runtime.state.weight_gradients`)."""
@@ -328,14 +342,6 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
         whole = getattr(cost, name)
         scaled[name] = replace(whole, a=whole.a * share, b=of_row.b + max(0.0, whole.b - of_row.b) * share)
     return replace(cost, **scaled)
-
-
-def _probe(entry: LayerType, dtype: torch.dtype, dense_tokens: Sequence[int]) -> LayerProbe:
-    probe = layer_probe(entry, pick_device(), dtype, dense_tokens)
-    item_tokens = entry.item_tokens
-    if item_tokens is None:
-        return probe
-    return replace(probe, tokens=tuple(rows * item_tokens for rows in _ROWS), square=False)
 
 
 def misfits(costs: CostModel, model: ModelDescription) -> list[str]:

@@ -27,12 +27,16 @@ from dilatant.models.parallel.tensor_regions import Region
 from dilatant.planning.problem.describe_model import BLOCK, HEAD, LayerType
 from dilatant.runtime.state.weight_gradients import WeightGradients, replace_linears
 
+_ROWS = (1, 2, 4, 8)
+"""Numbers of images or clips at which layers of encoders and denoisers are measured."""
+
 
 def layer_probe(
     entry: LayerType, device: torch.device, dtype: torch.dtype, dense_tokens: Sequence[int] = ()
 ) -> LayerProbe:
-    """Return the probe of a layer type on one device. Tokens of an encoder are rounded to whole images or clips.
-    dense_tokens: lengths at which a block's rows of several samples are measured."""
+    """Return the probe of a layer type on one device. Tokens of an encoder are whole images or clips. dense_tokens:
+    lengths at which a block's rows of several samples are measured."""
+    items = entry.item_tokens
     return LayerProbe(
         kind=entry.kind,
         build=lambda: _build(entry, device, dtype),
@@ -42,6 +46,8 @@ def layer_probe(
         dense=_dense(entry, dense_tokens, device, dtype),
         blocks=_blocks if entry.role == BLOCK and isinstance(entry.unit, LanguageUnit) else None,
         inputs=lambda tokens: _inputs(entry, tokens, device, dtype),
+        tokens=None if items is None else tuple(rows * items for rows in _ROWS),
+        square=items is None,
     )
 
 

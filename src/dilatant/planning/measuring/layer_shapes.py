@@ -57,7 +57,7 @@ def _trained_share(entry: LayerType) -> float:
     weights = {
         f"{path}.{name}": parameter
         for layer, path in entry.unit.pieces()
-        if layer == _name(entry)
+        if layer == entry.unit.layers[entry.index]
         for name, parameter in entry.unit.get_submodule(path).named_parameters()
         if parameter.dim() >= 2
     }
@@ -68,8 +68,7 @@ def _trained_share(entry: LayerType) -> float:
 
 
 def _shape(entry: LayerType) -> LayerShape:
-    modules = [entry.unit.get_submodule(path) for layer, path in entry.unit.pieces() if layer == _name(entry)]
-    parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    modules, parameters = _modules(entry)
     products = sum(size for module in modules for size in _products(module, _experts_visited(entry)))
     width = entry.unit.width
     if entry.role == EMBEDDING and entry.geometry is None:
@@ -114,11 +113,17 @@ def _shape(entry: LayerType) -> LayerShape:
 
 
 def _plain_shape(entry: LayerType) -> LayerShape:
-    modules = [entry.unit.get_submodule(path) for layer, path in entry.unit.pieces() if layer == _name(entry)]
+    modules, parameters = _modules(entry)
     products = sum(size for module in modules for size in _products(module, 1.0))
-    parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
     width = max(entry.unit.width, 1)
     return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
+
+
+def _modules(entry: LayerType) -> tuple[list[nn.Module], int]:
+    """Return the modules of a layer, and the number of their parameters."""
+    name = entry.unit.layers[entry.index]
+    modules = [entry.unit.get_submodule(path) for layer, path in entry.unit.pieces() if layer == name]
+    return modules, sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _projector(entry: LayerType, parameters: int) -> LayerShape:
@@ -174,7 +179,3 @@ def _products(module: nn.Module, visited: float) -> Iterator[int]:
                 continue
             expert = "expert" in f"{path}.{name}" and "shared" not in path
             yield round(parameter.numel() * (visited if expert else 1.0))
-
-
-def _name(entry: LayerType) -> str:
-    return entry.unit.layers[entry.index]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import reduce
 
 from dilatant.cost.dense import DenseRows
-from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel
 from dilatant.planning.problem.describe_model import BLOCK, LayerType, ModelDescription
 
@@ -47,7 +46,8 @@ def is_assumed(model: ModelDescription, costs: CostModel) -> bool:
 def _measured(model: ModelDescription, unit: str, costs: CostModel) -> DenseRows | None:
     """Return the measured factors, or None. They multiply the squares of all the unit's layers, so what blocks took
     longer is spread over those squares."""
-    layers = [_smallest(costs, layer.kind) for layer in model.spec.unit(unit).layers]
+    by_degree = [costs.layers[layer.kind] for layer in model.spec.unit(unit).layers]
+    layers = [degrees[min(degrees, key=lambda one: (one[0] * one[1], one))] for degrees in by_degree]
     blocks = {entry.kind for entry in model.types if entry.role == BLOCK}
     of_blocks = [
         dict(cost.dense_seconds)
@@ -60,8 +60,3 @@ def _measured(model: ModelDescription, unit: str, costs: CostModel) -> DenseRows
         return None
     times = [1.0 + sum(more[count] for more in of_blocks) / (square * count**2) for count in tokens]
     return DenseRows.nearest(tokens, times)
-
-
-def _smallest(costs: CostModel, kind: str) -> LayerCost:
-    degrees = costs.layers[kind]
-    return degrees[min(degrees, key=lambda degree: (degree[0] * degree[1], degree))]

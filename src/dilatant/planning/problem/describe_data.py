@@ -15,7 +15,7 @@ from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.index.stats import BlendSource, describe
 from dilatant.data.order.blend import Blend
 from dilatant.planning.assemble import Samples
-from dilatant.report.stats_report import StatsReport
+from dilatant.report.text.stats_summary import StatsReport
 from dilatant.schedule.assignment.batch_balance import batch_balance
 
 BATCHES = 64

@@ -15,7 +15,7 @@ from dilatant.config import list_problems
 from dilatant.cost.model import Degree
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.tensor_parallel import set_local_heads, with_weights
-from dilatant.models.parallel.tensor_plan import TensorPlan, degree_problems, dropout_problems, tensor_plan
+from dilatant.models.parallel.tensor_plan import TensorPlan, degree_problems, tensor_plan
 from dilatant.planning.problem.describe_model import ModelDescription
 
 
@@ -28,7 +28,7 @@ def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degree]) -> dict[
     taken: set[int] = set()
     for unit in dict.fromkeys(entry.unit for entry in model.types):
         plan = tensor_plan(unit)
-        refused = {tp: degree_problems(unit, plan, tp) or dropout_problems(unit, plan) for tp in problems}
+        refused = {tp: degree_problems(unit, plan, tp) for tp in problems}
         for tp, why in refused.items():
             problems[tp] += why
             taken |= {tp} - {tp if why else 0}

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-from dilatant.config import ClusterConfig, Config, OptimizerConfig, UserError
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.config import ClusterConfig, Config, OptimizerConfig, TrainConfig, UserError
 from dilatant.config.plan import ReserveConfig
 from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.cost.memory import (
@@ -30,7 +32,9 @@ from dilatant.cost.memory import (
     bytes_text,
 )
 from dilatant.plan.cluster import Cluster, cluster_of, cluster_of_groups
+from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.planning.problem.link_probe import MeasuredLinks
+from dilatant.report.text.wording import ranks_text
 from dilatant.runtime.precision import pick_precision
 
 GIB = 2**30
@@ -81,29 +85,21 @@ def devices_per_node(config: ClusterConfig) -> int:
 
 def target_of_run(config: Config, cluster: ClusterConfig | None = None) -> Target:
     """Return the `plan_target` of a run's config, on its own cluster or on another."""
-    train = config.train
-    return plan_target(
-        cluster or config.cluster, train.precision, train.zero, train.optimizer, config.resilience.keeps_gradients,
-        train.deterministic,
-    )  # fmt: skip
+    return plan_target(cluster or config.cluster, config.train, config.resilience.keeps_gradients)
 
 
 def plan_target(
-    config: ClusterConfig,
-    precision: str = "auto",
-    zero: Zero | None = None,
-    optimizer: OptimizerConfig | None = None,
-    keeps_gradients: bool = False,
-    deterministic: bool = False,
+    config: ClusterConfig, train: TrainConfig | None = None, keeps_gradients: bool = False
 ) -> Target:
-    """Return the devices of `cluster:` in the config, with `train.precision`, `train.zero` and `train.deterministic`
-    applied. keeps_gradients: see `ParameterBytes`.
+    """Return the devices of `cluster:` in the config, for runs with these `train:` settings. keeps_gradients: see
+    `ParameterBytes`.
 
     Raises UserError for hardware that the file does not have, for bf16 on a local GPU without it, and for a reserve
     that leaves nothing.
     """
+    train = train or TrainConfig()
     if config.groups:
-        return _target_of_groups(config, precision, zero, optimizer, deterministic)  # without recovery
+        return _target_of_groups(config, train)  # without recovery
     gpus = torch.cuda.device_count()
     per_node = devices_per_node(config)
     threads = max(1, _cores() // per_node)
@@ -119,10 +115,12 @@ def plan_target(
         hardware = replace(hardware, memory=config.memory_gib * 2**30)
     if is_local:
         device = torch.device("cuda" if gpus else "cpu")
-        dtype = str(pick_precision(precision, device)).removeprefix("torch.")
+        dtype = str(pick_precision(train.precision, device)).removeprefix("torch.")
     else:
         on_gpu = not is_same_hardware("CPU", hardware.name)
-        dtype = "bfloat16" if precision == "bf16" or (precision == "auto" and on_gpu) else "float32"
+        dtype = (
+            "bfloat16" if train.precision == "bf16" or (train.precision == "auto" and on_gpu) else "float32"
+        )
     return Target(
         hardware=hardware,
         requested=config.hardware or here.name,
@@ -130,44 +128,25 @@ def plan_target(
         is_local=is_local,
         threads=threads,
         dtype=dtype,
-        rules=replace(
-            rules_of(FP32 if dtype == "float32" else BF16, optimizer or OptimizerConfig()),
-            zero=zero or DEFAULT_ZERO,
-            ranks_per_node=per_node,
-            keeps_gradients=keeps_gradients,
-            integers=EXACT_SUMS if deterministic else 0.0,
-        ),
+        rules=_rules(dtype, train, per_node, keeps_gradients),
     )
 
 
-def _target_of_groups(
-    config: ClusterConfig,
-    precision: str,
-    zero: Zero | None,
-    optimizer: OptimizerConfig | None,
-    deterministic: bool,
-) -> Target:
+def _target_of_groups(config: ClusterConfig, train: TrainConfig) -> Target:
     """Return the target of groups of unlike devices. None counts as local: layers are modelled for all unless a file
     has their costs. All compute in fp32 if one does. State is shared in nodes whose size divides every group's."""
-    names = [group.name for group in config.groups or ()]
-    each = [plan_target(group, precision, zero, optimizer) for group in config.of_groups]
-    precise = any(target.dtype == "float32" for target in each)
-    dtype = "float32" if precise else "bfloat16"
-    rules = replace(
-        rules_of(FP32 if precise else BF16, optimizer or OptimizerConfig()),
-        zero=zero or DEFAULT_ZERO,
-        ranks_per_node=math.gcd(*(target.cluster.gpus_per_node for target in each)),
-        integers=EXACT_SUMS if deterministic else 0.0,
-    )
+    each = [plan_target(group, train) for group in config.of_groups]
+    dtype = "float32" if any(target.dtype == "float32" for target in each) else "bfloat16"
+    rules = _rules(dtype, train, math.gcd(*(target.cluster.gpus_per_node for target in each)))
     groups = tuple(
         replace(
             target,
-            cluster=replace(target.cluster, name=name, device=target.requested),
+            cluster=replace(target.cluster, name=group.name, device=target.requested),
             is_local=False,
             dtype=dtype,
             rules=rules,
         )
-        for name, target in zip(names, each, strict=True)
+        for group, target in zip(config.groups or (), each, strict=True)
     )
     if len(groups) == 1:
         return groups[0]
@@ -175,23 +154,33 @@ def _target_of_groups(
     return replace(groups[0], cluster=together, groups=groups)
 
 
-def target_of_group(
-    config: ClusterConfig, name: str, precision: str = "auto", optimizer: OptimizerConfig | None = None
-) -> Target:
+def target_of_group(config: ClusterConfig, name: str, train: TrainConfig) -> Target:
     """Return the devices of one group, which must be this machine's, in the precision that all groups compute in.
     Raises UserError if the config has no such group, or this machine is of another kind."""
-    whole = plan_target(config, precision, optimizer=optimizer)
+    whole = plan_target(config, train)
     named = {group.name: one for group, one in zip(config.groups or (), config.of_groups, strict=True)}
     if name not in named:
         there = f"has {', '.join(named)}" if named else "is null"
         raise UserError(f"--group {name!r}: cluster.groups {there}")
-    target = plan_target(named[name], precision, optimizer=optimizer)
+    target = plan_target(named[name], train)
     if not target.is_local:
         raise UserError(
             f"--group {name!r}: these are {target.requested}, of which this machine has none; run "
             "`dilatant profile` on one of them"
         )
     return replace(target, dtype=whole.dtype, rules=whole.rules)
+
+
+def _rules(
+    dtype: str, train: TrainConfig, ranks_per_node: int, keeps_gradients: bool = False
+) -> ParameterBytes:
+    return replace(
+        rules_of(FP32 if dtype == "float32" else BF16, train.optimizer),
+        zero=train.zero or DEFAULT_ZERO,
+        ranks_per_node=ranks_per_node,
+        keeps_gradients=keeps_gradients,
+        integers=EXACT_SUMS if train.deterministic else 0.0,
+    )
 
 
 def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> MemoryReserve:
@@ -201,10 +190,11 @@ def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> Memory
         usual = NO_RESERVE
     elif config.nodes * per_node == 1:
         usual = usual.model_copy(update={"communicators_gib": 0.0})
-    said = config.reserve.model_dump(exclude_none=True) if config.reserve else {}
-    asked = {**usual.model_dump(), **said}
+    chosen = {**usual.model_dump(), **(config.reserve or ReserveConfig()).model_dump(exclude_none=True)}
     reserve = MemoryReserve(
-        asked["context_gib"] * GIB, asked["communicators_gib"] * GIB, asked["fragmentation"] * hardware.memory
+        chosen["context_gib"] * GIB,
+        chosen["communicators_gib"] * GIB,
+        chosen["fragmentation"] * hardware.memory,
     )
     if reserve.total >= hardware.memory:
         there, free = bytes_text(hardware.memory), bytes_text(reserve.total)
@@ -281,3 +271,27 @@ def _processor() -> str:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def unlike_devices(comm: Comm, costs: StepCosts | None) -> str | None:
+    """Return one line that names ranks on other devices than planned, in a plan for groups of unlike devices; None if
+    all are as planned or the plan has no groups. Called by all ranks."""
+    cluster = None if costs is None else costs.cluster
+    if cluster is None or not cluster.parts:
+        return None
+    name = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "CPU"
+    others: dict[tuple[str, str, str], list[int]] = {}
+    for rank, there in all_gather_object(comm, [comm.rank, name]):
+        group = cluster.at(rank)
+        if not is_same_hardware(there, group.device):
+            others.setdefault((group.name, group.device, there), []).append(rank)
+    if not others:
+        return None
+    listed = "; ".join(
+        f"ranks {ranks_text(ranks)} as {group} ({device}), and they are {there}"
+        for (group, device, there), ranks in others.items()
+    )
+    return (
+        f"the plan has {listed}: samples are shared by its seconds until measured ones correct these "
+        "(plan.correct_costs)"
+    )

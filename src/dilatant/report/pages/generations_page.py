@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dilatant.report.pages.page import render, write_page
 from dilatant.report.pages.replay_page import TONES
+from dilatant.report.parts import Cell, Column, Section, Table, bar_part, legend, number, summary
 from dilatant.report.text.wording import counted, listed, seconds_text
 
 
@@ -49,12 +49,31 @@ def render_generations_page(generations: Sequence[Generation], title: str, stopp
     """Return the page as text; all values are escaped."""
     longest = max((one.seconds for one in generations), default=0.0) or 1.0
     causes = list(dict.fromkeys(cause for one in generations for cause in one.lost))
+    columns = (
+        number("Generation", ""), Column("Noticed", label="noticed"), number("After step", "after step"),
+        number("Nodes", "nodes"), Column("What happened", label="what happened"), Column("Time lost", "wide"),
+        Column("", "number", "lost"),
+    )  # fmt: skip
+    entries = legend({cause: TONES[cause] for cause in causes})
     return render(
-        "generations.html",
-        title=title,
-        summary=summarize(generations, stopped),
-        rows=[_row(one, longest) for one in generations],
-        causes=[{"name": cause, "tone": TONES[cause]} for cause in causes],
+        f"{title} · Dilatant generations",
+        title,
+        "Who took part in the run, and what each change of that cost",
+        [
+            summary(summarize(generations, stopped)),
+            (
+                "section",
+                Section(
+                    "generations",
+                    "Generations",
+                    "A generation is one membership of the run. The bar is the time from when a change was noticed to "
+                    "the next step that all committed; below it are its phases. Perfetto (ui.perfetto.dev) opens "
+                    "generations.json, which lies beside this page.",
+                    [("table", Table(columns, [_row(one, longest) for one in generations], legend=entries))],
+                ),
+            ),
+        ],
+        "Measured by the run itself; clocks are those of the coordinator and of the first rank.",
     )
 
 
@@ -87,32 +106,23 @@ def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str
     return tuple(sentences)
 
 
-def _row(one: Generation, longest: float) -> dict[str, Any]:
-    happened = [
-        f"{listed(list(names))} {what}"
-        for names, what in ((one.left, "left"), (one.joined, "joined"))
-        if names
+def _row(one: Generation, longest: float) -> tuple[str | Cell, ...]:
+    changes = ((one.left, "left"), (one.joined, "joined"))
+    happened = [f"{listed(list(names))} {what}" for names, what in changes if names]
+    phases = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in one.phases.items())
+    parts = [
+        bar_part(cause, seconds / longest, TONES[cause], seconds_text(seconds))
+        for cause, seconds in one.lost.items()
     ]
-    return {
-        "number": one.number,
-        "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.time)),
-        "step": one.step,
-        "members": one.members,
-        "happened": "; ".join(happened),
-        "reason": one.reason,
-        "phases": ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in one.phases.items()),
-        "salvaged": _salvaged(one),
-        "seconds": seconds_text(one.seconds) if one.lost else "",
-        "parts": [
-            {
-                "name": cause,
-                "percent": round(100 * seconds / longest, 3),
-                "tone": TONES[cause],
-                "text": seconds_text(seconds),
-            }
-            for cause, seconds in one.lost.items()
-        ],
-    }
+    return (
+        str(one.number),
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.time)),
+        str(one.step),
+        str(one.members),
+        Cell("; ".join(happened), notes=[one.reason] if one.reason else []),
+        Cell(parts=parts, notes=[note for note in (phases, _salvaged(one)) if note]),
+        seconds_text(one.seconds) if one.lost else "",
+    )
 
 
 def _salvaged(one: Generation) -> str:

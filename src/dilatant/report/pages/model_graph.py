@@ -6,11 +6,11 @@ Only geometry is computed here; the page's template draws the graph.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dilatant.plan import Plan, Replica, UnitPlan
 from dilatant.report.plan_report import PlanReport, UnitFacts
-from dilatant.report.text.wording import count_text, layers_text, percent_text, ranks_text
+from dilatant.report.text.wording import count_text, counted, layers_text, percent_text, ranks_text
 
 _WIDTH = 1120.0
 _GAP = 84.0
@@ -19,6 +19,7 @@ _HEADER = 62.0
 _BOX = 44.0
 _ROW = 62.0
 _BADGE = 52.0
+_BETWEEN = 18.0
 _SHAPES_SHOWN = 4
 
 
@@ -79,18 +80,34 @@ def model_graph(report: PlanReport) -> PlanPicture:
     depth = _depths(plan)
     columns = max(depth.values()) + 1
     width = (_WIDTH - _GAP * (columns - 1)) / columns
-    load = _busy_by_stage(report)
-    taken = [0.0] * columns
+    heights = {unit.name: _height(len(_alike(unit))) for unit in plan.units}
+    taken = [-_BETWEEN] * columns
+    for name, column in depth.items():
+        taken[column] += heights[name] + _BETWEEN
+    tops = [(max(taken) - own) / 2.0 for own in taken]
     cards: dict[str, UnitCard] = {}
     for index, unit in enumerate(plan.units):
-        column = depth[unit.name]
-        x = column * (width + _GAP)
-        cards[unit.name] = _card(plan, unit, facts.get(unit.name), index, x, taken[column], width, load)
-        taken[column] += cards[unit.name].height + 18.0
-    height = max(taken) - 18.0
-    for name, card in cards.items():
-        cards[name] = _moved(card, (height - (taken[depth[name]] - 18.0)) / 2.0)
-    return PlanPicture(_WIDTH, height, tuple(cards.values()), _arrows(plan, facts, cards))
+        column, height = depth[unit.name], heights[unit.name]
+        x, y = column * (width + _GAP), tops[column]
+        tops[column] += height + _BETWEEN
+        boxes, badges = _boxes(report, unit, x, y, width)
+        hidden = len(_alike(unit)) - _SHAPES_SHOWN
+        own = facts.get(unit.name)
+        cards[unit.name] = UnitCard(
+            index=index,
+            x=x,
+            y=y,
+            width=width,
+            height=height,
+            name=unit.name,
+            facts=_facts(own),
+            layout=_layout(unit),
+            frozen=own is not None and own.trainable_parameters == 0,
+            boxes=boxes,
+            badges=badges,
+            more=f"and {hidden} more kinds of replica" if hidden > 0 else "",
+        )
+    return PlanPicture(_WIDTH, max(taken), tuple(cards.values()), _arrows(plan, facts, cards))
 
 
 def _depths(plan: Plan) -> dict[str, int]:
@@ -110,77 +127,66 @@ def _busy_by_stage(report: PlanReport) -> dict[int, float]:
     return {stage: seconds / (report.timeline.seconds or 1.0) for stage, seconds in load.items()}
 
 
+def _alike(unit: UnitPlan) -> Counter[tuple[tuple[int, ...], ...]]:
+    """Return the distinct kinds of replica, by cuts and degrees, with their numbers."""
+    return Counter(map(_shape, unit.replicas))
+
+
 def _shape(replica: Replica) -> tuple[tuple[int, ...], ...]:
     return tuple((stage.first, stage.end, stage.tp, stage.cp) for stage in replica.stages)
 
 
-def _card(
-    plan: Plan,
-    unit: UnitPlan,
-    facts: UnitFacts | None,
-    index: int,
-    x: float,
-    y: float,
-    width: float,
-    load: dict[int, float],
-) -> UnitCard:
-    number = {(placed.unit, placed.replica, placed.position): placed.index for placed in plan.stages()}
-    users = Counter(rank for placed in plan.stages() for rank in placed.stage.ranks)
-    alike = Counter(_shape(replica) for replica in unit.replicas)
-    boxes: list[StageBox] = []
-    badges: list[tuple[float, float, str]] = []
-    for row, (shape, copies) in enumerate(list(alike.items())[:_SHAPES_SHOWN]):
+def _height(shapes: int) -> float:
+    return _HEADER + min(shapes, _SHAPES_SHOWN) * _ROW + (18.0 if shapes > _SHAPES_SHOWN else 0.0)
+
+
+def _boxes(
+    report: PlanReport, unit: UnitPlan, x: float, y: float, width: float
+) -> tuple[tuple[StageBox, ...], tuple[tuple[float, float, str], ...]]:
+    """Return the stages of each kind of replica, and the numbers of equal replicas beside them."""
+    stages, load = report.plan.stages(), _busy_by_stage(report)
+    place = {(placed.unit, placed.replica, placed.position): placed.index for placed in stages}
+    users = Counter(rank for placed in stages for rank in placed.stage.ranks)
+    boxes, badges = [], []
+    for row, (shape, copies) in enumerate(list(_alike(unit).items())[:_SHAPES_SHOWN]):
         first = next(i for i, replica in enumerate(unit.replicas) if _shape(replica) == shape)
         top = y + _HEADER + row * _ROW
-        room = (width - 2 * _PADDING - _BADGE) / len(shape)
+        wide = (width - 2 * _PADDING - _BADGE) / len(shape)
         for position, stage in enumerate(unit.replicas[first].stages):
-            busy = min(load.get(number[unit.name, first, position], 0.0), 1.0)
+            busy = min(load.get(place[unit.name, first, position], 0.0), 1.0)
             layers = layers_text(stage.first, stage.end)
             grid = f"tp {stage.tp}" + (f" × cp {stage.cp}" if stage.cp > 1 else "")
             grid += f", ep {stage.ep}" if stage.ep > 1 else ""
             boxes.append(
                 StageBox(
-                    x=x + _PADDING + position * room,
+                    x=x + _PADDING + position * wide,
                     y=top,
-                    width=room - 4.0,
+                    width=wide - 4.0,
                     height=_BOX,
                     busy=busy,
-                    label=layers if room >= 9.0 * len(layers) + 6.0 else "",
-                    below=grid if room >= 62.0 else "",
+                    label=layers if wide >= 9.0 * len(layers) + 6.0 else "",
+                    below=grid if wide >= 62.0 else "",
                     title=f"{unit.name} stage {position}: layers {layers}, ranks {ranks_text(stage.ranks)}, "
                     f"{grid}, computes {percent_text(busy)} of the step",
                     colocated=any(users[rank] > 1 for rank in stage.ranks),
                 )
             )
         badges.append((x + width - _PADDING, top + _BOX / 2.0, f"× {copies}"))
-    hidden = len(alike) - _SHAPES_SHOWN
-    height = _HEADER + min(len(alike), _SHAPES_SHOWN) * _ROW + (18.0 if hidden > 0 else 0.0)
-    return UnitCard(
-        index=index,
-        x=x,
-        y=y,
-        width=width,
-        height=height,
-        name=unit.name,
-        facts=_facts(facts),
-        layout=_layout(unit),
-        frozen=facts is not None and facts.trainable_parameters == 0,
-        boxes=tuple(boxes),
-        badges=tuple(badges),
-        more=f"and {hidden} more kinds of replica" if hidden > 0 else "",
-    )
+    return tuple(boxes), tuple(badges)
 
 
 def _layout(unit: UnitPlan) -> str:
     ranks = {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
-    depths = sorted({len(replica.stages) for replica in unit.replicas})
-    replicas = "1 replica" if len(unit.replicas) == 1 else f"{len(unit.replicas)} replicas"
-    stages = "1 stage" if depths == [1] else f"{'–'.join(map(str, sorted({depths[0], depths[-1]})))} stages"
-    widths = sorted({(stage.tp, stage.cp) for replica in unit.replicas for stage in replica.stages})
-    for name, sizes in (("tp", sorted({tp for tp, _ in widths})), ("cp", sorted({cp for _, cp in widths}))):
-        if sizes != [1]:
-            stages += f", {name} {'–'.join(map(str, sorted({sizes[0], sizes[-1]})))}"
-    return f"{replicas}, {stages}, {len(ranks):,} {'rank' if len(ranks) == 1 else 'ranks'}"
+    depths = {len(replica.stages) for replica in unit.replicas}
+    stages = "1 stage" if depths == {1} else f"{_span(depths)} stages"
+    for name in ("tp", "cp"):
+        degrees = {getattr(stage, name) for replica in unit.replicas for stage in replica.stages}
+        stages += "" if degrees == {1} else f", {name} {_span(degrees)}"
+    return f"{counted(len(unit.replicas), 'replica')}, {stages}, {counted(len(ranks), 'rank')}"
+
+
+def _span(numbers: set[int]) -> str:
+    return "–".join(map(str, sorted({min(numbers), max(numbers)})))
 
 
 def _facts(facts: UnitFacts | None) -> str:
@@ -193,15 +199,6 @@ def _facts(facts: UnitFacts | None) -> str:
     else:
         trained = f"{count_text(facts.trainable_parameters)} trained, the rest frozen"
     return f"{facts.model} · {count_text(facts.parameters)} parameters · {trained}"
-
-
-def _moved(card: UnitCard, down: float) -> UnitCard:
-    return replace(
-        card,
-        y=card.y + down,
-        boxes=tuple(replace(box, y=box.y + down) for box in card.boxes),
-        badges=tuple((x, y + down, text) for x, y, text in card.badges),
-    )
 
 
 def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, UnitCard]) -> tuple[PictureArrow, ...]:

@@ -1,28 +1,41 @@
-"""Page rendering: common design and assets, and templates that escape all values."""
+"""Page rendering: one layout, common design and assets, and a template that escapes all values."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dilatant.config.errors import UserError
 from dilatant.config.files.durable import write_named
+from dilatant.plan import Plan
+from dilatant.report.gantt import GanttChart
 from dilatant.report.pages.page_links import EMPTY
+from dilatant.report.parts import Part
+from dilatant.report.text.wording import ranks_text
 
 _TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
 
 
-def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -> str:
-    """Render a template of report/pages/assets as one HTML file that needs no network and opens from a disk.
+def render(
+    tab: str,
+    title: str,
+    subtitle: str,
+    parts: Iterable[Part],
+    footer: str,
+    timelines: Sequence[dict[str, Any]] = (),
+) -> str:
+    """Render one HTML file that needs no network and opens from a disk.
 
-    timelines: from `pack_chart`, one for each `timeline` of the template. values: template variables, all of which are
-    escaped; a missing variable is an error rather than a blank. Only the page's own script may run in it.
+    tab: title of the browser's tab. timelines: from `pack_chart`, one for each part `timeline`. All values are escaped;
+    a missing one is an error rather than a blank. Only the page's own script may run in it.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -35,14 +48,59 @@ def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -
         lstrip_blocks=True,
     )
     script = "\n".join(map(_asset, (*(_TIMELINE_SCRIPTS if timelines else ()), "page.js")))
-    return environment.get_template(name).render(
-        **values,
+    return environment.get_template("page.html").render(
+        tab=tab,
+        title=title,
+        subtitle=subtitle,
+        parts=list(parts),
+        footer=footer,
         links=Markup(EMPTY),
         style=Markup(_asset("page.css")),
         script=Markup(script),
         script_hash=Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
         data=Markup(_script_safe({"timelines": list(timelines)})),
     )
+
+
+def pack_chart(timeline: GanttChart, plan: Plan, title: str, span: float | None = None) -> dict[str, Any]:
+    """Return the data that `timeline.js` draws; `rows` has one base64 column for each field of `GanttRow`.
+
+    span: seconds of the whole width, for charts that share a scale; default: the step's seconds. 131,072 actions (1,024
+    ranks) take 3.7 MB of page; as objects they would take 15 MB.
+    """
+    units = [unit.name for unit in plan.units]
+    sample_sets: dict[tuple[int, ...], int] = {}
+    kinds: dict[str, int] = {}
+    rows = sorted(timeline.rows, key=lambda row: (row.lane, row.start))
+    samples = [sample_sets.setdefault(row.samples, len(sample_sets)) for row in rows]
+    kind = [kinds.setdefault(row.kind, len(kinds)) for row in rows]
+    return {
+        "title": title,
+        "seconds": timeline.seconds,
+        "span": max(span or 0.0, timeline.seconds),
+        "units": units,
+        "stages": [
+            [units.index(placed.unit), placed.replica, placed.position, placed.stage.first, placed.stage.end]
+            for placed in plan.stages()
+        ],
+        "lanes": [{"ranks": ranks_text(lane.ranks), "stages": list(lane.stages)} for lane in timeline.lanes],
+        "idle": [dict(idle) for idle in timeline.idle],
+        "kinds": list(kinds),
+        "samples": [list(numbers) for numbers in sample_sets],
+        "rows": {
+            "lane": _column([row.lane for row in rows], "<u4"),
+            "stage": _column([row.stage for row in rows], "<i4"),
+            "kind": _column(kind, "<u4"),
+            "microbatch": _column([row.microbatch for row in rows], "<i4"),
+            "samples": _column(samples, "<u4"),
+            "start": _column([row.start for row in rows], "<f4"),
+            "seconds": _column([row.seconds for row in rows], "<f4"),
+        },
+    }
+
+
+def _column(values: list[Any], dtype: str) -> str:
+    return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
 
 
 def write_page(path: str | Path, text: str) -> Path:

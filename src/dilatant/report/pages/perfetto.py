@@ -1,22 +1,53 @@
-"""Perfetto trace of a measured step."""
+"""Perfetto traces, which ui.perfetto.dev and chrome://tracing open: of a measured step, and of a run's generations."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dilatant.config.files.durable import write_durably
 from dilatant.plan.plan import Plan
-from dilatant.report.text.wording import ACTION_NAMES
+from dilatant.report.pages.generations_page import Generation
+from dilatant.report.text.wording import ACTION_NAMES, counted
 from dilatant.schedule.measured import DataWait, MeasuredAction
 from dilatant.schedule.schedule import Action
 from dilatant.schedule.timeline import WAITING_FOR_DATA
 
 FlowArrow = tuple[Action, Action]
 """(action that produces rows, action that consumes them)."""
+
+_MEMBERSHIP, _RECOVERY = 0, 1
+"""Track numbers of a trace of generations."""
+
+
+class _Trace:
+    """A document in the trace event format; times are given in seconds, and count from `origin`."""
+
+    def __init__(self, title: str, tracks: Mapping[int, str], origin: float) -> None:
+        self._origin = origin
+        self._events: list[dict[str, Any]] = []
+        self._add("M", name="process_name", args={"name": title})
+        for number, name in tracks.items():
+            self._add("M", number, name="thread_name", args={"name": name})
+            self._add("M", number, name="thread_sort_index", args={"sort_index": number})
+
+    def _add(self, phase: str, track: int = 0, **fields: Any) -> None:
+        self._events.append({"ph": phase, "pid": 0, "tid": track, **fields})
+
+    def slice(self, track: int, name: str, category: str, start: float, seconds: float, **args: Any) -> None:
+        self._add("X", track, name=name, cat=category, ts=self._at(start), dur=seconds * 1e6, args=args)
+
+    def mark(self, phase: str, track: int, name: str, category: str, time: float, **fields: Any) -> None:
+        self._add(phase, track, name=name, cat=category, ts=self._at(time), **fields)
+
+    def _at(self, time: float) -> float:
+        return (time - self._origin) * 1e6
+
+    def document(self) -> dict[str, Any]:
+        return {"traceEvents": self._events, "displayTimeUnit": "ms"}
 
 
 def write_timeline(
@@ -26,10 +57,10 @@ def write_timeline(
     arrows: Iterable[FlowArrow] = (),
     waits: Sequence[DataWait] = (),
 ) -> None:
-    """Write `timeline.json` in the trace event format, which ui.perfetto.dev and chrome://tracing open.
+    """Write `timeline.json`: each rank has one track, each action a slice.
 
-    Each rank has one track. Slices are named "<unit> <action>", from which Perfetto derives the colour; numbers are in
-    their arguments. Arrows follow edges from the action that produces rows to the one that consumes them.
+    Slices are named "<unit> <action>", from which Perfetto derives the colour; numbers are in their arguments. Arrows
+    follow edges from the action that produces rows to the one that consumes them. Raises OSError.
     """
     write_durably(path, json.dumps(trace_events(actions, plan, arrows, waits)) + "\n")
 
@@ -41,72 +72,63 @@ def trace_events(
     waits: Sequence[DataWait] = (),
 ) -> dict[str, Any]:
     """Return the document that `write_timeline` writes; times are microseconds since the first action or wait."""
-    origin = min([*(one.start for one in actions), *(one.start for one in waits)], default=0.0)
     placed = plan.stages()
     held: dict[int, list[str]] = defaultdict(list)
     for stage in placed:
         for rank in stage.stage.ranks:
             held[rank].append(f"{stage.unit} {stage.replica}.{stage.position}")
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "one training step"}}
-    ]
-    for rank in plan.ranks:
-        name = f"rank {rank}: {', '.join(held[rank])}"
-        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": name}})
-        events.append(
-            {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-        )
+    origin = min([*(one.start for one in actions), *(one.start for one in waits)], default=0.0)
+    tracks = {rank: f"rank {rank}: {', '.join(held[rank])}" for rank in plan.ranks}
+    trace = _Trace("one training step", tracks, origin)
     for wait in waits:
-        events.append(
-            {
-                "ph": "X", "pid": 0, "tid": wait.rank, "name": WAITING_FOR_DATA, "cat": "wait",
-                "ts": (wait.start - origin) * 1e6, "dur": wait.seconds * 1e6,
-                "args": {"slowest samples": dict(wait.slowest)},
-            }
-        )  # fmt: skip
-    found: dict[Action, MeasuredAction] = {}
-    for measured in actions:
-        action, stage = measured.action, placed[measured.action.stage]
-        found[action] = measured
-        common = {"ph": "X", "pid": 0, "tid": measured.rank}
-        start = (measured.start - origin) * 1e6
-        if measured.waited_for is not None:
-            events.append(
-                common
-                | {
-                    "name": "waiting",
-                    "cat": "wait",
-                    "ts": start,
-                    "dur": measured.waited_seconds * 1e6,
-                    "args": {"for rank": measured.waited_for},
-                }
-            )
-        events.append(
-            common
-            | {
-                "name": f"{measured.unit} {ACTION_NAMES[action.kind]}",
-                "cat": measured.unit,
-                "ts": start + measured.waited_seconds * 1e6,
-                "dur": measured.seconds * 1e6,
-                "args": {
-                    "replica": stage.replica,
-                    "stage": stage.position,
-                    "layers": f"{stage.stage.first} to {stage.stage.end - 1}",
-                    "microbatch": action.microbatch,
-                    "samples": list(measured.samples),
-                },
-            }
+        slowest = {"slowest samples": dict(wait.slowest)}
+        trace.slice(wait.rank, WAITING_FOR_DATA, "wait", wait.start, wait.seconds, **slowest)
+    by_action = {measured.action: measured for measured in actions}
+    for one in actions:
+        action, stage = one.action, placed[one.action.stage]
+        if one.waited_for is not None:
+            awaited = {"for rank": one.waited_for}
+            trace.slice(one.rank, "waiting", "wait", one.start, one.waited_seconds, **awaited)
+        trace.slice(
+            one.rank,
+            f"{one.unit} {ACTION_NAMES[action.kind]}",
+            one.unit,
+            one.start + one.waited_seconds,
+            one.seconds,
+            replica=stage.replica,
+            stage=stage.position,
+            layers=f"{stage.stage.first} to {stage.stage.end - 1}",
+            microbatch=action.microbatch,
+            samples=list(one.samples),
         )
     for number, (producer, consumer) in enumerate(arrows):
-        if producer not in found or consumer not in found:
+        if producer not in by_action or consumer not in by_action:
             continue
-        made, used = found[producer], found[consumer]
-        arrow = {"pid": 0, "name": "rows", "cat": "edge", "id": number}
+        source, target = by_action[producer], by_action[consumer]
         # An arrow binds to the slice at its time: just before the producer's end, just after the consumer's start.
-        left = (made.end - origin) * 1e6
-        right = (used.start + used.waited_seconds - origin) * 1e6
-        events.append(arrow | {"ph": "s", "tid": made.rank, "ts": left - min(0.01, made.seconds * 5e5)})
-        events.append(
-            arrow | {"ph": "f", "bp": "e", "tid": used.rank, "ts": right + min(0.01, used.seconds * 5e5)}
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        left = source.end - min(1e-8, source.seconds / 2)
+        right = target.start + target.waited_seconds + min(1e-8, target.seconds / 2)
+        trace.mark("s", source.rank, "rows", "edge", left, id=number)
+        trace.mark("f", target.rank, "rows", "edge", right, id=number, bp="e")
+    return trace.document()
+
+
+def write_generations_trace(path: Path, generations: Sequence[Generation]) -> None:
+    """Write a slice per generation, recovery phases on a second track, and a mark at each change of membership. Raises
+    OSError."""
+    tracks = {_MEMBERSHIP: "membership", _RECOVERY: "recovery"}
+    trace = _Trace("generations", tracks, generations[0].time if generations else 0.0)
+    for one, following in zip(generations, [*generations[1:], None]):
+        change = {"left": list(one.left), "joined": list(one.joined), "reason": one.reason}
+        facts = {"step": one.step, **change, "pairs kept": one.kept, "pairs run again": one.missing}
+        name = f"generation {one.number}: {counted(one.members, 'node')}"
+        seconds = one.seconds if following is None else following.time - one.time
+        trace.slice(_MEMBERSHIP, name, "membership", one.time, seconds, **facts)
+        if one.left or one.joined:
+            what = f"lost {', '.join(one.left)}" if one.left else f"joined {', '.join(one.joined)}"
+            trace.mark("i", _RECOVERY, what, "membership", one.time, s="p", args=change)
+        begin = one.time
+        for phase, seconds in one.phases.items():
+            trace.slice(_RECOVERY, phase, "recovery", begin, seconds)
+            begin += seconds
+    write_durably(path, json.dumps(trace.document()) + "\n")

@@ -1,27 +1,38 @@
-"""Plan page: a plan report as one HTML file that needs no network and opens from a disk."""
+"""Plan report as a page, one HTML file that needs no network and opens from a disk, and on a terminal."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from dilatant.plan.plan import PlacedStage
-from dilatant.report.pages.gantt_data import pack_chart
+from dilatant.report.gantt import GanttChart
 from dilatant.report.pages.model_graph import model_graph
-from dilatant.report.pages.page import render, write_page
-from dilatant.report.plan_report import ComparedPlan, DeviceGroup, PlanReport, SizeDistribution
-from dilatant.report.step_comparison import comparison_rows
-from dilatant.report.text.gantt_summary import work_of
-from dilatant.report.text.gantt_tables import (
+from dilatant.report.pages.page import pack_chart, render, write_page
+from dilatant.report.parts import (
     HUES,
-    action_legend,
+    Cell,
+    Column,
+    Part,
+    Section,
+    Table,
     bar_part,
-    cause_tones,
-    idle_legend,
-    idle_rows,
-    stage_name,
-)
+    legend,
+    number,
+    plain_bar,
+    summary,
+    tiles,
+)  # fmt: skip
+from dilatant.report.plan_report import DeviceGroup, MemoryUse, PlanReport, SizeDistribution, WorkloadRatio
+from dilatant.report.printed_parts import print_parts
+from dilatant.report.say import print_line
+from dilatant.report.step_comparison import comparison_section
+from dilatant.report.text.gantt_summary import work_of
+from dilatant.report.text.gantt_tables import cause_tones, idle_section, stage_name, timeline_parts
 from dilatant.report.text.plan_summary import explain, suggest, summarize
 from dilatant.report.text.wording import (
     bytes_text,
@@ -32,7 +43,7 @@ from dilatant.report.text.wording import (
     ranks_text,
     seconds_text,
     unbroken,
-)
+)  # fmt: skip
 
 _CHART = 480.0  # width of a histogram in figures.html
 
@@ -44,83 +55,106 @@ def write_plan_page(report: PlanReport, path: str | Path) -> Path:
 
 def render_plan_page(report: PlanReport) -> str:
     """Return the page as text. Values from the report are escaped; only the page's own script may run in it."""
-    timelines = {"The timeline of a typical step": report.timeline}
-    if report.measured is not None:
-        timelines = {"The step as predicted": report.timeline, "The step as measured": report.measured}
-    longest = max(timeline.seconds for timeline in timelines.values())
-    causes = [cause for timeline in timelines.values() for cause in timeline.idle_fractions()]
+    charts = _charts(report)
+    longest = max(chart.seconds for chart in charts.values())
+    return render(
+        f"{report.title} · Dilatant plan",
+        report.title,
+        f"{report.hardware} · schedule {_schedule(report)} · costs {report.cost_source}",
+        plan_parts(report),
+        _footer(report),
+        [pack_chart(chart, report.plan, title, longest) for title, chart in charts.items()],
+    )
+
+
+def print_plan(report: PlanReport, console: Console) -> None:
+    """Print what the page says."""
+    about = f"  {report.hardware}, {_schedule(report)}, costs {report.cost_source}"
+    print_line(console, (report.title, "bold"), (about, "dim"))
+    print_parts(console, plan_parts(report))
+
+
+def plan_parts(report: PlanReport) -> list[Part]:
+    """Return all that the page and the terminal show, in order."""
+    charts = _charts(report)
+    causes = [cause for chart in charts.values() for cause in chart.idle_fractions()]
     compared = [cause for candidate in report.candidates for cause in candidate.idle]
     tones = cause_tones(report.plan, [*causes, *compared])
-    return render(
-        "plan.html",
-        [pack_chart(timeline, report.plan, title, longest) for title, timeline in timelines.items()],
-        report=report,
-        tiles=_tiles(report),
-        summary=[unbroken(sentence) for sentence in summarize(report)],
-        advice=[unbroken(sentence) for sentence in suggest(report)],
-        model_graph=model_graph(report),
-        graph_notes=_graph_notes(report),
-        histograms=[_histogram(report, sizes) for sizes in report.sizes],
-        ratio_rows=_ratio_rows(report),
-        ratio_confidence=percent_text(report.ratio.confidence) if report.ratio else "",
-        ratio_note=_ratio_note(report),
-        comparison=None
-        if report.measured is None
-        else comparison_rows(report.timeline, report.measured, report.plan, tones),
-        timeline_titles=list(timelines),
-        action_legend=action_legend(report.plan, timelines.values()),
-        idle_rows=idle_rows(report.timeline, report.plan, tones),
-        idle_legend=idle_legend(tones),
-        memory_rows=_memory_rows(report),
-        memory_legend=[
-            {"name": use, "tone": f"m{order % HUES}"} for order, use in enumerate(_memory_uses(report))
-        ],
-        candidate_rows=_candidate_rows(report, tones),
-        group_rows=_group_rows(report),
-        device_rows=_device_rows(report),
-        footer=_footer(report),
-    )
+    sentences, advice = (map(unbroken, texts) for texts in (summarize(report), suggest(report)))
+    sections: list[Part] = []
+    if report.measured is not None:
+        note = f"Costs {report.cost_source}, without the summing of gradients."
+        sections = [comparison_section(report.timeline, report.measured, report.plan, tones, note)]
+    sections += [*timeline_parts(charts, report.plan), idle_section(report.timeline, report.plan, tones)]
+    last = _memory(report), _candidates(report, tones), _searched(report), *_why_not(report), _devices(report)
+    return [
+        _tiles(report),
+        ("warnings", report.warnings),
+        summary(sentences, advice=[*advice]),
+        ("section", _model(report)),
+        ("section", _data(report)),
+        *sections,
+        *(("section", one) for one in last),
+    ]
 
 
-def _busy(report: PlanReport) -> str:
-    return (
-        "of device time computes"
-        if len(work_of(report.plan)) == 1
-        else "of device time computes or exchanges"
-    )
+def _charts(report: PlanReport) -> dict[str, GanttChart]:
+    if report.measured is None:
+        return {"The timeline of a typical step": report.timeline}
+    return {"The step as predicted": report.timeline, "The step as measured": report.measured}
 
 
-def _tiles(report: PlanReport) -> list[dict[str, str]]:
-    tiles = [
+def _schedule(report: PlanReport) -> str:
+    return report.schedule + (f", zero {report.zero}" if report.zero else "")
+
+
+def _tiles(report: PlanReport) -> Part:
+    exchanges = "" if len(work_of(report.plan)) == 1 else " or exchanges"
+    entries = [
         (seconds_text(report.step_seconds), f"a step of {report.global_batch:,} samples", ""),
         (count_text(report.samples_per_second), "samples per second", ""),
-        (percent_text(report.timeline.busy_fraction()), _busy(report), ""),
+        (percent_text(report.timeline.busy_fraction()), f"of device time computes{exchanges}", ""),
         (f"{len(report.plan.ranks):,}", "devices", ""),
     ]
     if report.memory:
         fullest = max(use.fraction for use in report.memory)
         tone = "bad" if fullest > 1.0 else ""
-        tiles.append((percent_text(fullest), "of memory on the fullest device", tone))
+        entries.append((percent_text(fullest), "of memory on the fullest device", tone))
     if report.proven:
-        tiles.append(("proven", "the fastest of what was searched", "good"))
+        entries.append(("proven", "the fastest of what was searched", "good"))
     elif report.lower_bound_seconds:
         gap = max(report.step_seconds / report.lower_bound_seconds - 1.0, 0.0)
         if gap <= 1.0:  # looser bounds are useless
-            tiles.append((f"≤ {percent_text(gap)}", "above the best that was searched", ""))
-    return [{"value": value, "label": label, "tone": tone} for value, label, tone in tiles]
+            entries.append((f"≤ {percent_text(gap)}", "above the best that was searched", ""))
+    return tiles(entries)
 
 
-def _graph_notes(report: PlanReport) -> str:
-    notes = []
+def _model(report: PlanReport) -> Section:
+    notes = [
+        "A box is a stage with its layers; the filled part is how much of the step it computes. Replicas that are cut "
+        "alike are drawn once."
+    ]
     if any(unit.trainable_parameters == 0 for unit in report.units):
         notes.append("A dashed frame marks a frozen unit.")
-    users: dict[int, int] = {}
-    for placed in report.plan.stages():
-        for rank in placed.stage.ranks:
-            users[rank] = users.get(rank, 0) + 1
+    users = Counter(rank for placed in report.plan.stages() for rank in placed.stage.ranks)
     if any(count > 1 for count in users.values()):
         notes.append("Dashed boxes share their devices with another unit.")
-    return " ".join(notes)
+    graph: Part = "graph", model_graph(report)
+    return Section("graph", "The model on the devices", " ".join(notes), [graph], "graph")
+
+
+def _data(report: PlanReport) -> Section:
+    parts: list[Part] = []
+    if report.sizes or report.ratio:
+        parts.append(("charts", [_histogram(report, sizes) for sizes in report.sizes]))
+    if report.ratio:
+        parts.append(("table", _shares(report, report.ratio)))
+    return Section(
+        "data",
+        "The data it was planned for",
+        "How many tokens a sample brings to each unit. The wider these spread, the more microbatches must be balanced.",
+        parts,
+    )
 
 
 def _histogram(report: PlanReport, sizes: SizeDistribution) -> dict[str, Any]:
@@ -148,23 +182,32 @@ def _histogram(report: PlanReport, sizes: SizeDistribution) -> dict[str, Any]:
                 "anchor": "start" if right else "end",
             }
         )
-    unit = report.plan.units
+    names = [unit.name for unit in report.plan.units]
+    text = (
+        f"{sizes.samples:,} samples: mean {count_text(sizes.mean)} tokens, median {count_text(sizes.median)}, "
+        f"95 % below {count_text(sizes.p95)}, largest {count_text(sizes.largest)}"
+    )
     return {
-        "unit": sizes.unit,
-        "index": next((index for index, one in enumerate(unit) if one.name == sizes.unit), len(unit)),
+        "title": sizes.unit,
+        "label": text,
+        "hue": (names.index(sizes.unit) if sizes.unit in names else len(names)) % HUES,
+        "tone": "F",
+        "width": round(_CHART),
+        "height": 132,
+        "left": 0,
+        "floor": 110,
         "bars": bars,
         "marks": marks,
-        "low": count_text(low),
-        "high": count_text(high),
-        "text": f"{sizes.samples:,} samples: mean {count_text(sizes.mean)} tokens, median {count_text(sizes.median)}, "
-        f"95 % below {count_text(sizes.p95)}, largest {count_text(sizes.largest)}",
+        "rows": [{"y": 110.5, "text": ""}],
+        "columns": [{"x": 0, "text": count_text(low)}, {"x": _CHART, "text": f"{count_text(high)} tokens"}],
+        "heights": sizes.counts,
+        "facts": {},
+        "text": text,
+        "sentence": "",
     }
 
 
-def _ratio_rows(report: PlanReport) -> list[dict[str, Any]]:
-    ratio = report.ratio
-    if ratio is None:
-        return []
+def _shares(report: PlanReport, ratio: WorkloadRatio) -> Table:
     devices = {
         unit.name: len(
             {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
@@ -172,123 +215,140 @@ def _ratio_rows(report: PlanReport) -> list[dict[str, Any]]:
         for unit in report.plan.units
     }
     total = len(report.plan.ranks)
-    shared = sum(devices.values()) > total
-    return [
-        {
-            "index": index,
-            "unit": unit.name,
-            "work": 100 * ratio.shares[unit.name],
-            "low": 100 * ratio.low[unit.name],
-            "high": 100 * ratio.high[unit.name],
-            "work_text": percent_text(ratio.shares[unit.name]),
-            "devices": 100 * devices[unit.name] / total,
-            "devices_text": percent_text(devices[unit.name] / total) + (", shared" if shared else ""),
-        }
-        for index, unit in enumerate(report.plan.units)
-        if unit.name in ratio.shares
-    ]
-
-
-def _ratio_note(report: PlanReport) -> str:
-    ratio = report.ratio
-    if ratio is None or ratio.stable_batch is None:
-        return ""
-    if ratio.stable_batch <= 1:
-        return "; a batch of any size keeps the division of devices"
-    steady = "large enough" if ratio.global_batch >= ratio.stable_batch else "smaller than that"
-    return (
-        f"; batches of {ratio.stable_batch:,} samples or more keep the division of devices, "
-        f"and the global batch of {ratio.global_batch:,} is {steady}"
+    shared = ", shared" if sum(devices.values()) > total else ""
+    rows, hues = [], []
+    for index, unit in enumerate(report.plan.units):
+        if unit.name in ratio.shares:
+            work, low, high = (of[unit.name] for of in (ratio.shares, ratio.low, ratio.high))
+            mark = 100 * low, 100 * high - 100 * low
+            part = devices[unit.name] / total
+            hues.append(f"u{index % HUES}")
+            rows.append(
+                (
+                    unit.name, plain_bar(work, "shade B", interval=mark), percent_text(work),
+                    plain_bar(part, "shade F"), percent_text(part) + shared,
+                )
+            )  # fmt: skip
+    caption = (
+        f"Share of a step's work and of the devices. The black mark is the {percent_text(ratio.confidence)} confidence "
+        f"interval from {ratio.samples:,} samples"
     )
+    if ratio.stable_batch is not None and ratio.stable_batch <= 1:
+        caption += "; a batch of any size keeps the division of devices"
+    elif ratio.stable_batch is not None:
+        steady = "large enough" if ratio.global_batch >= ratio.stable_batch else "smaller than that"
+        caption += (
+            f"; batches of {ratio.stable_batch:,} samples or more keep the division of devices, "
+            f"and the global batch of {ratio.global_batch:,} is {steady}"
+        )
+    columns = (
+        Column("Unit"), Column("Work", "wide"), number("share", "work"), Column("Devices", "wide"),
+        number("share", "devices"),
+    )  # fmt: skip
+    return Table(columns, rows, row_styles=hues, caption=f"{caption}.")
 
 
-def _memory_uses(report: PlanReport) -> list[str]:
-    return list(dict.fromkeys(name for use in report.memory for name in use.bytes_by_use))
-
-
-def _memory_rows(report: PlanReport) -> list[dict[str, Any]]:
-    stages, uses = report.plan.stages(), _memory_uses(report)
-    fullest: dict[str, Any] = {}
+def _memory(report: PlanReport) -> Section:
+    stages, uses = (
+        report.plan.stages(),
+        list(dict.fromkeys(n for use in report.memory for n in use.bytes_by_use)),
+    )
+    fullest: dict[str, MemoryUse] = {}
     for use in report.memory:
         name = stage_name([stages[index] for index in use.stages])
         if name not in fullest or use.fraction > fullest[name].fraction:
             fullest[name] = use
+    tones = {use: f"m{order % HUES}" for order, use in enumerate(uses)}
     rows = []
     for name, use in fullest.items():
-        scale = max(use.capacity_bytes, use.peak_bytes) or 1
-        rows.append(
-            {
-                "name": f"{name}, {'ranks' if len(use.ranks) > 1 else 'rank'} {ranks_text(use.ranks)}",
-                "parts": [
-                    bar_part(part, count / scale, f"m{uses.index(part) % HUES}", bytes_text(count))
-                    for part, count in use.bytes_by_use.items()
-                ],
-                "need": bytes_text(use.peak_bytes),
-                "capacity": bytes_text(use.capacity_bytes),
-                "full": percent_text(use.fraction),
-                "over": use.fraction > 1.0,
-            }
-        )
-    return rows
-
-
-def _candidate_rows(report: PlanReport, tones: dict[str, str]) -> list[dict[str, Any]]:
-    if not report.candidates:
-        return []
-    chosen = report.chosen
-    slowest = max(candidate.step_seconds for candidate in report.candidates) or 1.0
-
-    def parts(candidate: ComparedPlan) -> list[dict[str, Any]]:
-        length = candidate.step_seconds / slowest
-        busy = max(1.0 - sum(candidate.idle.values()), 0.0)
-        lost = [
-            bar_part(lost_to(cause), part * length, tones[cause], percent_text(part))
-            for cause, part in candidate.idle.items()
+        scale, over = max(use.capacity_bytes, use.peak_bytes) or 1, use.fraction > 1.0
+        parts = [
+            bar_part(part, count / scale, tones[part], bytes_text(count))
+            for part, count in use.bytes_by_use.items()
         ]
-        return [bar_part("computes", busy * length, "shade other", percent_text(busy)), *lost]
-
-    return [
-        {
-            "name": candidate.name,
-            "layout": candidate.layout,
-            "devices": f"{candidate.devices:,}",
-            "parts": parts(candidate),
-            "seconds": seconds_text(candidate.step_seconds),
-            "relative": ""
-            if candidate.chosen
-            else f"{100 * (candidate.step_seconds / chosen.step_seconds - 1):+.1f} %",
-            "memory": percent_text(candidate.peak_memory),
-            "over": candidate.peak_memory > 1.0,
-            "chosen": candidate.chosen,
-            "why": explain(candidate, chosen),
-        }
-        for candidate in report.ranked
-    ]
+        rows.append(
+            (
+                f"{name}, {'ranks' if len(use.ranks) > 1 else 'rank'} {ranks_text(use.ranks)}",
+                Cell(parts=parts, over=over),
+                bytes_text(use.peak_bytes),
+                bytes_text(use.capacity_bytes),
+                Cell(percent_text(use.fraction), bad=over),
+            )
+        )
+    columns = (Column("Stage"), Column("Use", "wide"), number("needs"), number("of"), number("full", ""))
+    note = "Peak on the fullest rank of each stage; a full line is the device's capacity."
+    table = Table(columns, rows, legend=legend(tones), most=12, more="more stages")
+    return Section("memory", "Memory", note, [("table", table)] if rows else ())
 
 
-def _group_rows(report: PlanReport) -> list[dict[str, str]]:
-    return [
-        {
-            "name": group.name,
-            "candidates": f"{group.candidates:,}",
-            "simulated": f"{group.simulated:,}"
-            + (f", {group.overflowed:,} too large" if group.overflowed else ""),
-            "cut": f"{group.cut:,}",
-            "left": f"{group.left:,}",
-            "bound": seconds_text(group.bound_seconds),
-            "seconds": "" if group.step_seconds is None else seconds_text(group.step_seconds),
-        }
+def _candidates(report: PlanReport, tones: dict[str, str]) -> Section:
+    slowest = max((candidate.step_seconds for candidate in report.candidates), default=0.0) or 1.0
+    rows = []
+    for one in report.ranked:
+        length, relative = one.step_seconds / slowest, one.step_seconds / report.chosen.step_seconds - 1.0
+        busy = max(1.0 - sum(one.idle.values()), 0.0)
+        parts = [bar_part("computes", busy * length, "shade other", percent_text(busy))]
+        parts += [
+            bar_part(lost_to(cause), part * length, tones[cause], percent_text(part))
+            for cause, part in one.idle.items()
+        ]
+        rows.append(
+            (
+                Cell(one.name, notes=[one.layout]),
+                explain(one, report.chosen),
+                f"{one.devices:,}",
+                Cell(parts=parts),
+                seconds_text(one.step_seconds),
+                "" if one.chosen else f"{100 * relative:+.1f} %",
+                Cell(percent_text(one.peak_memory), bad=one.peak_memory > 1.0),
+            )
+        )
+    columns = (
+        Column("Plan"), Column("Why", "text"), number("devices"), Column("Step", "text"), number("seconds", "step"),
+        number("against ours"), number("memory"),
+    )  # fmt: skip
+    styles = ["chosen" if one.chosen else "" for one in report.ranked]
+    parts_shown: list[Part] = [("list", ("reasons", report.reasons))] if report.reasons else []
+    if rows:
+        parts_shown.append(("table", Table(columns, rows, "plans stack", styles)))
+    note = "All timed by the same simulation on the same samples."
+    return Section("plans", "This plan and the runners-up", note, parts_shown)
+
+
+def _searched(report: PlanReport) -> Section:
+    rows = [
+        (
+            group.name,
+            f"{group.candidates:,}",
+            f"{group.simulated:,}" + (f", {group.overflowed:,} too large" if group.overflowed else ""),
+            f"{group.cut:,}",
+            f"{group.left:,}",
+            seconds_text(group.bound_seconds),
+            "" if group.step_seconds is None else seconds_text(group.step_seconds),
+        )
         for group in report.groups
     ]
+    figures = ("candidates", "simulated", "cut off", "left", "least bound", "fastest")
+    table = Table(
+        (Column("Shape"), *map(number, figures)), rows, most=24, more="more shapes are in report.json."
+    )
+    note = "Cut off: no schedule of such a plan can beat this one. Left: others promised more by their closed form."
+    return Section(
+        "searched", "What was searched", note, [("table", table)] if rows else (), in_terminal=False
+    )
 
 
-def _device_rows(report: PlanReport) -> list[dict[str, str]]:
+def _why_not(report: PlanReport) -> list[Section]:
+    return [
+        Section(f"why-{index}", f"Why not {one.asked}?", parts=[("list", ("reasons", one.answer))])
+        for index, one in enumerate(report.why_not, 1)
+    ]
+
+
+def _devices(report: PlanReport) -> Section:
     """Return, node by node, the stages of its ranks, grouped by the network port that they use."""
-    if not report.gpus_per_node:
-        return []
-    stages = report.plan.stages()
     held: dict[int, list[PlacedStage]] = {}
-    for placed in stages:
+    for placed in report.plan.stages():
         for rank in placed.stage.ranks:
             held.setdefault(rank, []).append(placed)
     rows = []
@@ -302,8 +362,12 @@ def _device_rows(report: PlanReport) -> list[dict[str, str]]:
                 by_port.setdefault(port, {}).setdefault(name, []).append(rank)
         for port, names in by_port.items():
             text = "; ".join(f"{ranks_text(ranks)}: {name}" for name, ranks in names.items())
-            rows.append({"node": name_of_node, "port": str(port), "ranks": text})
-    return rows
+            rows.append((name_of_node, str(port), text))
+    columns = (Column("Node"), number("port"), Column("Ranks", "text"))
+    table = Table(columns, rows, most=32, more="more lines are left out; plan.json has all ranks.")
+    note = "What each node's ranks hold, in order, and the network port through which they reach other nodes."
+    shown: list[Part] = [("table", table)] if report.gpus_per_node and rows else []
+    return Section("ranks", "Ranks, nodes and ports", note, shown, in_terminal=False)
 
 
 def _nodes(report: PlanReport, last: int) -> Iterator[tuple[str, int, int, int]]:
@@ -313,12 +377,8 @@ def _nodes(report: PlanReport, last: int) -> Iterator[tuple[str, int, int, int]]
     for group in report.device_groups or (equal,):
         for _ in range(group.nodes):
             if first <= last:
-                yield (
-                    f"{node} ({group.name})" if group.name else str(node),
-                    first,
-                    group.gpus_per_node,
-                    group.ports,
-                )
+                name = f"{node} ({group.name})" if group.name else str(node)
+                yield name, first, group.gpus_per_node, group.ports
             first, node = first + group.gpus_per_node, node + 1
 
 

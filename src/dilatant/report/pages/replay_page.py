@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from dilatant.plan.replay.replay import (
@@ -21,9 +22,8 @@ from dilatant.plan.replay.replay import (
     Replay,
 )
 from dilatant.report.pages.page import render, write_page
-from dilatant.report.plain import to_plain
-from dilatant.report.terminal import plain_table, print_line, print_table
-from dilatant.report.text.plan_table import sparkline
+from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, legend, number, summary
+from dilatant.report.printed_parts import print_parts
 from dilatant.report.text.wording import (
     bytes_text,
     count_text,
@@ -32,7 +32,6 @@ from dilatant.report.text.wording import (
     percent_text,
     ranks_text,
     seconds_text,
-    unbroken,
 )
 
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
@@ -99,7 +98,9 @@ def replays_to_plain(replays: Sequence[Replay], setting: ReplaySetting) -> dict[
     """Return the output of `--json`: every replay with its rate, and its segments unchanged."""
     return {
         "setting": list(setting.sentences()),
-        "replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays],
+        "replays": [
+            {**msgspec.to_builtins(one), "samples_per_second": one.samples_per_second} for one in replays
+        ],
     }
 
 
@@ -137,29 +138,8 @@ def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
 
 
 def print_replays(replays: Sequence[Replay], console: Console, setting: ReplaySetting) -> None:
-    """Print the sentences, a line of throughput over time for each replay, and the seconds lost by cause."""
-    for sentence in summarize_replays(replays):
-        print_line(console, sentence)
-    for sentence in setting.sentences():
-        print_line(console, (sentence, "dim"))
-    names = [one.name for one in replays]
-    # Leave space for the longest name, the rate and the gaps between columns.
-    bins = max(min(_SPARKS, console.width - max(map(len, names)) - 20), 10)
-    most = max((rate for one in replays for rate in _rates(one, bins)), default=0.0) or 1.0
-    table = plain_table(("over time", "", "samples/s"), right={"samples/s"}, whole={"over time", "samples/s"})
-    for one in replays:
-        # A last bin of full height gives all lines the same scale; it is then removed.
-        table.add_row(
-            sparkline([*_rates(one, bins), most])[:-1], one.name, count_text(one.samples_per_second)
-        )
-    table.add_row(sparkline(_nodes(replays[0], bins)), "nodes alive", "", style="dim")
-    print_table(console, table)
-    table = plain_table(("time lost to", *names), right=names, whole={"time lost to"})
-    for cause in _causes(replays):
-        table.add_row(
-            cause, *(unbroken(seconds_text(one.lost[cause])) if cause in one.lost else "" for one in replays)
-        )
-    print_table(console, table)
+    """Print what the page says."""
+    print_parts(console, _parts(replays, setting))
 
 
 def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: ReplaySetting) -> Path:
@@ -169,40 +149,42 @@ def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: Repl
 
 def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str:
     """Return the page as text: the first replay against the others over time, and lost time by cause."""
-    causes = _causes(replays)
-    tones = {cause: TONES[cause] for cause in causes}
+    trace = replays[0].trace
+    return render(
+        f"{setting.title}, through {trace} · Dilatant replay",
+        setting.title,
+        f"Training while nodes come and go as trace {trace} says, simulated",
+        _parts(replays, setting),
+        "Simulated, not measured.",
+    )
+
+
+def _parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part]:
+    tones = {cause: TONES[cause] for cause in _causes(replays)}
     rows = []
     for order, one in enumerate(replays):
+        whole = one.seconds or 1.0
         useful = max(one.seconds - sum(one.lost.values()), 0.0)
-        parts = [("training", useful, f"shade u{order % 6} B")]
-        parts += [(cause, one.lost[cause], tones[cause]) for cause in causes if cause in one.lost]
-        rows.append(
-            {
-                "name": one.name,
-                "rate": count_text(one.samples_per_second),
-                "useful": percent_text(useful / one.seconds) if one.seconds else "",
-                "parts": [
-                    {
-                        "name": cause,
-                        "percent": round(100 * seconds / one.seconds, 3) if one.seconds else 0.0,
-                        "tone": tone,
-                        "text": seconds_text(seconds),
-                    }
-                    for cause, seconds, tone in parts
-                ],
-            }
-        )
-    return render(
-        "replay.html",
-        trace=replays[0].trace,
-        summary=summarize_replays(replays),
-        title=setting.title,
-        setting=setting.sentences(),
-        chart=_chart(replays),
-        rows=rows,
-        causes=[{"name": cause, "tone": tone} for cause, tone in tones.items()],
-        lines=[{"name": one.name, "tone": f"shade u{order % 6} B"} for order, one in enumerate(replays)],
-    )
+        parts = [bar_part("training", useful / whole, f"shade u{order % HUES} B", seconds_text(useful))]
+        parts += [
+            bar_part(cause, one.lost[cause] / whole, tone, seconds_text(one.lost[cause]))
+            for cause, tone in tones.items()
+            if cause in one.lost
+        ]
+        trains = percent_text(useful / one.seconds) if one.seconds else ""
+        rows.append((one.name, Cell(parts=parts), trains, count_text(one.samples_per_second)))
+    columns = (Column("Run"), Column("Time", "wide"), number("trains"), number("samples/s"))
+    note = "Samples per second between two changes of the cluster, and below the nodes that are alive."
+    lost = Table(columns, rows, legend=legend(tones))
+    return [
+        summary(summarize_replays(replays)),
+        summary(setting.sentences(), "What was replayed, and what was assumed"),
+        (
+            "section",
+            Section("rate", "Throughput over time", note, [("throughput", _chart(replays))], "replay"),
+        ),
+        ("section", Section("lost", "What time was lost to", parts=[("table", lost)])),
+    ]
 
 
 def _causes(replays: Sequence[Replay]) -> list[str]:
@@ -236,6 +218,10 @@ def _nodes(one: Replay, bins: int) -> list[float]:
     return _binned(one, [segment.nodes * segment.seconds for segment in one.segments], bins)
 
 
+def _line(name: str, heights: list[float], text: str) -> dict[str, Any]:
+    return {"name": name, "title": name, "heights": heights, "facts": {}, "sentence": "", "text": text}
+
+
 def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
     """Return step lines of throughput, and below them the nodes alive."""
     start, seconds = replays[0].segments[0].start, replays[0].seconds or 1.0
@@ -263,17 +249,19 @@ def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
         "base": base,
         "lines": [
             {
-                "tone": f"u{order % 6}",
-                "name": one.name,
+                "tone": f"u{order % HUES} B",
+                **_line(one.name, _rates(one, _SPARKS), f"{count_text(one.samples_per_second)} samples/s"),
                 "points": steps(one, lambda part: part.samples / part.seconds / top, _HEIGHT, _HEIGHT - 14),
             }
             for order, one in reversed(list(enumerate(replays)))
         ],
+        "legend": legend({one.name: f"shade u{order % HUES} B" for order, one in enumerate(replays)}),
         "nodes": f"{x(start):.1f},{base:.1f} {area} {x(start + seconds):.1f},{base:.1f}",
         "marks": [
             {"y": _HEIGHT - (_HEIGHT - 14) * part, "text": count_text(top * part)} for part in (0.0, 0.5, 1.0)
         ],
         "most": most,
+        "alive": _line("nodes alive", _nodes(replays[0], _SPARKS), f"up to {most}"),
         "ticks": [
             {"x": x(start + seconds * part), "text": seconds_text(seconds * part) if part else "0"}
             for part in (0.0, 0.25, 0.5, 0.75, 1.0)

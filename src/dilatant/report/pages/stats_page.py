@@ -1,4 +1,4 @@
-"""Stats page: a data report as one HTML file that needs no network and opens from a disk."""
+"""Data report as a page, one HTML file that needs no network and opens from a disk, and on a terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from dilatant.data.index.stats import JointHistogram, UnitRatio, UnitStats
-from dilatant.data.text.example import Example, ExampleSpan
+from markupsafe import Markup
+from rich.console import Console
+
+from dilatant.data.index.stats import DataStats, JointHistogram, UnitStats
+from dilatant.data.sample import Example, ExampleSpan
 from dilatant.report.pages.page import render, write_page
-from dilatant.report.stats_report import StatsReport
-from dilatant.report.text.gantt_tables import HUES
-from dilatant.report.text.stats_table import constant_text, summarize_stats
+from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, number, plain_bar, summary, tiles
+from dilatant.report.printed_parts import print_parts
+from dilatant.report.text.stats_summary import StatsReport, constant_text, summarize_stats
 from dilatant.report.text.wording import count_text, counted, percent_text, unbroken
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 480.0, 150.0, 44.0, 14.0
@@ -33,42 +36,69 @@ def write_stats_page(path: str | Path, report: StatsReport) -> Path:
 def render_stats_page(report: StatsReport) -> str:
     """Return the page as text; all values from the report are escaped."""
     stats = report.stats
-    # Encoders come before the language model, as in a plan, so that a unit has one colour on every page.
-    feeding, fed = stats.units[1:], stats.units[:1]
-    order = [unit.unit for unit in (*feeding, *fed)]
-    hues = {unit.unit: order.index(unit.unit) % HUES for unit in stats.units}
-    joint = {one.unit: one for one in stats.joint}
     return render(
-        "stats.html",
-        title=report.title,
-        subtitle=f"{counted(stats.samples, 'sample')} for {counted(len(stats.units), 'unit')}, measured without "
-        "decoding media",
-        tiles=_tiles(report),
-        summary=[unbroken(sentence) for sentence in summarize_stats(report)],
-        refusals=list(stats.refusals),
-        refused=stats.refused,
-        units=[_unit(unit, hues[unit.unit]) for unit in stats.units],
-        ratios=[_ratio(ratio, hues, joint.get(ratio.unit)) for ratio in stats.ratios],
-        mixes=[
-            {"name": mix, "samples": f"{count:,}", "percent": 100 * count / max(stats.samples, 1)}
-            for mix, count in stats.mixes.items()
-        ],
-        sources=_sources(report, hues),
-        balance=_balance(report, hues),
-        batch_size=report.batch_size,
-        examples=[_example(one, hues) for one in report.examples],
+        f"{report.title} · Dilatant data",
+        report.title,
+        f"{counted(stats.samples, 'sample')} for {counted(len(stats.units), 'unit')}, measured without decoding media",
+        stats_parts(report),
+        "Measured from headers and text; the training data alone, without what is held out.",
     )
 
 
-def _tiles(report: StatsReport) -> list[dict[str, str]]:
+def print_stats(report: StatsReport, console: Console) -> None:
+    """Print what the page says."""
+    print_parts(console, stats_parts(report))
+
+
+def stats_parts(report: StatsReport) -> list[Part]:
+    """Return all that the page and the terminal show, in order."""
     stats = report.stats
-    tiles = [(f"{stats.samples:,}", "samples", "")]
-    tiles += [(count_text(unit.total), f"{unit.unit} tokens", "") for unit in stats.units]
-    tiles += [(count_text(stats.target_tokens), "tokens that carry loss", "")]
-    tiles += [
-        (f"{stats.refused:,}", "samples that training would refuse", "bad" if stats.refused else "good")
-    ]
-    return [{"value": value, "label": label, "tone": tone} for value, label, tone in tiles]
+    # Encoders come before the language model, as in a plan, so that a unit has one colour on every page.
+    order = [unit.unit for unit in (*stats.units[1:], *stats.units[:1])]
+    hues = {unit.unit: order.index(unit.unit) % HUES for unit in stats.units}
+    sections = (
+        _refusals(stats),
+        _units(stats, hues),
+        _balance(report, hues),
+        _ratios(stats, hues),
+        _sources(stats, hues),
+        _examples(report, hues),
+    )
+    sentences = map(unbroken, summarize_stats(report))
+    return [_tiles(stats), summary(sentences), *(("section", one) for one in sections)]
+
+
+def _tiles(stats: DataStats) -> Part:
+    bad = "bad" if stats.refused else "good"
+    return tiles(
+        [
+            (f"{stats.samples:,}", "samples", ""),
+            *((count_text(unit.total), f"{unit.unit} tokens", "") for unit in stats.units),
+            (count_text(stats.target_tokens), "tokens that carry loss", ""),
+            (f"{stats.refused:,}", "samples that training would refuse", bad),
+        ]
+    )
+
+
+def _refusals(stats: DataStats) -> Section:
+    hidden = stats.refused - len(stats.refusals)
+    texts = [*stats.refusals, *([f"and {hidden:,} more"] if hidden > 0 else [])]
+    note = Markup("Known from headers and text alone; <code>dilatant data lint</code> also decodes.")
+    parts: list[Part] = [("list", ("refusals", texts))] if stats.refusals else []
+    return Section("refused", "What training would refuse", note, parts)
+
+
+def _units(stats: DataStats, hues: dict[str, int]) -> Section:
+    parts: list[Part] = [("charts", [_unit(unit, hues[unit.unit]) for unit in stats.units])]
+    if len(stats.mixes) > 1:
+        rows = [
+            (mix, plain_bar(count / max(stats.samples, 1), "shade other"), f"{count:,}")
+            for mix, count in stats.mixes.items()
+        ]
+        columns = (Column(), Column("", "wide"), Column("", "number", "samples"))
+        parts.append(("table", Table(columns, rows, caption="What samples hold")))
+    note = "Of the samples that have work in a unit. The wider these spread, the more there is to balance."
+    return Section("units", "Tokens per sample", note, parts)
 
 
 def _unit(unit: UnitStats, hue: int) -> dict[str, Any]:
@@ -80,16 +110,13 @@ def _unit(unit: UnitStats, hue: int) -> dict[str, Any]:
     }
     sentence = ""
     if not unit.samples:
-        sentence = "no sample has any work here"
+        sentence = "No sample has any work here."
     elif unit.minimum == unit.maximum:
-        sentence = constant_text(unit)
-    return {
-        "name": unit.unit,
-        "hue": hue,
-        "facts": facts,
-        "sentence": f"{sentence[0].upper()}{sentence[1:]}." if sentence else "",
-        "chart": None if sentence else _histogram(unit),
-    }
+        text = constant_text(unit)
+        sentence = f"{text[0].upper()}{text[1:]}."
+    chart = {} if sentence else {**_histogram(unit), "heights": unit.histogram.counts}
+    label = f"Samples by {unit.unit} tokens"
+    return {"title": unit.unit, "label": label, "hue": hue, "facts": facts, "sentence": sentence, **chart}
 
 
 def _histogram(unit: UnitStats) -> dict[str, Any]:
@@ -114,9 +141,12 @@ def _histogram(unit: UnitStats) -> dict[str, Any]:
     # A bin of width 1 stands for one number, which is marked at the middle of its bar.
     middle = 0.5 if edges[1] - edges[0] == 1.0 else 0.0
     last = edges[-1] - 2 * middle
-    marks = [{"x": x(unit.percentiles[percent] + middle), "name": name} for percent, name in medians]
+    marks = [
+        {"x": x(unit.percentiles[percent] + middle), "name": name, "top": _TOP, "anchor": ""}
+        for percent, name in medians
+    ]
     return {
-        **_frame(),
+        **_frame("F"),
         "bars": bars,
         "marks": marks,
         "rows": [{"y": y(value), "text": count_text(value)} for value in _ticks(0.0, top)],
@@ -124,22 +154,32 @@ def _histogram(unit: UnitStats) -> dict[str, Any]:
     }
 
 
-def _ratio(ratio: UnitRatio, hues: dict[str, int], joint: JointHistogram | None) -> dict[str, Any]:
-    correlation = ""
-    if ratio.correlation is not None:
-        correlation = f"{ratio.correlation:+.2f}".replace("-", "−")
-    return {
-        "unit": ratio.unit,
-        "to": ratio.to,
-        "hue": hues[ratio.unit],
-        "ratio": f"{ratio.ratio:.3f}",
-        "interval": f"{ratio.low:.3f} to {ratio.high:.3f}",
-        "correlation": correlation,
-        "chart": None if joint is None else _joint_chart(joint),
-    }
+def _ratios(stats: DataStats, hues: dict[str, int]) -> Section:
+    joint = {one.unit: one for one in stats.joint}
+    rows = [
+        (
+            Cell(ratio.unit, tone=f"shade u{hues[ratio.unit]} B"),
+            ratio.to,
+            f"{ratio.ratio:.3f}",
+            f"{ratio.low:.3f} to {ratio.high:.3f}",
+            "" if ratio.correlation is None else f"{ratio.correlation:+.2f}".replace("-", "−"),
+        )
+        for ratio in stats.ratios
+    ]
+    columns = (
+        Column("Unit"), number("for each token of"), number("ratio", ""), number("95 % confidence", ""),
+        number("correlation"),
+    )  # fmt: skip
+    charts = [_joint_chart(joint[one.unit], hues[one.unit]) for one in stats.ratios if one.unit in joint]
+    note = (
+        "Tokens of an encoder for each token of the language model. Where both rise together, a batch that is balanced "
+        "in one is nearly so in the other."
+    )
+    parts: list[Part] = [("table", Table(columns, rows, "figures stack")), ("charts", charts)]
+    return Section("ratios", "Units against each other", note, parts if rows else ())
 
 
-def _joint_chart(joint: JointHistogram) -> dict[str, Any]:
+def _joint_chart(joint: JointHistogram, hue: int) -> dict[str, Any]:
     """Return samples by tokens of both units; darker cells have more samples."""
     x = _scale(joint.to_edges[0], joint.to_edges[-1], _LEFT, _WIDTH)
     y = _scale(joint.edges[0], joint.edges[-1], _TOP + _HEIGHT, _TOP)
@@ -163,8 +203,14 @@ def _joint_chart(joint: JointHistogram) -> dict[str, Any]:
                 }
             )
     return {
-        **_frame(),
-        "cells": cells,
+        **_frame("B"),
+        "title": f"{joint.unit} tokens against {joint.to} tokens",
+        "label": f"Samples by {joint.to} tokens (across) and {joint.unit} tokens (up)",
+        "hue": hue,
+        "sentence": "",
+        "facts": {},
+        "marks": [],
+        "bars": cells,
         "rows": [
             {"y": y(value), "text": count_text(value)}
             for value in _ticks(*joint.edges[:: len(joint.edges) - 1])
@@ -176,58 +222,71 @@ def _joint_chart(joint: JointHistogram) -> dict[str, Any]:
     }
 
 
-def _sources(report: StatsReport, hues: dict[str, int]) -> list[dict[str, Any]]:
+def _sources(stats: DataStats, hues: dict[str, int]) -> Section:
     """Return a line for each source of a blend; empty for a single source."""
-    stats = report.stats
-    if len(stats.sources) < 2:
-        return []
     largest = {unit: max(source.tokens[unit] for source in stats.sources) or 1 for unit in hues}
-    return [
-        {
-            "name": source.name,
-            "samples": f"{source.samples:,}",
-            "weight": f"{source.weight:g}",
-            "refused": f"{source.refused:,}",
-            "bad": source.refused > 0,
-            "tokens": [
-                {
-                    "unit": unit,
-                    "text": count_text(source.tokens[unit]),
-                    "mean": count_text(source.tokens[unit] / max(source.samples, 1)),
-                    "percent": 100 * source.tokens[unit] / largest[unit],
-                    "hue": hue,
-                }
-                for unit, hue in hues.items()
-            ],
-        }
-        for source in stats.sources
-    ]
-
-
-def _balance(report: StatsReport, hues: dict[str, int]) -> list[dict[str, Any]]:
-    """Return lines for every number of groups: all devices together, then each unit alone."""
     rows = []
-    found = {(one.groups, one.policy): one for one in report.balance}
-    for groups in dict.fromkeys(one.groups for one in report.balance):
-        random, balanced = found[groups, "random"], found[groups, "balanced"]
-        rows.append(_balance_row(f"{groups} groups", "", random.step_waits, balanced.step_waits))
-        if len(hues) > 1:
-            rows += [
-                _balance_row(unit, f"u{hues[unit]}", wait, balanced.waits[unit])
-                for unit, wait in random.waits.items()
+    for source in stats.sources:
+        cells: list[str | Cell] = [f"{source.samples:,}", f"{source.weight:g}"]
+        cells.append(Cell(f"{source.refused:,}", bad=source.refused > 0))
+        for unit, hue in hues.items():
+            tokens = source.tokens[unit]
+            tone, title = f"u{hue} shade F", f"{count_text(tokens)} tokens"
+            cells += [
+                plain_bar(tokens / largest[unit], tone, title),
+                count_text(tokens / max(source.samples, 1)),
             ]
-    return rows
+        rows.append([source.name, *cells])
+    columns = [Column("Source", "path"), *map(number, ("samples", "weight", "refused"))]
+    for unit in hues:
+        columns += [Column(f"{unit} tokens", "third"), number("mean", f"{unit} mean")]
+    parts: list[Part] = [("table", Table(columns, rows))] if len(rows) > 1 else []
+    return Section("sources", "Sources", "Tokens in all, and the mean of a sample.", parts)
 
 
-def _balance_row(name: str, tone: str, random: float, balanced: float) -> dict[str, Any]:
-    return {
-        "name": name,
-        "tone": tone,
-        "random": 100 * random,
-        "random_text": percent_text(random),
-        "balanced": 100 * balanced,
-        "balanced_text": percent_text(balanced),
-    }
+def _balance(report: StatsReport, hues: dict[str, int]) -> Section:
+    """Return lines for every number of groups: all devices together, then each unit alone."""
+    rows, styles = [], []
+
+    def add(name: str, style: str, random: float, balanced: float) -> None:
+        tones = ("shade F", "shade B") if style else ("shade other", "shade other")
+        bars = [plain_bar(part, tone) for part, tone in zip((random, balanced), tones)]
+        rows.append((name, bars[0], percent_text(random), bars[1], percent_text(balanced)))
+        styles.append(style)
+
+    waits = {(one.groups, one.policy): one for one in report.balance}
+    for groups in dict.fromkeys(one.groups for one in report.balance):
+        random, balanced = waits[groups, "random"], waits[groups, "balanced"]
+        add(f"{groups} groups", "", random.step_waits, balanced.step_waits)
+        for unit, wait in random.waits.items() if len(hues) > 1 else ():
+            add(unit, f"u{hues[unit]} part", wait, balanced.waits[unit])
+    columns = (
+        Column(), Column("By count", "third"), number("waits", "by count"), Column("Balanced", "third"),
+        number("waits", "balanced"),
+    )  # fmt: skip
+    note = Markup(
+        "How long devices would wait for the largest group, when batches of {} samples are divided into replicas or "
+        "microbatches: by count, and by the policy <code>balanced</code>. Work is taken to be in proportion to tokens, "
+        "devices to be in proportion to work; below each, the units alone. The policy shortens the step: a unit that "
+        "does not delay it may wait longer than by count."
+    ).format(f"{report.batch_size:,}")
+    parts: list[Part] = [("table", Table(columns, rows, row_styles=styles))] if rows else []
+    return Section("balance", "What balancing is worth", note, parts)
+
+
+def _examples(report: StatsReport, hues: dict[str, int]) -> Section:
+    note = Markup(
+        'The text after the chat template. <span class="loss">Marked</span> is what carries loss: the model learns to '
+        "write it."
+    )
+    parts: list[Part] = [("examples", [_example(one, hues) for one in report.examples])]
+    return Section(
+        "examples",
+        "Samples as the model sees them",
+        note,
+        parts if report.examples else (),
+        in_terminal=False,
+    )
 
 
 def _example(example: Example, hues: dict[str, int]) -> dict[str, Any]:
@@ -271,12 +330,13 @@ def _span(span: ExampleSpan, hues: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _frame() -> dict[str, float]:
+def _frame(tone: str) -> dict[str, Any]:
     return {
+        "tone": tone,
+        "text": "",
         "width": _WIDTH,
         "height": _TOP + _HEIGHT + _FOOT,
         "left": _LEFT,
-        "top": _TOP,
         "floor": _TOP + _HEIGHT,
     }
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dilatant.plan import Plan
-from dilatant.report.pages.gantt_data import pack_chart
-from dilatant.report.pages.gantt_of_step import measured_chart, predicted_chart
-from dilatant.report.pages.page import render, write_page
-from dilatant.report.step_comparison import Prediction, comparison_rows
+from dilatant.report.gantt import measured_chart, predicted_chart
+from dilatant.report.pages.page import pack_chart, render, write_page
+from dilatant.report.parts import summary
+from dilatant.report.step_comparison import Prediction, comparison_section
 from dilatant.report.text.gantt_summary import data_waits, losses, measurement, pace
-from dilatant.report.text.gantt_tables import action_legend, cause_tones, idle_legend, idle_rows
+from dilatant.report.text.gantt_tables import cause_tones, idle_section, timeline_parts
 from dilatant.report.text.wording import counted, seconds_text, unbroken
 from dilatant.schedule.measured import DataWait, MeasuredAction
 
@@ -46,21 +46,20 @@ def render_step_page(
     samples = {sample for one in actions for sample in one.samples}
     microbatches = {(one.unit, one.action.stage, one.action.microbatch) for one in actions}
     most = max(sum(1 for _, stage, _ in microbatches if stage == placed.index) for placed in plan.stages())
-    summary = [losses(measured, plan), *data_waits(waits, measured.seconds), *pace(measured, plan)]
+    sentences = [losses(measured, plan), *data_waits(waits, measured.seconds), *pace(measured, plan)]
     if predicted is not None:
-        summary = [*measurement(predicted, computed, plan), *summary]
+        sentences = [*measurement(predicted, computed, plan), *sentences]
     longest = max(chart.seconds for chart in charts.values())
+    parts = [summary(map(unbroken, sentences))]
+    if predicted is not None and prediction is not None:
+        note = f"By costs {prediction.origin}, without the summing of gradients."
+        parts.append(comparison_section(predicted, computed, plan, tones, note))
     return render(
-        "step.html",
-        [pack_chart(chart, plan, name, longest) for name, chart in charts.items()],
-        title=title,
-        subtitle=f"{seconds_text(measured.seconds)} for {counted(len(samples), 'sample')} in "
+        f"{title} · Dilatant timeline",
+        title,
+        f"{seconds_text(measured.seconds)} for {counted(len(samples), 'sample')} in "
         f"{counted(most, 'microbatch')} on {counted(len(plan.ranks), 'rank')}",
-        summary=[unbroken(one) for one in summary],
-        timeline_titles=list(charts),
-        comparison=None if predicted is None else comparison_rows(predicted, computed, plan, tones),
-        origin="" if prediction is None else prediction.origin,
-        action_legend=action_legend(plan, charts.values()),
-        idle_rows=idle_rows(measured, plan, tones),
-        idle_legend=idle_legend(tones),
+        [*parts, *timeline_parts(charts, plan), idle_section(measured, plan, tones)],
+        "Measured, every action on every rank.",
+        [pack_chart(chart, plan, name, longest) for name, chart in charts.items()],
     )

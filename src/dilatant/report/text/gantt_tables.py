@@ -1,13 +1,13 @@
-"""Tables below a timeline: its legend, and each stage's time by action and by cause of idle time."""
+"""Timelines and the table below them: each stage's time by action and by cause of idle time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from dilatant.plan import Plan
 from dilatant.plan.plan import PlacedStage
 from dilatant.report.gantt import BETWEEN, GanttChart
+from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, legend, number
 from dilatant.report.text.wording import ACTION_NAMES, lost_to, percent_text
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
 
@@ -20,25 +20,26 @@ _TONES = {
     WAITING_FOR_DATA: "c5",
 }
 
-HUES = 6
-"""Number of hues in page.css for units, and for causes of idle time."""
 
-
-def action_legend(plan: Plan, timelines: Iterable[GanttChart]) -> list[dict[str, str]]:
-    """Return a legend entry for every drawn pair of unit and kind of action."""
+def timeline_parts(charts: Mapping[str, GanttChart], plan: Plan) -> list[Part]:
+    """Return charts by title, with a legend entry for every drawn pair of unit and kind of action."""
     stages = plan.stages()
     units = [unit.name for unit in plan.units]
-    seen = {
+    drawn = {
         (units.index(stages[row.stage].unit) if row.stage >= 0 else len(units), row.kind)
-        for timeline in timelines
-        for row in timeline.rows
+        for chart in charts.values()
+        for row in chart.rows
     }
     entries = []
-    for unit, kind in sorted(seen, key=lambda pair: _shade_order(*pair)):
+    for unit, kind in sorted(drawn, key=lambda pair: _shade_order(*pair)):
         shade = kind if kind in ACTION_NAMES else "other"
         name = f"{units[unit]} {ACTION_NAMES.get(kind, kind)}" if unit < len(units) else kind
         entries.append({"name": name, "tone": f"shade u{unit % HUES} {shade}"})
-    return [*entries, {"name": "idle", "tone": "idle"}]
+    entries.append({"name": "idle", "tone": "idle"})
+    return [
+        ("timeline", {"index": index, "title": title, "legend": entries})
+        for index, title in enumerate(charts)
+    ]
 
 
 def cause_tones(plan: Plan, causes: Iterable[str]) -> dict[str, str]:
@@ -47,13 +48,7 @@ def cause_tones(plan: Plan, causes: Iterable[str]) -> dict[str, str]:
     return {cause: waits.get(cause) or _TONES.get(cause, "c5") for cause in causes}
 
 
-def idle_legend(tones: dict[str, str]) -> list[dict[str, str]]:
-    """Return an entry for every cause, or one for all waiting if causes are unknown."""
-    entries = [{"name": lost_to(cause), "tone": tone} for cause, tone in tones.items()]
-    return entries or [{"name": "waiting", "tone": "idle"}]
-
-
-def idle_rows(timeline: GanttChart, plan: Plan, tones: dict[str, str]) -> list[dict[str, Any]]:
+def idle_section(timeline: GanttChart, plan: Plan, tones: Mapping[str, str]) -> Part:
     """Return a line for each unit and stage position, mean over replicas: work by action, idle time by cause."""
     stages = plan.stages()
     units = [unit.name for unit in plan.units]
@@ -81,24 +76,23 @@ def idle_rows(timeline: GanttChart, plan: Plan, tones: dict[str, str]) -> list[d
         worst = max(lost, key=lambda cause: lost[cause], default="")
         notable = worst and lost[worst] >= 0.005
         rows.append(
-            {
-                "name": name + (f" (× {len(lanes)})" if len(lanes) > 1 else ""),
-                "parts": parts,
-                "busy": percent_text(sum(busy.values())),
-                "loss": f"{lost_to(worst)}, {percent_text(lost[worst])}" if notable else "",
-            }
+            (
+                name + (f" (× {len(lanes)})" if len(lanes) > 1 else ""),
+                Cell(parts=parts),
+                percent_text(sum(busy.values())),
+                f"{lost_to(worst)}, {percent_text(lost[worst])}" if notable else "",
+            )
         )
-    return rows
-
-
-def bar_part(name: str, fraction: float, tone: str, text: str = "") -> dict[str, Any]:
-    """Return a part of a bar in figures.html; `fraction` is of the bar's whole length."""
-    return {
-        "name": name,
-        "percent": round(100 * fraction, 3),
-        "tone": tone,
-        "text": text or percent_text(fraction),
-    }
+    columns = (
+        Column("Stage"), Column("Time", "wide"), number("computes"), Column("Largest loss", label="most lost:")
+    )  # fmt: skip
+    entries = legend({lost_to(cause): tone for cause, tone in tones.items()} or {"waiting": "idle"})
+    return "section", Section(
+        "idle",
+        "Where the time goes",
+        "Each line is all the time of its devices in one step: coloured while they compute, by cause while they wait.",
+        [("table", Table(columns, rows, legend=entries, most=12, more="more stages"))],
+    )
 
 
 def stage_name(placed: list[PlacedStage]) -> str:
@@ -110,8 +104,8 @@ def _lanes_alike(timeline: GanttChart, plan: Plan) -> dict[str, list[int]]:
     """Return lanes by unit and position, over all replicas, which tables show as one line."""
     stages = plan.stages()
     groups: dict[str, list[int]] = {}
-    for number, lane in enumerate(timeline.lanes):
-        groups.setdefault(stage_name([stages[index] for index in lane.stages]), []).append(number)
+    for index, lane in enumerate(timeline.lanes):
+        groups.setdefault(stage_name([stages[one] for one in lane.stages]), []).append(index)
     return groups
 
 

@@ -15,9 +15,8 @@ import torch
 from dilatant.config.errors import UserError
 from dilatant.config.signatures import require_call
 from dilatant.data.media.image_file import decode_image
-from dilatant.data.sample import Media, Sample
+from dilatant.data.sample import Dataset, Media, Sample
 from dilatant.data.text.encode import EncodedPrompt, encode_prompt
-from dilatant.data.workers.pool import Dataset
 from dilatant.hf.export import ExportedModel
 from dilatant.models.generators.sampling import SamplingSettings
 from dilatant.models.multimodal import MultimodalModel

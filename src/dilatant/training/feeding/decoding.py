@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import DataConfig, UserError
-from dilatant.data.order.blend import Blend
+from dilatant.data.sample import Dataset
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import warm_up, workers_of_machine
 from dilatant.data.workers.pool import InlineSource, SampleSource, Waiting
@@ -38,40 +39,6 @@ def decoding_of(config: DataConfig) -> Decoding:
     return Decoding(config.workers, config.decode_seconds, config.memory << 20, cluster)
 
 
-class ClusterSource:
-    """`SampleSource` of producers on a Ray cluster, made by all ranks together; rank 0 starts a local cluster."""
-
-    def __init__(
-        self, comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
-    ) -> None:
-        assert how.cluster is not None
-        rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
-        # All ranks raise rank 0's error; ranks of other machines find no cluster on this one's loopback.
-        opened: list[str] = ["", "", ""]
-        if rank == 0:
-            try:
-                cpus = max(workers_of_machine(how.workers, ranks), ranks)
-                self._connection = Connection(how.cluster, cpus=cpus, store_bytes=2 * how.memory * ranks)
-                opened = [self._connection.cluster.address, self._connection.cluster.token, ""]
-            except UserError as error:
-                opened[2] = str(error)
-        address, token, problem = opened if comm is None else all_gather_object(comm, opened)[0]
-        if problem:
-            raise UserError(problem)
-        if rank:
-            self._connection = Connection(address, token)
-        most = max(1, min(how.workers or self._connection.cpus, self._connection.cpus) // ranks)
-        self._source = RaySource(
-            datasets, encoding, how.memory, most, decode_seconds=how.seconds, on_wait=partial(_report, rank)
-        )
-        self.ask, self.take, self.forget = self._source.ask, self._source.take, self._source.forget
-
-    def close(self) -> None:
-        """Leave the cluster; one that was started for the run ends with rank 0."""
-        self._source.close()
-        self._connection.close()
-
-
 class PersistentPool:
     """This machine's worker pool, if this process owns it, kept over generations of ranks with the same data; `close`
     ends it."""
@@ -80,7 +47,7 @@ class PersistentPool:
         self._owner: PoolOwner | None = None
 
     def owner(
-        self, datasets: Mapping[str, Blend], encoding: Encoding, workers: int, how: Decoding
+        self, datasets: Mapping[str, Dataset], encoding: Encoding, workers: int, how: Decoding
     ) -> PoolOwner:
         """Return the existing pool, with the number of workers that it began with; a new one if there is none left."""
         if self._owner is None or not self._owner.is_open:
@@ -92,57 +59,65 @@ class PersistentPool:
             self._owner.close()
 
 
-def open_source(
-    comm: Comm | None,
-    datasets: Mapping[str, Blend],
-    encoding: Encoding,
-    how: Decoding,
-    pool: PersistentPool | None = None,
-) -> SampleSource:
-    """Open the source of this rank's samples; called by all ranks together. comm: None in a process alone. pool:
-    outlives the source. Raises UserError for a cluster that cannot be used."""
-    if how.cluster is not None and datasets:
-        return ClusterSource(comm, datasets, encoding, how)
-    return MachineSource(comm, datasets, encoding, how, pool)
+class RankSource:
+    """`SampleSource` of a rank: the worker pool of its machine, which the lowest rank there owns, or producers on a Ray
+    cluster, where rank 0 starts a local one. All ranks make it together.
 
-
-class MachineSource:
-    """`SampleSource` from the worker pool of this rank's machine, which the lowest rank there owns; all ranks make it
-    together.
-
-    comm: None in a process alone. pool: None to end the pool with this source.
+    comm: None in a process alone. pool: outlives the source; None to end the pool with it. Raises UserError for a
+    cluster that cannot be used.
     """
 
     def __init__(
         self,
         comm: Comm | None,
-        datasets: Mapping[str, Blend],
+        datasets: Mapping[str, Dataset],
         encoding: Encoding,
         how: Decoding,
         pool: PersistentPool | None = None,
     ) -> None:
+        self._close_later = ExitStack()
         rank, here = (0, (0,)) if comm is None else (comm.rank, comm.ranks_here)
-        workers = workers_of_machine(how.workers, len(here))
-        self._pool = PersistentPool() if pool is None else None
-        address = ""
-        if workers and datasets and rank == here[0]:
-            keeper = pool or self._pool
-            assert keeper is not None
-            address = keeper.owner(datasets, encoding, workers, how).address
-        if comm is not None and how.workers != 0:  # ranks may count free cores differently
-            address = comm.broadcast_on_machine(address)
-        self._source: SampleSource = (
-            InlineSource(datasets, encoding)
-            if not address
-            else join(address, how.memory, on_wait=partial(_report, rank))
-        )
-        self.ask, self.take, self.forget = self._source.ask, self._source.take, self._source.forget
+        report = partial(_report, rank)
+        source: SampleSource
+        if how.cluster is not None and datasets:
+            most = self._connect(comm, how, how.cluster)
+            source = RaySource(datasets, encoding, how.memory, most, how.seconds, report)
+        else:
+            workers = workers_of_machine(how.workers, len(here))
+            address = ""
+            if workers and datasets and rank == here[0]:
+                if pool is None:
+                    pool = self._close_later.enter_context(closing(PersistentPool()))
+                address = pool.owner(datasets, encoding, workers, how).address
+            if comm is not None and how.workers != 0:  # ranks may count free cores differently
+                address = comm.broadcast_on_machine(address)
+            source = join(address, how.memory, report) if address else InlineSource(datasets, encoding)
+        self._close_later.callback(source.close)
+        self.ask, self.take, self.forget = source.ask, source.take, source.forget
+
+    def _connect(self, comm: Comm | None, how: Decoding, address: str) -> int:
+        """Connect this rank to the cluster, and return the number of its producers at the most."""
+        rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+        # All ranks raise rank 0's error; ranks of other machines find no cluster on this one's loopback.
+        opened: list[str] = ["", "", ""]
+        if rank == 0:
+            try:
+                cpus = max(workers_of_machine(how.workers, ranks), ranks)
+                connection = Connection(address, cpus=cpus, store_bytes=2 * how.memory * ranks)
+                opened = [connection.cluster.address, connection.cluster.token, ""]
+            except UserError as error:
+                opened[2] = str(error)
+        address, token, problem = opened if comm is None else all_gather_object(comm, opened)[0]
+        if problem:
+            raise UserError(problem)
+        if rank:
+            connection = Connection(address, token)
+        self._close_later.callback(connection.close)
+        return max(1, min(how.workers or connection.cpus, connection.cpus) // ranks)
 
     def close(self) -> None:
-        """Leave the pool, and end it if this source made it."""
-        self._source.close()
-        if self._pool is not None:
-            self._pool.close()
+        """Leave the pool or the cluster, and end what this source started."""
+        self._close_later.close()
 
 
 def warm_up_next_owner(comm: Comm, how: Decoding) -> None:

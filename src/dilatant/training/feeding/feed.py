@@ -8,34 +8,26 @@ Everything but the decoded parts is computed alike by all ranks, from the order 
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
-from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
-from dilatant.data.index.sizes import SizesIndex
-from dilatant.data.order.blend import Blend
-from dilatant.data.order.sampler import Sampler, SamplerState
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import QUESTION, TOKENS
 from dilatant.data.workers.loader import GlobalBatch
 from dilatant.data.workers.pool import SampleRequest, SampleSource
-from dilatant.data.workers.prefetch import Prefetcher
+from dilatant.training.feeding.step_data import IndexedData, StepSamples, StreamedData
 
-LOOK_AHEAD = 8
-"""Steps whose samples are requested, as memory permits, before the step being assembled is complete: short steps
-outlast a sample that takes long, or a worker that lost its processor. Below `cost_correction.INTERVAL`."""
 FIRST_STEPS = 2
 """Number of first steps during which only one step is planned ahead; after these the look-ahead grows by one per step.
 All ranks of a machine plan at once, which takes cores from the first step, and after a loss everybody waits for
@@ -46,56 +38,10 @@ NAMED = 3
 MEDIA_BYTES = 768
 """Estimated bytes of one encoder token: a patch of 16 x 16 pixels in three bytes. The source learns of larger ones."""
 
+T = TypeVar("T")
 Step = TypeVar("Step")
 Parts = Mapping[int, frozenset[str]]
 """Sample number in the step → its parts."""
-_NOTHING = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class IndexedData:
-    """Data set with known sizes. name: its key in the source of decoded samples. refused: sample → why it is
-    unusable."""
-
-    name: str
-    samples: Blend
-    index: SizesIndex
-    refused: Mapping[int, str]
-
-    def head(self, index: int, draw: int) -> EncodedSample:
-        """Return what is known of a sample without reading it: name, sizes, targets and content digest."""
-        row = self.index.tokens[index].tolist()
-        return EncodedSample(
-            self.samples.name(index),
-            _NOTHING,
-            _NOTHING,
-            {},
-            dict(zip(self.index.units, row, strict=True)),
-            draw,
-            int(self.index.target_tokens[index]),
-            int(self.index.content[index]),
-            self.samples.source_of(index),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepSamples:
-    """Samples of step number `step` in order. first: number of the first in the order of training. position: after
-    them."""
-
-    step: int
-    indices: NDArray[np.int64]
-    first: int
-    position: SamplerState
-    epoch: float = 0.0
-
-
-def draws(sampler: Sampler, position: SamplerState, begin: int, end: int | None) -> Iterator[StepSamples]:
-    """Yield the draws of steps `begin` to `end` (exclusive) of an order; endless if `end` is None."""
-    for step in count(begin) if end is None else range(begin, end):
-        first = position.samples
-        indices, position = sampler.take(position, sampler.global_batch_size)
-        yield StepSamples(step, indices, first, position, sampler.epoch(position))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +73,67 @@ class _DecodedStep(Generic[Step]):
     bad: dict[int, str] = field(default_factory=dict)
 
 
+class Prefetcher(Generic[T]):
+    """Iterate over `source` in a background thread, with one item ready and the next one in production.
+
+    An exception of `source` is raised in the consumer at its position; the iterator is then exhausted.
+    """
+
+    def __init__(self, source: Generator[T], name: str) -> None:
+        self._source = source
+        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=1)
+        self._closing = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Prefetcher[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._over or self._closing.is_set():
+            raise StopIteration
+        kind, value = self._ready.get()
+        if kind == "item":
+            return value
+        self._over = True
+        raise value if kind == "error" else StopIteration
+
+    def close(self) -> None:
+        """Close `source` in its thread and wait for the thread to end. Idempotent."""
+        self._closing.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get_nowait()  # the thread may wait for space in the queue
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+        with suppress(queue.Full):
+            self._ready.put_nowait(("end", None))  # for a consumer in another thread
+
+    def _run(self) -> None:
+        try:
+            with closing(self._source) as source:
+                for item in source:
+                    self._ready.put(("item", item))
+                    if self._closing.is_set():
+                        return
+            self._ready.put(("end", None))
+        except BaseException as error:
+            self._ready.put(("error", error))
+
+
 class StepPrefetcher(Generic[Step]):
     """Iterator over the steps of `draws`, planned by `plan` and decoded from `source` as `needs` says.
 
     plan: maps a step's samples, of which only sizes are known, and its number to what the runtime executes; the same on
-    every rank. needs: maps that to the parts that this rank uses. skips: samples that cannot be decoded are left out by
-    all ranks together (see `found`), instead of raising UserError when their step is due. left_out: index → why, of
-    samples left out before.
+    every rank. needs: maps that to the parts that this rank uses. skips: samples that are refused, or that cannot be
+    decoded, are left out by all ranks together (see `found`), instead of raising UserError when their step is due.
+    left_out: index → why, of samples left out before.
     """
 
     def __init__(
         self,
-        data: IndexedData,
+        data: IndexedData | StreamedData,
         draws: Iterable[StepSamples],
         source: SampleSource,
         plan: Callable[[Sequence[EncodedSample], int], Step],
@@ -146,7 +141,7 @@ class StepPrefetcher(Generic[Step]):
         *,
         skips: bool = False,
         left_out: Mapping[int, str] | None = None,
-        look_ahead: int = LOOK_AHEAD,
+        look_ahead: int | None = None,
     ) -> None:
         self._data = data
         self._draws = iter(draws)
@@ -154,14 +149,15 @@ class StepPrefetcher(Generic[Step]):
         self._plan = plan
         self._needs = needs
         self._skips = skips
-        self._look_ahead = look_ahead
+        self._look_ahead = data.look_ahead if look_ahead is None else look_ahead
         self.left_out: Mapping[int, str] = dict(left_out or {})
         """Samples that proved bad so far, index → why; to be stored in checkpoints."""
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._coming: _DecodedStep[Step] | None = None
         self.waited_seconds = 0.0
         """Seconds that the consumer has waited for samples so far."""
         self._counted_seconds = 0.0
+        self._oldest = 0  # the lowest index of a stream that may still be due
         self._ahead = Prefetcher(self._collect_all(), "dilatant-feed")
 
     def __iter__(self) -> Self:
@@ -179,6 +175,8 @@ class StepPrefetcher(Generic[Step]):
             self.waited_seconds += time.perf_counter() - began
         if collected.bad:
             raise UserError(next(iter(collected.bad.values())))
+        if isinstance(self._data, StreamedData):
+            self._oldest = collected.draft.draw.first
         draft, waited = collected.draft, self.waited_seconds - self._counted_seconds
         self._counted_seconds = self.waited_seconds
         samples = tuple(collected.loaded.get(number, head) for number, head in enumerate(draft.heads))
@@ -206,7 +204,8 @@ class StepPrefetcher(Generic[Step]):
         """Leave samples out of the coming step and all after it. found: by any rank, in the same order on all."""
         fresh = {index: why for index, why in found if index not in self.left_out}
         if fresh:
-            self.left_out = {**self.left_out, **fresh}
+            known = {index: why for index, why in self.left_out.items() if index >= self._oldest}
+            self.left_out = {**known, **fresh}
 
     def close(self) -> None:
         """Stop prefetching. The source stays open."""
@@ -243,6 +242,8 @@ class StepPrefetcher(Generic[Step]):
             yield self._collected(drafts.popleft())
 
     def _collected(self, draft: _PlannedStep[Step]) -> _DecodedStep[Step]:
+        if draft.problems and not self._skips:
+            raise UserError(draft.problems[0])
         collected = _DecodedStep(draft)
         with self._lock:
             self._take(collected, draft.needs)
@@ -258,7 +259,12 @@ class StepPrefetcher(Generic[Step]):
             raise UserError(f"every sample of a batch is corrupt; the first: {problems[0]}")
         heads = tuple(self._data.head(index, number) for index, number in kept)
         step = self._plan(heads, draw.step)
-        return _PlannedStep(draw, tuple(index for index, _ in kept), heads, problems, step, self._needs(step))
+        needs = {
+            number: missing
+            for number, parts in self._needs(step).items()
+            if (missing := parts - self._data.known)
+        }
+        return _PlannedStep(draw, tuple(index for index, _ in kept), heads, problems, step, needs)
 
     def _ask(self, draft: _PlannedStep[Step], parts: Parts) -> None:
         self._source.ask(
@@ -269,6 +275,7 @@ class StepPrefetcher(Generic[Step]):
                     wanted,
                     self._data.name,
                     _bytes_of(draft.heads[number], wanted),
+                    self._data.undecoded(draft.indices[number]),
                 )
                 for number, wanted in parts.items()
             ]

@@ -16,8 +16,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import Config, UserError
 from dilatant.data.cache import open_cache
-from dilatant.data.media_units.image_target import ImageTarget
-from dilatant.data.media_units.latents import Latents, data_fingerprint
+from dilatant.data.media_units.image_target import ImageTarget, Latents, data_fingerprint
 from dilatant.data.order.blend import Blend
 from dilatant.data.sample import Media
 from dilatant.data.text.encode import media_of

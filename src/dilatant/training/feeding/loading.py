@@ -9,26 +9,20 @@ from typing import Any, Literal, Self
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.index.sizes import blend_sizes
-from dilatant.data.order.blend import Blend, open_blend
-from dilatant.data.order.sampler import Sampler
+from dilatant.data.order.blend import Blend, StreamBlend, open_blend
+from dilatant.data.order.sampler import Sampler, StreamSampler
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import TOKENS, Encoding
-from dilatant.data.workers.loader import GlobalBatch, Loader
-from dilatant.data.workers.ordered_map import workers_of_machine
+from dilatant.data.workers.loader import GlobalBatch
 from dilatant.models.families.media_units import media_unit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.feeding.decode_requirements import DecodeRequirements
-from dilatant.training.feeding.decoding import Decoding, MachineSource
-from dilatant.training.feeding.feed import (
-    IndexedData,
-    StepPrefetcher,
-    draws,
-    gather_bad_samples,
-    merge_bad_samples,
-)
+from dilatant.training.feeding.decoding import Decoding, RankSource
+from dilatant.training.feeding.feed import StepPrefetcher, gather_bad_samples, merge_bad_samples
+from dilatant.training.feeding.step_data import IndexedData, StreamedData, draws
 
 
 def make_loader(
@@ -47,7 +41,7 @@ def make_loader(
     on_error: Literal["error", "skip"] = "error",
     cache_dir: str | Path | None = None,
     parallel: Runtime | None = None,
-) -> LoadedBatches | Loader:
+) -> LoadedBatches:
     """Return global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without
     `steps`.
 
@@ -80,36 +74,39 @@ def make_loader(
         [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources],
         cache_dir=cache_dir,
     )
-    if isinstance(blend, Blend):
-        sampler = blend.sampler(seed, global_batch_size)
-        how = Decoding(workers)
-        return LoadedBatches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)
-    stream = blend.sampler(seed, global_batch_size)
-    return Loader(
-        blend, encoding, stream, steps=steps, workers=workers_of_machine(workers), on_error=on_error
-    )
+    sampler = blend.sampler(seed, global_batch_size)
+    how = Decoding(workers)
+    return LoadedBatches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)
 
 
 class LoadedBatches:
-    """Iterator over global batches of indexed data, as `make_loader` returns it; close it."""
+    """Iterator over global batches, as `make_loader` returns it; close it."""
 
     def __init__(
         self,
-        blend: Blend,
+        blend: Blend | StreamBlend,
         encoding: Encoding,
-        sampler: Sampler,
+        sampler: Sampler | StreamSampler,
         steps: int | None,
         how: Decoding,
         skips: bool,
         parallel: Runtime | None,
         cache_dir: str | Path | None = None,
     ) -> None:
-        sizes = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=how.workers)
-        data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
-        if data.refused and not skips:
-            raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
         everything = frozenset({TOKENS, *(unit.name for unit in encoding.units)})
         self._comm = None if parallel is None else parallel.comm
+        data: IndexedData | StreamedData
+        if isinstance(blend, Blend):
+            sizes = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=how.workers)
+            data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
+            if data.refused and not skips:
+                raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
+        self._source = RankSource(self._comm, {"train": blend}, encoding, how)
+        if isinstance(sampler, Sampler):
+            order = draws(sampler, sampler.start(), 0, steps)
+        else:
+            data = StreamedData("train", sampler, self._source)
+            order = data.draws(sampler.start(), 0, steps)
         needs = (
             None
             if parallel is None
@@ -126,15 +123,7 @@ class LoadedBatches:
             return heads if parallel is None else parallel.plan_step(heads, step_number=step)
 
         self._skips = skips
-        self._source = MachineSource(self._comm, {"train": blend}, encoding, how)
-        self._feed: StepPrefetcher[Any] = StepPrefetcher(
-            data,
-            draws(sampler, sampler.start(), 0, steps),
-            self._source,
-            plan,
-            parts,
-            skips=skips,
-        )
+        self._feed: StepPrefetcher[Any] = StepPrefetcher(data, order, self._source, plan, parts, skips=skips)
 
     def __iter__(self) -> Self:
         return self

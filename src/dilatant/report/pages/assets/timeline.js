@@ -1,4 +1,4 @@
-// Draws a timeline packed by timeline_data.py: rows of actions on a canvas, grouped by unit and replica.
+// Draws a timeline packed by page.py: rows of actions on a canvas, grouped by unit and replica.
 
 const RULER = 22, LEAF = 20, GROUP = 30;
 const NAMES = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };

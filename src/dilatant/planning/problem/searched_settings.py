@@ -1,11 +1,15 @@
-"""Tensor- and context-parallel degrees that plans are made with."""
+"""Settings that a search varies: tensor- and context-parallel degrees, and ZeRO variants."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from dilatant.config import Config, PlanConfig, UserError
+from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.cost.model import Degree
+from dilatant.plan.layouts.space import SMALL_CLUSTER
+from dilatant.plan.modes import Mode
 from dilatant.plan.search.why_not import AskedLayout
 from dilatant.planning.problem.describe_model import ModelDescription
 from dilatant.planning.problem.layer_shards import degrees_by_kind
@@ -44,3 +48,30 @@ def _divides(model: ModelDescription, tp: int) -> bool:
     except UserError:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroVariants:
+    """ZeRO variants to try, preferred ones first. Plans of all kinds are searched under `searched`; the best is also
+    simulated under `glanced`."""
+
+    searched: tuple[Zero, ...]
+    glanced: tuple[Zero, ...] = ()
+
+
+def zero_variants(config: Config, target: Target, fault_tolerance: int = 0) -> ZeroVariants:
+    """Return what a search tries if `train.zero` is not set. Plans of published systems are compared with the default.
+    If nodes may be lost, none may hold the only copy of some state; offloaded state must not be held several times on a
+    host."""
+    if config.train.zero is not None:
+        return ZeroVariants((config.train.zero,))
+    tried: list[Zero] = [DEFAULT_ZERO]
+    if config.plan.mode == Mode.BEST and target.cluster.num_devices > 1:
+        tried += [] if config.train.optimizer.offload else ["none"]
+        several = target.cluster.num_devices > (target.rules.ranks_per_node or target.cluster.num_devices)
+        tried += ["all"] if several and not (config.resilience.enabled or fault_tolerance) else []
+    if target.cluster.num_devices <= SMALL_CLUSTER:
+        return ZeroVariants(tuple(tried))
+    # Search time is limited on many devices; variants that save memory are searched, as they allow other plans.
+    searched = tuple(zero for zero in tried if zero != "none")
+    return ZeroVariants(searched, tuple(zero for zero in tried if zero not in searched))

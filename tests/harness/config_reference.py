@@ -1,4 +1,7 @@
-"""Reference of all config keys, as a Markdown page: `python -m dilatant.config.reference > docs/config.md`."""
+"""Reference of all config keys, as a Markdown page.
+
+Written by `PYTHONPATH=src:tests python -m harness.config_reference > docs/config.md`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from dilatant.config.config import Config
 
 _HEAD = """# Every key of the YAML file
 
-Written by `python -m dilatant.config.reference > docs/config.md` from the code that reads the file. `NAME` is a name of
-yours, `N` the number of a list's item, from 0. Any key may be set on the command line: `--set train.steps=100`,
-`--set data.train.0.path=more.json`, `--set 'parallel={units: {vision: {}, language: {pp: 2}}}'`. Paths in the file are
-relative to it, those of `--set` to the folder in which the command runs (a file that is only beside the YAML file is
-found, too); `~`, `$NAME` and `${NAME}` are replaced in them. An unknown key is an error that names the nearest one; a
-key that is written twice is an error, too.
+Written by `PYTHONPATH=src:tests python -m harness.config_reference > docs/config.md` from the code that reads the file.
+`NAME` is a name of yours, `N` the number of a list's item, from 0. Any key may be set on the command line: `--set
+train.steps=100`, `--set data.train.0.path=more.json`, `--set 'parallel={units: {vision: {}, language: {pp: 2}}}'`.
+Paths in the file are relative to it, those of `--set` to the folder in which the command runs (a file that is only
+beside the YAML file is found, too); `~`, `$NAME` and `${NAME}` are replaced in them. An unknown key is an error that
+names the nearest one; a key that is written twice is an error, too.
 """
 
 

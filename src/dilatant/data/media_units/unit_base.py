@@ -1,0 +1,72 @@
+"""Base classes of media units and processors."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.media.pixels import EncoderInput
+from dilatant.data.sample import Media, MediaKind, MediaSize, digest_of
+
+
+class Fingerprinted:
+    """Base class of dataclasses whose settings decide the sizes of media."""
+
+    __slots__ = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any setting."""
+        settings = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return digest_of([type(self).__name__, *(getattr(each, "fingerprint", each) for each in settings)])
+
+
+class UnitBase(Fingerprinted):
+    """Base class of media units whose items need nothing but their tensors."""
+
+    __slots__ = ()
+    kind: MediaKind
+
+    @property
+    def merge(self) -> Literal["placeholder", "prepend"]:
+        return "placeholder"
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """Return the inputs that later stages need of an item, which are computed from its size alone."""
+        return {}
+
+
+class ImageUnitBase(UnitBase):
+    """Base class of media units for images."""
+
+    __slots__ = ()
+    kind: MediaKind = "image"
+    if TYPE_CHECKING:
+
+        @property
+        def processor(self) -> Any: ...
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        return self.see(decode_image(media, self.processor.channels))
+
+    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        """Return the inputs of a decoded image, uint8 [height, width, channels]."""
+        return dict(self.processor(pixels))
+
+
+class SoundUnitBase(UnitBase):
+    """Base class of media units for sounds."""
+
+    __slots__ = ()
+    kind: MediaKind = "audio"
+
+
+class ClipUnitBase(UnitBase):
+    """Base class of media units for clips."""
+
+    __slots__ = ()
+    kind: MediaKind = "video"

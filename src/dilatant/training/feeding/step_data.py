@@ -1,0 +1,165 @@
+"""Data of steps: the samples that each step draws, and what is known of them before their media are decoded."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import count
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dilatant.config import Config
+from dilatant.config.errors import UserError
+from dilatant.data.index.sizes import SizesIndex
+from dilatant.data.order.blend import Blend
+from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
+from dilatant.data.sample import EncodedSample, Sample
+from dilatant.data.text.encoding import TOKENS
+from dilatant.data.workers.loader import read_batches
+from dilatant.data.workers.pool import SampleSource
+from dilatant.planning.assemble import Samples
+
+LOOK_AHEAD = 8
+"""Steps whose samples are requested, as memory permits, before the step being assembled is complete: short steps
+outlast a sample that takes long, or a worker that lost its processor. Below `cost_correction.INTERVAL`."""
+STREAM_LOOK_AHEAD = 2
+"""`LOOK_AHEAD` of a stream, whose undecoded samples each rank holds in addition."""
+MEASURED_AHEAD = 1
+"""Steps of a stream whose samples are being measured while a step is planned."""
+STEPS_KEPT = STREAM_LOOK_AHEAD + 3
+"""Steps of a stream between the one that is being read and the one that is executed."""
+_NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class IndexedData:
+    """Data set with known sizes. name: its key in the source of decoded samples. refused: sample → why it is
+    unusable."""
+
+    name: str
+    samples: Blend
+    index: SizesIndex
+    refused: Mapping[int, str]
+    known: ClassVar[frozenset[str]] = frozenset()
+    look_ahead: ClassVar[int] = LOOK_AHEAD
+
+    def head(self, index: int, draw: int) -> EncodedSample:
+        """Return what is known of a sample without reading it: name, sizes, targets and content digest."""
+        row = self.index.tokens[index].tolist()
+        return EncodedSample(
+            self.samples.name(index),
+            _NOTHING,
+            _NOTHING,
+            {},
+            dict(zip(self.index.units, row, strict=True)),
+            draw,
+            int(self.index.target_tokens[index]),
+            int(self.index.content[index]),
+            self.samples.source_of(index),
+        )
+
+    def undecoded(self, index: int) -> None:
+        """Return None: data workers read samples by index themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """Samples of step number `step` in order. first: number of the first in the order of training. position: after
+    them."""
+
+    step: int
+    indices: NDArray[np.int64]
+    first: int
+    position: SamplerState
+    epoch: float = 0.0
+
+
+def draws(sampler: Sampler, position: SamplerState, begin: int, end: int | None) -> Iterator[StepSamples]:
+    """Yield the draws of steps `begin` to `end` (exclusive) of an order; endless if `end` is None."""
+    for step in count(begin) if end is None else range(begin, end):
+        first = position.samples
+        indices, position = sampler.take(position, sampler.global_batch_size)
+        yield StepSamples(step, indices, first, position, sampler.epoch(position))
+
+
+class StreamedData:
+    """Data set that is read in order, with the interface of `IndexedData`; data workers measure samples as they arrive.
+
+    A sample's index is its number in the order of training. known: the parts that measuring gives.
+    """
+
+    known: ClassVar[frozenset[str]] = frozenset({TOKENS})
+    look_ahead: ClassVar[int] = STREAM_LOOK_AHEAD
+
+    def __init__(self, name: str, sampler: StreamSampler, source: SampleSource) -> None:
+        self.name = name
+        self.refused: dict[int, str] = {}
+        self._sampler, self._source = sampler, source
+        self._samples: dict[int, tuple[Sample, EncodedSample]] = {}
+
+    def draws(self, position: SamplerState, begin: int, end: int | None) -> Iterator[StepSamples]:
+        """Yield the draws of steps `begin` to `end` (exclusive), measured; endless if `end` is None."""
+        numbers = count(begin) if end is None else range(begin, end)
+        batches = read_batches(self._source, self.name, self._sampler, position, self.known, MEASURED_AHEAD)
+        for step, batch in zip(numbers, batches):
+            indices = range(batch.first, batch.first + len(batch.drawn))
+            self._forget_before(batch.first - STEPS_KEPT * len(indices))
+            for index, undecoded, measured in zip(indices, batch.drawn, batch.samples):
+                if isinstance(measured, UserError):
+                    self.refused[index] = str(measured)
+                elif isinstance(undecoded, Sample):
+                    head = replace(
+                        measured,
+                        draw=index,
+                        targets=measured.target_tokens,
+                        content=measured.content_digest,
+                        made_seconds=0.0,
+                    )
+                    self._samples[index] = undecoded, head
+            yield StepSamples(step, np.array(indices), batch.first, batch.position)
+
+    def head(self, index: int, draw: int) -> EncodedSample:
+        """Return the sample without its media."""
+        return self._samples[index][1]
+
+    def undecoded(self, index: int) -> Sample:
+        """Return the sample as it was read, for the worker that decodes its media."""
+        return self._samples[index][0]
+
+    def _forget_before(self, first: int) -> None:
+        for known in (self._samples, self.refused):
+            for index in [index for index in known if index < first]:
+                del known[index]
+
+
+def count_steps(config: Config, samples: Samples, done: int = 0, drawn: int = 0) -> int:
+    """Return the optimizer steps of the run: `train.steps`, or enough for `train.epochs` passes (default 1).
+
+    done, drawn: steps already done, and the samples they took, in batches of any size. Raises UserError for data of
+    unknown length.
+    """
+    if config.train.steps is not None:
+        return config.train.steps
+    passes = 1.0 if config.train.epochs is None else config.train.epochs
+    left = max(0.0, passes * len(samples.train) - drawn)
+    return max(1, done + math.ceil(left / config.train.global_batch_size))
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed the global generators with a key of this step, so that a resumed run draws what the undisturbed one would.
+
+    Training models draw by sample (`models.dropout`); this is for what is not intercepted, as Python's `random`.
+    """
+    key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
+    random.seed(key)
+    np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
+    # `torch.manual_seed` takes milliseconds for devices that are not used.
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)
