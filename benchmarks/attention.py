@@ -145,8 +145,8 @@ def shares(settings: argparse.Namespace, device: torch.device, report: dict[str,
         print(f"{'':24}communication MODELLED, not measured: {modelled}")
     fitted = report["block_cost"] = fit_block_cost(observations)
     print(
-        f"fitted to {fitted['observations']} shares: BlockCost(full=1, partial={fitted['BlockCost_partial']:.2f}, "
-        f"linear={fitted['BlockCost_linear_of_attention_alone']:.2f} for attention alone); full block "
+        f"fitted to {fitted['observations']} shares: a partial block costs {fitted['partial_in_full_blocks']:.2f} and "
+        f"a row of blocks {fitted['row_in_full_blocks']:.2f} full blocks; full block "
         f"{fitted['full_block_seconds'] * 1e6:.3g} us, errors {fitted['median_relative_error']:.1%} median, "
         f"{fitted['worst_relative_error']:.1%} worst"
     )

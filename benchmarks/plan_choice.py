@@ -47,9 +47,11 @@ from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_hardware import Target
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
-from dilatant.schedule import FAMILIES, Assignment, trainability_of
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
-from dilatant.schedule.plan_scorer import plan_scorer, step_costs
+from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.plan_scorer import PlanSimulator, step_costs
+from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.trainability import trainability_of
 
 RANKS, PACED_RANKS, PACED_HIDDEN = 2, 4, 32
 PACES = (5e-5, 1e-4)
@@ -145,7 +147,7 @@ def choose(case: Drawn, target: Target, cluster: Cluster, most: int) -> list[Cho
     }
     workload, batch = Workload(tokens, squares, dense_rows(found, costs)), len(samples)
     families = {name: FAMILIES[name] for name in PACED_FAMILIES} if case.pace else None
-    scorer = plan_scorer(found.spec, costs, cluster, workload, batch, rules=FP32, families=families)
+    scorer = PlanSimulator(found.spec, costs, cluster, workload, batch, rules=FP32, families=families)
     sizes = [size for size in (1, 2, 4, 8) if batch % size == 0]
     how = {"microbatch_sizes": sizes, "rules": FP32, "all_devices": True}
     free = search(found.spec, costs, cluster, workload, batch, scorer, **how)

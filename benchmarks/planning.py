@@ -25,8 +25,10 @@ import numpy as np
 from machine import machine
 from planning_quality import small_cases
 
-from dilatant.cost import CostModel, LayerCost, Quadratic
+from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import BF16, Zero
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import (
     Cluster,
     LayerSpec,
@@ -46,7 +48,7 @@ from dilatant.plan import (
 from dilatant.plan.cluster import cluster_of_groups
 from dilatant.plan.search.search import search
 from dilatant.plan.search.search_result import SearchResult
-from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.plan_scorer import PlanSimulator
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ def searched(
     """A search over who shares optimizer state, as `dilatant plan` makes it on so many devices."""
     rules = {zero: replace(BF16, zero=zero, ranks_per_node=8) for zero in (*zeros, *glanced)}
     score = {
-        zero: plan_scorer(model, costs, cluster, samples, batch, rules=own) for zero, own in rules.items()
+        zero: PlanSimulator(model, costs, cluster, samples, batch, rules=own) for zero, own in rules.items()
     }
     return search(
         model, costs, cluster, samples, batch, score[zeros[0]], rules=rules[zeros[0]],

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from cases.model_cases import cost_model
 from cases.search_cases import find, random_vlm
 from oracles.search import best_step, layer_seconds
+from oracles.step_bound import step_bound as step_bound
 
 DEGREES = (1, 2)
 

@@ -47,19 +47,21 @@ from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_hardware import Target
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
-from dilatant.schedule import (
-    FAMILIES,
-    Action,
-    Assignment,
-    Schedule,
-    Timeline,
-    predict,
-    trainability_of,
-)
+from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.simulator.contention import travel
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
-from dilatant.schedule.simulator.predict import message_bytes, message_sums, op_sums, piece_sums, step_bytes
+from dilatant.schedule.simulator.predict import (
+    message_bytes,
+    message_sums,
+    op_sums,
+    piece_sums,
+    predict,
+    step_bytes,
+)
 from dilatant.schedule.simulator.simulate import action_array
+from dilatant.schedule.timeline import Timeline
+from dilatant.schedule.trainability import trainability_of
 
 HIDDEN, LAYERS, VISION_LAYERS = 256, 8, 6
 SAME, OTHER, FITTED = "same step", "other steps", "fitted"

@@ -49,8 +49,9 @@ def _block_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
 def _dense_lists(table: BlockTable, kind: BlockKind) -> tuple[torch.Tensor, torch.Tensor]:
     """Number of column blocks of one kind per row, int32 `[1, 1, rows]`, and the blocks, int32 `[1, 1, rows, columns]`,
     zero beyond the number."""
-    offsets, start, length = table.select(kind)
-    rows = np.repeat(np.arange(table.num_rows), np.diff(offsets))
+    kept = table.kind == kind
+    start, length = table.start[kept], table.length[kept]
+    rows = np.repeat(np.arange(table.num_rows), np.diff(table.offsets))[kept]
     counts = np.bincount(rows, weights=length, minlength=table.num_rows).astype(np.int64)
     before = np.cumsum(length) - length
     blocks = np.repeat(start - before, length) + np.arange(int(length.sum()))

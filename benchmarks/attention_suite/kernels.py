@@ -197,8 +197,8 @@ def _everything(problem: Problem) -> None:
     plan = _tables(problem)
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    plan.work(problem.device, 128, 128, heads, processors)
-    plan.work(problem.device, 128, 128, kv_heads, processors, transposed=True, copy_cost=heads // kv_heads)
+    plan.work(problem.device, 128, heads, processors)
+    plan.work(problem.device, 128, kv_heads, processors, transposed=True, copy_cost=heads // kv_heads)
     plan.tensors(problem.device)
     _wait(problem.device)
 

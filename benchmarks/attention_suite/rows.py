@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dilatant.attention.masks import packing
 from dilatant.attention.masks.blocks import block_workloads
 from dilatant.attention.masks.mask import AttentionMask
-from dilatant.attention.masks.packing import RowLayout
+from dilatant.attention.masks.packing import RowLayout, media_mask
 
 KINDS = ("causal", "document_causal", "EP", "EE", "MP")
 
@@ -32,9 +31,7 @@ def draw_row(kind: str, tokens: int, seed: int) -> RowLayout:
 
 def build(kind: str, row: RowLayout) -> AttentionMask:
     """The mask of `kind` over a row drawn for it."""
-    if kind == "causal":
-        return packing.causal(row)
-    return packing.document_causal(row) if kind == "document_causal" else packing.embedded(row)
+    return media_mask(row, "embedded")  # rows of text alone are causal
 
 
 def count_visible_pairs(mask: AttentionMask) -> int:

@@ -20,10 +20,10 @@ from dilatant.attention.context_parallel import ContextParallelRow
 from dilatant.attention.kernels.backends import choose_kernel, installed, request_of
 from dilatant.attention.kernels.packed_attention import load_kernel
 from dilatant.attention.kernels.scores import Kernel, Scores
-from dilatant.attention.masks.blocks import BlockCost, block_samples, block_workloads
+from dilatant.attention.masks.blocks import block_workloads
 from dilatant.attention.masks.placement import place_blocks
 
-POLICIES = ("lpt", "zigzag", "contiguous", "random", "document_affine")
+POLICIES = ("lpt", "zigzag", "contiguous")
 BANDWIDTHS = {"inside a node, 350 GB/s": 350e9, "between nodes, 45 GB/s": 45e9}
 
 
@@ -55,11 +55,11 @@ def measure_shares(
     results, observations = [], []
     for kind in kinds:
         problem = make_problem(kind, tokens, shape, device)
-        work, documents = block_workloads(problem.mask, block), block_samples(problem.mask, block)
+        work = block_workloads(problem.mask, block)
         for ranks in degrees:
             slowest, of_policies = {}, []
             for policy in POLICIES:
-                placement = place_blocks(work, ranks, policy, documents=documents)
+                placement = place_blocks(work, ranks, policy)
                 seconds = []
                 for number in range(ranks):
                     share = ContextParallelRow(problem.mask, placement, Rank(number, ranks), block=block)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def measure_shares(
 
 def fit_block_cost(observations: Sequence[tuple[int, int, int, float]]) -> dict[str, float]:
     """Seconds of a full block, a partial block and a row of blocks, by non-negative least squares on relative errors,
-    and the `BlockCost` they mean: in full blocks."""
+    and the costs they mean in full blocks."""
     table: NDArray = np.array(observations, dtype=float)
     counts, seconds = table[:, :3], table[:, 3]
     held = list(range(3))
@@ -114,13 +114,12 @@ def fit_block_cost(observations: Sequence[tuple[int, int, int, float]]) -> dict[
         held.pop(int(np.argmin(found)))
     error = np.abs(counts @ fitted / seconds - 1)
     full = fitted[0] or float("nan")
-    cost = BlockCost(full=1.0, partial=fitted[1] / full, linear=fitted[2] / full)
     return {
         "full_block_seconds": float(fitted[0]),
         "partial_block_seconds": float(fitted[1]),
         "row_seconds": float(fitted[2]),
-        "BlockCost_partial": float(cost.partial),
-        "BlockCost_linear_of_attention_alone": float(cost.linear),
+        "partial_in_full_blocks": float(fitted[1] / full),
+        "row_in_full_blocks": float(fitted[2] / full),
         "observations": len(seconds),
         "median_relative_error": float(np.median(error)),
         "worst_relative_error": float(error.max()),

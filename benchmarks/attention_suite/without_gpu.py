@@ -18,9 +18,8 @@ import torch
 from attention_suite.rows import KINDS, build, draw_row
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import Scores
-from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask
-from dilatant.attention.masks.packing import RowLayout
+from dilatant.attention.masks.packing import RowLayout, media_mask
 from dilatant.attention.masks.visibility import visible_pairs
 from dilatant.attention.masks.work import work_list
 
@@ -75,7 +74,7 @@ def _small_mask(kind: str) -> AttentionMask:
     }
     row = RowLayout.of_samples(samples[kind])
     assert row.num_tokens == INTERPRETED_TOKENS
-    return packing.causal(row) if kind == "causal" else packing.embedded(row)
+    return media_mask(row, "embedded")
 
 
 def _error(mask: AttentionMask, kernel: Any) -> float:

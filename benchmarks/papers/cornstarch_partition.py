@@ -12,7 +12,10 @@ import numpy as np
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.costs.partition import partition_layers
-from dilatant.schedule import Action, Assignment, one_f_one_b, simulate, trainability_of
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.schedule import Action, Assignment
+from dilatant.schedule.simulator.simulate import simulate
+from dilatant.schedule.trainability import trainability_of
 from papers.models import (
     CORNSTARCH_AUDIO,
     CORNSTARCH_LLM,

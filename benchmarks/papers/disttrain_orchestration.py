@@ -22,6 +22,7 @@ from papers.disttrain_case import (
     samples,
     units,
 )
+from papers.disttrain_order import disttrain
 from papers.models import (
     DISTTRAIN_LLM,
     backward,
@@ -108,7 +109,7 @@ def large_scale(shared: Path) -> PaperTable:
     for model in DISTTRAIN_LLM:
         one = case(shared, model, _LARGE, _LARGE_BATCH)
         rigid, gpus, _ = megatron(one, model)
-        found = one.search(Mode.DISTTRAIN, (1,), policy="disttrain")
+        found = one.search(Mode.DISTTRAIN, (1,), policy=disttrain)
         rigid_share = mfu(one, gpus, rigid)
         if found is None:
             rows.append((f"MLLM-{model}", "no layout fits", None, None, gpus, rigid_share, None, None, None))
@@ -163,7 +164,7 @@ def orchestration_gain(shared: Path) -> PaperTable:
         one = case(shared, model, GPUS, BATCH[model])
         rigid, rigid_gpus, _ = megatron(one, model)
         flops, flops_gpus = by_operations(one, model)
-        found = one.search(Mode.DISTTRAIN, (1, 2), policy="disttrain")
+        found = one.search(Mode.DISTTRAIN, (1, 2), policy=disttrain)
         best = one.search(Mode.BEST, (1, 2))
         assert found is not None, model
         assert best is not None, model
@@ -243,7 +244,7 @@ def frozen_training(shared: Path) -> PaperTable:
         for model in DISTTRAIN_LLM:
             one = case(shared, model, GPUS, BATCH[model], trains)
             rigid, gpus, _ = megatron(one, model)
-            found = one.search(Mode.DISTTRAIN, (1, 2), policy="disttrain")
+            found = one.search(Mode.DISTTRAIN, (1, 2), policy=disttrain)
             assert found is not None
             own = GPUS - found.winner.idle_devices
             gain = rigid / found.seconds

@@ -18,6 +18,7 @@ from papers.disttrain_case import (
     case,
     hardware,
 )
+from papers.disttrain_order import disttrain
 from papers.models import (
     DISTTRAIN_LLM,
     backward,
@@ -33,11 +34,11 @@ def reordering_gain(shared: Path) -> PaperTable:
     rows: list[tuple[Any, ...]] = []
     for model in DISTTRAIN_LLM:
         one = case(shared, model, GPUS, BATCH[model], seed=1)
-        found = one.search(Mode.DISTTRAIN, (1,), policy="disttrain")
+        found = one.search(Mode.DISTTRAIN, (1,), policy=disttrain)
         assert found is not None
         plan, count = [found.winner.plan], found.winner.num_microbatches
         random = one.score(plan, count, "random", "1f1b").seconds
-        theirs = one.score(plan, count, "disttrain", "1f1b").seconds
+        theirs = one.score(plan, count, disttrain, "1f1b").seconds
         same = one.score(plan, count, "searched", "1f1b").seconds
         ours = [one.score(plan, count, policy).seconds for policy in ("balanced", "searched")]
         images = one.workload.tokens["generator"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dilatant.schedule import Assignment, one_f_one_b
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.schedule import Assignment
 from papers.datasets import Sizes, entrain_sizes
 from papers.entrain_systems import (
     BATCH,

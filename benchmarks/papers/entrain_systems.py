@@ -10,10 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import Action, ActionKind, Assignment, Schedule, Timeline, eager, one_f_one_b, simulate
 from dilatant.schedule.assignment.assign import assign_microbatches
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape
+from dilatant.schedule.families.families import eager, one_f_one_b
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.simulator.simulate import simulate
+from dilatant.schedule.timeline import Timeline
 from papers.datasets import Sizes
+from papers.disttrain_order import disttrain
+from papers.entrain_assignment import entrain as entrain_policy
 from papers.entrain_stability import language_factor, work
 
 # Stages (encoder, LLM) of DistTrain and of Entrain, thesis Tables 4.1 and C.1; DIP has both units on all eight stages.
@@ -132,7 +137,7 @@ def _disttrain(
     part: NDArray[np.float64], layout: tuple[int, int]
 ) -> tuple[Timeline, Microbatches, Microbatches]:
     """Random groups of equal count in DistTrain's order, plain 1F1B."""
-    found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, "disttrain", shape=_shape(layout))
+    found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, disttrain, shape=_shape(layout))
     return _shared_groups(part, layout, found.microbatches[0], eagerly=False)
 
 
@@ -148,7 +153,7 @@ def entrain(
     part: NDArray[np.float64], layout: tuple[int, int]
 ) -> tuple[Timeline, Microbatches, Microbatches]:
     """Hierarchical assignment with pairwise deferral, backwards split by deferral, forwards eager."""
-    found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, "entrain", shape=_shape(layout))
+    found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, entrain_policy, shape=_shape(layout))
     encoder, language = (tuple(one for one in found.microbatches[unit] if one) for unit in (0, 1))
     plan, assignment = plan_of(layout), Assignment({"encoder": (encoder,), "language": (language,)})
     return simulate_step(part, plan, assignment, eager(plan, assignment)), encoder, language

@@ -18,6 +18,7 @@ from dilatant.cost.analytic import (
     head_shape,
     linear_shape,
 )
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
@@ -146,7 +147,7 @@ def seconds(
     n = np.asarray(tokens, dtype=np.float64)
     total = np.zeros_like(n)
     for part in parts:
-        cost = getattr(analytic_cost(part.as_run, hardware, tp=tp), of)
+        cost = getattr(analytic_cost(part.as_run, hardware, degrees=Degrees(tp)), of)
         total = total + part.count * ((cost.a * n + cost.b) * n + cost.c * (n > 0))
     return total
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
 from dilatant.plan.rank_mapping import Chain, RankOrder, map_ranks
 from dilatant.plan.search.search import search
-from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.assignment.assign import Policy
+from dilatant.schedule.plan_scorer import PlanSimulator, families_for
 from papers.models import PaperUnit, cost_model, model_spec
 
 
@@ -37,13 +39,14 @@ class Case:
         sizes: Sequence[int] = (1, 2, 4, 8),
         num_microbatches: int | None = None,
         chunks: Sequence[int] = (1,),
-        policy: str = "balanced",
+        policy: Policy = "balanced",
     ) -> SearchResult | None:
         """What a mode of `dilatant plan` chooses, its microbatches formed by `policy`; None where nothing fits."""
         model, costs = model_spec(self.units), cost_model(self.units, self.hardware)
         splits = mode is Mode.BEST  # as published systems do not
-        scorer = plan_scorer(
-            model, costs, self.cluster, self.workload, self.batch, policy=policy, rules=self.rules, splits=splits,  # type: ignore[arg-type]
+        scorer = PlanSimulator(
+            model, costs, self.cluster, self.workload, self.batch, policy=policy, rules=self.rules,
+            families=partial(families_for, splits=splits),
         )  # fmt: skip
         try:
             return search(
@@ -67,20 +70,20 @@ class Case:
         self,
         plans: Iterable[Plan],
         num_microbatches: int,
-        policy: str = "balanced",
+        policy: Policy = "balanced",
         schedule: str | None = None,
     ) -> PlanScore:
         """The fastest of some plans in simulation, whether or not it fits memory."""
-        from dilatant.schedule import FAMILIES
+        from dilatant.schedule.families import FAMILIES
 
         model, costs = model_spec(self.units), cost_model(self.units, self.hardware)
-        scorer = plan_scorer(
+        scorer = PlanSimulator(
             model,
             costs,
             self.cluster,
             self.workload,
             self.batch,
-            policy=policy,  # type: ignore[arg-type]
+            policy=policy,
             rules=self.rules,
             families=None if schedule is None else {schedule: FAMILIES[schedule]},
         )

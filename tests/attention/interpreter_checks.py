@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import mask_kinds
 from cases.attention_cases import Case, assert_close_to_dense, make_case
 from cases.mask_strategies import MODALITIES, masks, ragged_masks
 from dilatant.attention import attention
@@ -21,7 +22,6 @@ from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import Gradients, Scores
 from dilatant.attention.kernels.triton_kernel import kernel
 from dilatant.attention.kernels.triton_tuning import Tile, Tuning
-from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout
 from dilatant.attention.masks.placement import Placement
@@ -115,23 +115,23 @@ LONG_ROW = RowLayout.of_samples(
     ],
 )
 def test_long_rows_of_mixed_blocks_equal_dense_attention(kind: str, tuning: Tuning) -> None:
-    mask = packing.build_mask(LONG_ROW, kind)
+    mask = mask_kinds.build_mask(LONG_ROW, kind)
     check(make_case(mask, query_heads=2, kv_heads=1, sinks=True), tuning, 2e-5)
 
 
 def test_windows_reach_back_and_for_images_both_ways() -> None:
-    mask = packing.build_mask(LONG_ROW, "embedded", window=20)
+    mask = mask_kinds.build_mask(LONG_ROW, "embedded", window=20)
     check(make_case(mask, query_heads=1, kv_heads=1), OBLONG, 2e-5)
 
 
 def test_some_queries_against_all_keys_in_another_order() -> None:
-    mask = packing.build_mask(LONG_ROW, "embedded")
+    mask = mask_kinds.build_mask(LONG_ROW, "embedded")
     order = torch.randperm(mask.num_tokens, generator=torch.Generator().manual_seed(0)).numpy()
     check(make_case(mask.take(order[:40]), mask.take(order), query_heads=2, kv_heads=1), SQUARE, 2e-5)
 
 
 def test_padding_gives_zeros_and_takes_zero_gradients() -> None:
-    mask = packing.build_mask(LONG_ROW, "embedded")
+    mask = mask_kinds.build_mask(LONG_ROW, "embedded")
     case = make_case(mask, query_heads=1, kv_heads=1, sinks=True)
     for tuning in (SQUARE, SPLIT):
         (output, logsumexp), gradients = run(case, tuning)
@@ -142,13 +142,15 @@ def test_padding_gives_zeros_and_takes_zero_gradients() -> None:
 
 
 def test_half_precision_stays_within_its_rounding() -> None:
-    case = make_case(packing.build_mask(LONG_ROW, "embedded"), query_heads=1, kv_heads=1, dtype=torch.float16)
+    case = make_case(
+        mask_kinds.build_mask(LONG_ROW, "embedded"), query_heads=1, kv_heads=1, dtype=torch.float16
+    )
     check(case, SQUARE, 2**-8)  # weights and scores are rounded to 11 bits before each product
 
 
 def test_strided_tensors_are_read_as_they_lie() -> None:
     """Transformers gives [1, heads, tokens, dim], transposed."""
-    mask = packing.build_mask(RowLayout.of_lengths([40]), "document_causal")
+    mask = mask_kinds.build_mask(RowLayout.of_lengths([40]), "document_causal")
     case = make_case(mask, query_heads=2, kv_heads=2)
     for tuning in (SQUARE, DESCRIPTORS):
         expected, _ = run(case, tuning)
@@ -162,7 +164,7 @@ def test_strided_tensors_are_read_as_they_lie() -> None:
 
 
 def test_expanded_gradients_equal_dense_attention() -> None:
-    mask = packing.build_mask(RowLayout.of_lengths([20]), "document_causal")
+    mask = mask_kinds.build_mask(RowLayout.of_lengths([20]), "document_causal")
     case = make_case(mask, query_heads=1, kv_heads=1)
     for tuning in (SQUARE, DESCRIPTORS):
         expanded = replace(case, grad_output=torch.ones(()).expand_as(case.query))
@@ -175,7 +177,7 @@ def test_expanded_gradients_equal_dense_attention() -> None:
 @pytest.mark.parametrize("kind", ["document_causal", "embedded"])
 def test_head_groups_gathered_in_turn_equal_dense_gradients(kind: str, heads_per_gather: int | None) -> None:
     """Each group's output is a view of some heads of all; one rank is enough to take them in turn."""
-    mask = packing.build_mask(LONG_ROW, kind)
+    mask = mask_kinds.build_mask(LONG_ROW, kind)
     case = make_case(mask, query_heads=4, kv_heads=2, sinks=True)
     inputs = [x.clone().requires_grad_() for x in (case.query, case.key, case.value, case.sinks)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -201,14 +203,14 @@ def test_head_groups_gathered_in_turn_equal_dense_gradients(kind: str, heads_per
 
 
 def test_the_interpreter_can_be_asked_for_by_name() -> None:
-    mask = packing.build_mask(RowLayout.of_lengths([20, 12]), "document_causal")
+    mask = mask_kinds.build_mask(RowLayout.of_lengths([20, 12]), "document_causal")
     case = make_case(mask, query_heads=1, kv_heads=1)
     found = attention(case.query, case.key, case.value, mask, backend="triton")
     torch.testing.assert_close(found.double(), case.dense()[0][0], rtol=2e-5, atol=2e-5)
 
 
 def test_queries_without_any_keys_give_zeros() -> None:
-    mask, keys = packing.build_mask(RowLayout.of_lengths([20]), "full"), AttentionMask.from_tokens([])
+    mask, keys = mask_kinds.build_mask(RowLayout.of_lengths([20]), "full"), AttentionMask.from_tokens([])
     case = make_case(mask, keys, query_heads=1, kv_heads=1, sinks=True)
     (output, logsumexp), gradients = run(case, DESCRIPTORS)
     assert (output == 0).all()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import mask_kinds
 from cases.attention_cases import make_case
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
@@ -18,8 +19,8 @@ from dilatant.attention.kernels.backends import (
     MachineCapabilities,
     choose_backend,
     explain_backend,
+    explain_here,
 )
-from dilatant.attention.kernels.explain import explain_here
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask
@@ -90,7 +91,9 @@ def test_a_backend_asked_for_by_name_runs_or_says_why_not(
 
 
 def test_an_explanation_names_the_backend_and_the_others() -> None:
-    plan = AttentionPlan(packing.build_mask(RowLayout.of_samples([[("text", 4), ("image", 4)]]), "embedded"))
+    plan = AttentionPlan(
+        mask_kinds.build_mask(RowLayout.of_samples([[("text", 4), ("image", 4)]]), "embedded")
+    )
     text = str(explain_backend("cpu", torch.bfloat16, 128, plan))
     assert text.startswith("attention backend: blockwise")
     assert "not sdpa: SDPA knows only whole and causal samples" in text
@@ -99,12 +102,12 @@ def test_an_explanation_names_the_backend_and_the_others() -> None:
 PLAIN = {
     "full": packing.full(RowLayout.of_lengths([9, 9, 9])),
     "document_causal": packing.document_causal(RowLayout.of_lengths([7, 3, 7, 1])),
-    "causal": packing.causal(RowLayout.of_lengths([5, 9])),
-    "text with padding": packing.embedded(
+    "causal": mask_kinds.causal(RowLayout.of_lengths([5, 9])),
+    "text with padding": mask_kinds.embedded(
         RowLayout.of_samples([[("text", 6), ("padding", 3)], [("text", 4)]])
     ),
-    "images": packing.embedded(RowLayout.of_samples([[("image", 5)], [("image", 5)], [("text", 2)]])),
-    "wide window": packing.sliding_window(RowLayout.of_lengths([4, 6]), 6),
+    "images": mask_kinds.embedded(RowLayout.of_samples([[("image", 5)], [("image", 5)], [("text", 2)]])),
+    "wide window": mask_kinds.sliding_window(RowLayout.of_lengths([4, 6]), 6),
 }
 
 
@@ -124,10 +127,10 @@ def test_plain_rows_run_on_sdpa_with_the_same_results(kind: str) -> None:
     ("mask", "reason"),
     [
         (
-            packing.sliding_window(RowLayout.of_lengths([4, 7]), 6),
+            mask_kinds.sliding_window(RowLayout.of_lengths([4, 7]), 6),
             "sample 1 of 7 tokens is held to a window of 6",
         ),
-        (packing.embedded(RowLayout.of_samples([[("text", 2), ("image", 2)]])), "in more than one way"),
+        (mask_kinds.embedded(RowLayout.of_samples([[("text", 2), ("image", 2)]])), "in more than one way"),
         (AttentionMask.from_tokens([1 | 2 << 12] * 3), "do not attend to their own modality"),
     ],
 )
@@ -150,7 +153,7 @@ def test_drawn_plain_rows_on_sdpa_equal_dense_attention(
     lengths: list[int], padding: int, kind: str, free_pairs: int, heads: tuple[int, int], seed: int
 ) -> None:
     samples = [[("text", length), ("padding", padding)] for length in lengths]
-    mask = packing.build_mask(RowLayout.of_samples(samples), kind)
+    mask = mask_kinds.build_mask(RowLayout.of_samples(samples), kind)
     if not mask.num_tokens:
         return
     case = make_case(mask, query_heads=heads[0], kv_heads=heads[1], seed=seed)

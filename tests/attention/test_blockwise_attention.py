@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.attention_cases import Case, assert_close_to_dense, make_case
+from cases.mask_kinds import embedded
 from cases.mask_strategies import masks, ragged_masks
 from dilatant.attention import attention
 from dilatant.attention.kernels import blockwise
@@ -17,7 +18,7 @@ from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.packed_attention import KernelFunction
 from dilatant.attention.kernels.scores import AttentionError, Kernel, Scores
 from dilatant.attention.masks.mask import AttentionMask
-from dilatant.attention.masks.packing import RowLayout, document_causal, embedded
+from dilatant.attention.masks.packing import RowLayout, document_causal
 
 
 def run(case: Case) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.mask_kinds import MASK_KINDS, build_mask
 from cases.mask_strategies import masks
 from dilatant.attention import AttentionMask, RowLayout, attention, block_workloads, place_blocks
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.masks.blocks import block_table
-from dilatant.attention.masks.packing import MASK_KINDS, build_mask
 from dilatant.attention.masks.placement import POLICIES, Placement
 from harness.rank_pool import Among, RankPool
 
@@ -52,7 +52,6 @@ class Call:
     softcap: float | None = None
     layer_window: int | None = None
     heads_per_gather: int | None = None
-    reduce_dtype: torch.dtype | None = torch.float32
 
     @property
     def mask(self) -> AttentionMask:
@@ -62,7 +61,7 @@ class Call:
 def run_share(group: Among, call: Call) -> tuple[np.ndarray, list[torch.Tensor]]:
     """One rank's tokens, and its output and gradients of query, key, value and sinks."""
     placement = Placement(call.rank_of_block, np.zeros(len(group.ranks)), 0.0)
-    share = ContextParallelRow(call.mask, placement, group, block=BLOCK, reduce_dtype=call.reduce_dtype)
+    share = ContextParallelRow(call.mask, placement, group, block=BLOCK)
     if call.layer_window is not None:
         share = share.windowed(call.layer_window)
     inputs = [share.take(x).requires_grad_() for x in (call.query, call.key, call.value)]
@@ -103,7 +102,7 @@ def make_call(
         return torch.randn(shape, generator=random).to(dtype)
 
     work = block_workloads(mask, BLOCK)
-    placement = place_blocks(work, ranks, policy, documents=np.arange(work.size) // 3)
+    placement = place_blocks(work, ranks, policy)
     query_heads, kv_heads = heads
     return Call(
         query=draw(mask.num_tokens, query_heads, 8),
@@ -178,12 +177,9 @@ def test_softcaps_sinks_and_layer_windows_equal_one_process(pool: RankPool) -> N
     check(pool, 3, make_call(mask, 3, sinks=True, softcap=1.5, layer_window=20))
 
 
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
-def test_bfloat16_gradients_are_summed_in_the_reduce_dtype(
-    pool: RankPool, reduce_dtype: torch.dtype | None
-) -> None:
-    call = make_call(build_mask(ROW, "embedded"), 4, dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    check(pool, 4, call, tolerance=2**-5 if reduce_dtype is None else 2**-6)  # roundings of sums to 8 bits
+def test_bfloat16_gradients_are_summed_in_float32(pool: RankPool) -> None:
+    call = make_call(build_mask(ROW, "embedded"), 4, dtype=torch.bfloat16)
+    check(pool, 4, call, tolerance=2**-6)  # roundings of sums to 8 bits
 
 
 def test_float64_gradients_are_not_summed_in_less(pool: RankPool) -> None:
@@ -201,10 +197,10 @@ def test_key_blocks_of_a_share_stay_as_exact_as_those_of_the_row() -> None:
     mask = build_mask(RowLayout.of_samples([[("text", 40), ("image", 88)] * 4]), "embedded")
     placement = place_blocks(block_workloads(mask, BLOCK), 4)
     share = ContextParallelRow(mask, placement, Group(), block=BLOCK)
-    whole = block_table(mask, BLOCK).take(placement.blocks_of_rank(1))
+    whole, mine = block_table(mask, BLOCK), placement.blocks_of_rank(1)
     table = share.plan.table(BLOCK, BLOCK)
-    assert table.full_blocks.tolist() == whole.full_blocks.tolist()
-    assert table.partial_blocks.tolist() == whole.partial_blocks.tolist()
+    assert table.full_blocks.tolist() == whole.full_blocks[mine].tolist()
+    assert table.partial_blocks.tolist() == whole.partial_blocks[mine].tolist()
 
 
 def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import mask_kinds
 from cases.mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import (
@@ -46,14 +47,14 @@ RULES = {
 @checked
 @given(samples=rows)
 def test_a_kind_means_its_rule(kind, samples):
-    mask = packing.build_mask(RowLayout.of_samples(samples, MODALITIES), kind)
+    mask = mask_kinds.build_mask(RowLayout.of_samples(samples, MODALITIES), kind)
     np.testing.assert_array_equal(seen(mask), oracle.matrix(oracle.tokens_of(samples), RULES[kind]))
 
 
 @checked
 @given(samples=prepended_rows, across=st.booleans())
 def test_prepended_outputs_see_themselves_and_text_sees_them(samples, across):
-    mask = packing.prepended(RowLayout.of_samples(samples, MODALITIES), across)
+    mask = mask_kinds.prepended(RowLayout.of_samples(samples, MODALITIES), across)
     np.testing.assert_array_equal(
         seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across))
     )
@@ -65,11 +66,11 @@ def test_images_see_each_other_only_when_asked(samples):
     row = RowLayout.of_samples(samples, MODALITIES)
     tokens = oracle.tokens_of(samples)
     np.testing.assert_array_equal(
-        seen(packing.embedded(row, across_instances=True)),
+        seen(mask_kinds.embedded(row, across_instances=True)),
         oracle.matrix(tokens, oracle.embedded(across=True)),
     )
     np.testing.assert_array_equal(
-        seen(packing.bidirectional_instances(row, across_instances=True)),
+        seen(mask_kinds.bidirectional_instances(row, across_instances=True)),
         oracle.matrix(tokens, oracle.bidirectional_instances(across=True)),
     )
 
@@ -146,7 +147,7 @@ def test_a_mask_of_one_s_own_that_does_not_fit_names_the_sample():
         "sample number 1 .* has 2 tokens, the sample has 3": lambda alone: packing.full(
             RowLayout.of_lengths([2])
         ),
-        "has a window; the widths are those of the model": lambda alone: packing.sliding_window(alone, 2),
+        "has a window; the widths are those of the model": lambda alone: mask_kinds.sliding_window(alone, 2),
         "token 0 has the word of padding": lambda alone: AttentionMask.from_tokens([0] * alone.num_tokens),
     }
     for message, make in masks.items():
@@ -160,10 +161,10 @@ def test_a_window_reaches_its_width_in_positions_of_the_sample(samples, window):
     row = RowLayout.of_samples(samples, MODALITIES)
     tokens = oracle.tokens_of(samples)
     for mask, rule in (
-        (packing.sliding_window(row, window), oracle.sliding(window)),
+        (mask_kinds.sliding_window(row, window), oracle.sliding(window)),
         (packing.full(row).with_window(window), oracle.bidirectional_window(window)),
         (
-            packing.bidirectional_instances(row, across_instances=True).with_window(window),
+            mask_kinds.bidirectional_instances(row, across_instances=True).with_window(window),
             oracle.bidirectional_instances(across=True, window=window),
         ),
     ):
@@ -202,9 +203,9 @@ def test_a_window_holds_what_is_behind_the_prefix_alone(samples, data, window):
 @given(first=rows, second=rows)
 def test_packing_keeps_every_row_its_own_mask(first, second):
     parts = [
-        packing.embedded(RowLayout.of_samples(first, MODALITIES)),
+        mask_kinds.embedded(RowLayout.of_samples(first, MODALITIES)),
         packing.full(RowLayout.of_samples(second, MODALITIES)),
-        packing.causal(RowLayout.of_samples(first, MODALITIES)),
+        mask_kinds.causal(RowLayout.of_samples(first, MODALITIES)),
     ]
     dense = [seen(part) for part in parts]
     total = sum(len(part) for part in dense)
@@ -220,7 +221,7 @@ def test_packing_keeps_every_row_its_own_mask(first, second):
 @given(samples=prepended_rows, data=st.data())
 def test_samples_of_one_row_may_have_masks_of_different_kinds(samples, data):
     kinds = [data.draw(st.sampled_from(sorted(RULES))) for _ in samples]
-    mask = packing.multimodal_packing(RowLayout.of_samples(samples, MODALITIES), kinds)
+    mask = mask_kinds.multimodal_packing(RowLayout.of_samples(samples, MODALITIES), kinds)
 
     def rule(q, k):
         return q.sample == k.sample and RULES[kinds[q.sample]](q, k)
@@ -238,7 +239,7 @@ def test_a_row_is_the_same_from_segments_and_from_tokens(samples):
     ]  # samples without tokens leave no trace in tokens
     columns = [np.repeat(part, row.length[kept]) for part in (number, row.modality[kept], row.instance[kept])]
     again = RowLayout.of_tokens(*columns, MODALITIES)
-    for build in (packing.embedded, packing.bidirectional_instances, packing.document_causal):
+    for build in (mask_kinds.embedded, mask_kinds.bidirectional_instances, packing.document_causal):
         np.testing.assert_array_equal(seen(build(again)), seen(build(row)))
 
 
@@ -251,7 +252,7 @@ def test_visible_reads_the_documented_bits(mask):
 
 def test_one_image_in_several_segments_is_one_instance():
     samples = [[("vision", 2, 7), ("text", 1), ("vision", 2, 7), ("vision", 3)]]
-    mask = packing.embedded(RowLayout.of_samples(samples, MODALITIES))
+    mask = mask_kinds.embedded(RowLayout.of_samples(samples, MODALITIES))
     np.testing.assert_array_equal(
         seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across=False))
     )
@@ -265,7 +266,7 @@ def test_permuted_tokens_keep_what_they_see(mask, seed):
 
 
 def test_a_million_tokens_cost_what_their_segments_cost():
-    mask = packing.embedded(RowLayout.of_samples([[("vision", 1 << 19), ("text", 1 << 19)]]))
+    mask = mask_kinds.embedded(RowLayout.of_samples([[("vision", 1 << 19), ("text", 1 << 19)]]))
     assert mask.runs.start.tolist() == [0, 1 << 19]
     assert mask.num_tokens == 1 << 20
 
@@ -281,9 +282,9 @@ def test_a_row_holds_as_many_samples_as_the_word_tells_apart():
 
 def test_a_row_holds_as_many_images_as_the_word_tells_apart():
     images = [("vision", 1)] * (MAX_INSTANCES - 1)
-    assert packing.embedded(RowLayout.of_samples([images, images])).num_tokens == 2 * (MAX_INSTANCES - 1)
+    assert mask_kinds.embedded(RowLayout.of_samples([images, images])).num_tokens == 2 * (MAX_INSTANCES - 1)
     with pytest.raises(MaskError, match=r"instance 65536 .* 65535 instances a sample"):
-        packing.embedded(RowLayout.of_samples([[*images, ("vision", 1)]]))
+        mask_kinds.embedded(RowLayout.of_samples([[*images, ("vision", 1)]]))
 
 
 def test_user_mistakes_name_the_place_and_the_limit():
@@ -300,15 +301,17 @@ def test_user_mistakes_name_the_place_and_the_limit():
     with pytest.raises(MaskError, match="sample 0, segment 1: length -2"):
         RowLayout.of_samples([[("text", 1), Segment("vision", -2)]])
     with pytest.raises(MaskError, match="sample 1: vision follows text"):
-        packing.prepended(RowLayout.of_samples([[("vision", 2), ("text", 1)], [("text", 1), ("vision", 1)]]))
+        mask_kinds.prepended(
+            RowLayout.of_samples([[("vision", 2), ("text", 1)], [("text", 1), ("vision", 1)]])
+        )
     with pytest.raises(MaskError, match="sample 1: prefix of 4 tokens in a sample of 3"):
         packing.prefix_lm(RowLayout.of_lengths([5, 3]), [5, 4])
     with pytest.raises(
         MaskError, match="unknown mask kind 'diagonal'; known are bidirectional_instances, causal"
     ):
-        packing.build_mask(RowLayout.of_lengths([5]), "diagonal")
+        mask_kinds.build_mask(RowLayout.of_lengths([5]), "diagonal")
     with pytest.raises(MaskError, match="1 mask kinds for 2 samples"):
-        packing.multimodal_packing(RowLayout.of_lengths([5, 5]), ["full"])
+        mask_kinds.multimodal_packing(RowLayout.of_lengths([5, 5]), ["full"])
     with pytest.raises(MaskError, match="numbered from 0 in row order"):
         RowLayout.of_tokens([0, 1, 0], [0, 0, 0], [0, 0, 0], ["text"])
     with pytest.raises(MaskError, match="an index into"):
@@ -318,6 +321,6 @@ def test_user_mistakes_name_the_place_and_the_limit():
     with pytest.raises(MaskError, match="int32"):
         AttentionMask.from_tokens([1], [2**31])
     with pytest.raises(MaskError, match="window must be at least 1"):
-        packing.sliding_window(RowLayout.of_lengths([5]), 0)
+        mask_kinds.sliding_window(RowLayout.of_lengths([5]), 0)
     with pytest.raises(MaskError, match=r"own 4096 is outside .*attend -1 is outside"):
         pack_fields(4096, -1)

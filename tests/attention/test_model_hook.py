@@ -10,11 +10,12 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from cases.mask_kinds import build_mask
 from cases.tiny_families import ENCODERS, LANGUAGE, VOCABULARY, encoder, language_model
 from dilatant.attention.hook import NAME, register, use_dilatant_attention
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import AttentionError
-from dilatant.attention.masks.packing import RowLayout, build_mask, document_causal, full
+from dilatant.attention.masks.packing import RowLayout, document_causal, full
 from oracles.dense_mask import word_matrix
 
 LENGTHS = (13, 1, 9, 7)  # longer and shorter than the windows of 6

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases import mask_kinds
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.blockwise import backward, forward
 from dilatant.attention.kernels.scores import Gradients, Scores
-from dilatant.attention.masks import packing
 from dilatant.attention.masks.packing import RowLayout
 
 pytest.importorskip(
@@ -37,7 +37,7 @@ TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2e-5}
 def test_every_tile_configuration_equals_blockwise_attention(
     kind: str, head_dim: int, dtype: torch.dtype, seed: int
 ) -> None:
-    mask = packing.build_mask(RowLayout.of_samples(SAMPLES), kind, window=600 if seed == 2 else None)
+    mask = mask_kinds.build_mask(RowLayout.of_samples(SAMPLES), kind, window=600 if seed == 2 else None)
     random = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def check(
 
 
 def test_launches_do_not_wait_for_the_device() -> None:
-    mask = packing.build_mask(RowLayout.of_samples(SAMPLES), "embedded")
+    mask = mask_kinds.build_mask(RowLayout.of_samples(SAMPLES), "embedded")
     plan, scores = AttentionPlan(mask), Scores(0.1)
     inputs = [torch.randn(mask.num_tokens, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     triton = kernel()

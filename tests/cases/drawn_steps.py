@@ -26,7 +26,7 @@ from cases.engine_case import (
 from dilatant.data.sample import EncodedSample
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.state.holders import trainable_layers
-from dilatant.schedule.assignment.distribute import assign
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign
 from dilatant.schedule.families.families import eager, gpipe, interleaved, one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
@@ -89,7 +89,7 @@ def cases(
         loss_chunk=draw(st.sampled_from([None, 1, 3, 1024])),
         placement="auto"
         if language in HYBRIDS
-        else draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous", "document_affine"])),
+        else draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous"])),
         rows_of_piece=draw(st.sampled_from([None, 1, 2, 5])),
         attention="causal"
         if language in HYBRIDS
@@ -245,8 +245,8 @@ def _draw_assignment(draw: Any, plan: Plan, samples: list[EncodedSample]) -> Ass
     the time microbatches are those of a plan that cuts by tokens."""
     if draw(st.integers(0, 3)) == 0:
         tokens = {unit.name: [sample.sizes.get(unit.name, 0) for sample in samples] for unit in plan.units}
-        limits = {"weight": tokens["language"], "capacity": draw(st.integers(3, 60))}
-        return assign(plan, tokens, 1, anchor="language", **limits)
+        how = Microbatching(row_tokens=draw(st.integers(3, 60)))
+        return assign(plan, tokens, how, anchor="language", tokens=tokens["language"])
     microbatches = {}
     for unit in plan.units:
         having = [

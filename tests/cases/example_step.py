@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import Action, ActionKind
 from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule.schedule import Action, ActionKind
 
 PLAN = Plan(
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from cases import mask_kinds
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask, pack_fields
 from dilatant.attention.masks.packing import RowLayout
@@ -25,9 +26,9 @@ prepended_rows = st.lists(
 windows = st.none() | st.integers(1, 12)
 
 BUILDERS = {
-    **packing.MASK_KINDS,
-    "embedded_across": lambda row: packing.embedded(row, across_instances=True),
-    "bidirectional_across": lambda row: packing.bidirectional_instances(row, across_instances=True),
+    **mask_kinds.MASK_KINDS,
+    "embedded_across": lambda row: mask_kinds.embedded(row, across_instances=True),
+    "bidirectional_across": lambda row: mask_kinds.bidirectional_instances(row, across_instances=True),
     "prefix_lm": lambda row: packing.prefix_lm(
         row, np.bincount(row.sample, weights=row.length, minlength=row.num_samples).astype(int) // 2
     ),

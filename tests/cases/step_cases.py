@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import Action, Assignment, Schedule, Trainability, trainability_of
+from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.trainability import Trainability, trainability_of
 from oracles.event_simulator import B, F, I, W, needs
 
 GRAPHS = {

@@ -20,7 +20,7 @@ from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.planning import planning_problem, simulated_steps
 from dilatant.report.plan_report import PlanReport
-from dilatant.schedule import FAMILIES
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.trainability import Trainability
 from dilatant.training.prepare import prepare
@@ -269,7 +269,7 @@ def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, dilatan
     expected = simulated_steps(shared, found.plan, found.num_microbatches, found.row_tokens)[1].timeline
     step = MeasuredStep.from_json((project / "trained" / "step.json").read_text())
     assert step.assignment == expected.assignment
-    assert step.schedule.to_json() == expected.schedule.to_json()
+    assert step.schedule == expected.schedule
 
 
 @pytest.mark.slow
@@ -296,7 +296,7 @@ def test_a_chosen_zero_bubble_schedule_trains_as_one_process(project: Path, dila
     step = MeasuredStep.from_json((run / "step.json").read_text())
     trains = Trainability((True,) * 3, (True,) * 3)
     expected = FAMILIES[found.schedule](found.plan, step.assignment, trains)
-    assert step.schedule.to_json() == expected.to_json()
+    assert step.schedule == expected
     assert {action.kind for actions in step.schedule.actions.values() for action in actions} == {
         "F",
         "I",

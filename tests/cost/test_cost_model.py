@@ -11,30 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config.errors import UserError
-from dilatant.cost import (
-    BF16,
-    FP32,
-    CostModel,
-    Hardware,
-    LayerCost,
-    Quadratic,
+from dilatant.cost.analytic import (
     analytic_cost,
     analytic_costs,
     block_shape,
     embedding_shape,
-    fit,
-    fit_link,
-    frozen_work,
     head_shape,
     linear_shape,
-    load_costs,
-    load_hardware,
-    save_costs,
-    save_hardware,
-    trainable_before,
 )
-from dilatant.cost.layer import ZERO
-from dilatant.cost.model import save_group_costs
+from dilatant.cost.degrees import Degrees
+from dilatant.cost.hardware import Hardware, fit_link, load_hardware, save_hardware
+from dilatant.cost.layer import ZERO, LayerCost, frozen_work, trainable_before
+from dilatant.cost.memory import BF16, FP32
+from dilatant.cost.model import CostModel, load_costs, save_costs, save_group_costs
+from dilatant.cost.quadratic import Quadratic, fit
 
 COUNTS = (64, 256, 1024, 4096)
 
@@ -243,7 +233,7 @@ def test_missing_layers_and_degrees_are_named_with_the_remedy():
     with pytest.raises(UserError, match=r"no layer type 'decoder'.*'block'.*dilatant profile"):
         costs.layer("decoder")
     with pytest.raises(UserError, match=r"not at \(4, 1\)"):
-        costs.layer("block", tp=4)
+        costs.layer("block", Degrees(4))
 
 
 def test_shipped_hardware_is_complete_and_names_its_source():
@@ -314,7 +304,7 @@ def test_analytic_costs_follow_flops_and_shrink_with_parallelism():
     hardware = load_hardware("H100")
     shape = block_shape(4096, 14336, 32, 8)
     assert shape.parameters == pytest.approx(218.1e6, rel=1e-3)  # a Llama-3 8B block
-    one, two = analytic_cost(shape, hardware), analytic_cost(shape, hardware, tp=2)
+    one, two = analytic_cost(shape, hardware), analytic_cost(shape, hardware, degrees=Degrees(2))
     least = 2 * shape.matmul * 4096 / hardware.flops("bfloat16")
     assert least < one.forward(4096) < 1.5 * least
     assert one.forward(4096) / 2 < two.forward(4096) < one.forward(4096)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dilatant.cost import LayerCost, Link, Quadratic, block_shape
-from dilatant.cost.analytic import collective_seconds
-from dilatant.cost.group import group_cost
-from dilatant.cost.hardware import GroupLinks, load_hardware
+from dilatant.cost.analytic import block_shape, collective_seconds, group_cost
+from dilatant.cost.degrees import Degrees
+from dilatant.cost.hardware import GroupLinks, Link, load_hardware
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.quadratic import Quadratic
 
 SHAPE = block_shape(64, 256, 8, 4)
 LINK = Link(bandwidth=1e9, latency=1e-5)
@@ -29,13 +30,13 @@ ALONE = ("weight_gradient", "activation_bytes", "weight_bytes", "checkpoint_byte
 
 
 def test_one_device_has_the_measured_curve():
-    assert group_cost(SHARE, SHAPE, GroupLinks(LINK, LINK), "float32", (1, 1)) == SHARE
+    assert group_cost(SHARE, SHAPE, GroupLinks(LINK, LINK), "float32", Degrees()) == SHARE
 
 
 @pytest.mark.parametrize("degree", [(1, 2), (2, 1), (2, 4)])
 def test_a_rank_costs_its_part_of_a_row_plus_collectives(degree):
     tp, cp = degree
-    found = group_cost(SHARE, SHAPE, GroupLinks(LINK, LINK), "float32", degree)
+    found = group_cost(SHARE, SHAPE, GroupLinks(LINK, LINK), "float32", Degrees(*degree))
     for tokens in (128, 4096):
         added = dict.fromkeys(PASSES, 0.0)
         for name in PASSES:
@@ -66,14 +67,14 @@ def test_keys_and_values_that_leave_a_node_take_its_ports():
     hardware, tokens = load_hardware("H100"), 4096
     for tp in (1, 2, 4):
         cp = 16 // tp
-        links = hardware.group_links(tp, cp, 8)
+        links = hardware.group_links(Degrees(tp, cp), 8)
         both, alone = (
-            collective_seconds(SHAPE, one, "bfloat16", tp, cp)
-            for one in (links, hardware.group_links(tp, cp))
+            collective_seconds(SHAPE, one, "bfloat16", Degrees(tp, cp))
+            for one in (links, hardware.group_links(Degrees(tp, cp)))
         )
         moved = (cp - 1) / cp * SHAPE.key_value_width * 2 * tokens / tp
         rate = min(hardware.inside.bandwidth, hardware.between.bandwidth / tp)
         more = moved * (1 / rate - 1 / hardware.inside.bandwidth)
         more += hardware.between.latency - hardware.inside.latency
         assert both(tokens) - alone(tokens) == pytest.approx(more, rel=1e-9)  # doubles
-    assert hardware.group_links(2, 4, 8) == hardware.group_links(2, 4), "all on one node"
+    assert hardware.group_links(Degrees(2, 4), 8) == hardware.group_links(Degrees(2, 4)), "all on one node"

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from dilatant.config.errors import UserError
-from dilatant.cost import CostModel
 from dilatant.cost import clock as clock_module
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.layer import LayerCost
-from dilatant.cost.profile import LayerProbe, Measurement, fit_layer, measure, profile_layers
+from dilatant.cost.model import CostModel
+from dilatant.cost.profile import LayerProbe, fit_layer, measure, profile_layers
 from dilatant.cost.quadratic import Quadratic
 
 WIDTH = 64
@@ -65,9 +66,9 @@ def test_forward_and_both_gradients_are_timed_separately(monkeypatch):
     monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     probe = LayerProbe("counted", lambda: Counted(clock, 1.0, 4.0, 16.0), rows)
     found = measure(probe.build(), probe, tokens=8, repeats=3)
-    assert (found.forward, found.input_gradient, found.weight_gradient) == (1.0, 4.0, 16.0)
-    assert found.first_trainable == 16.0
-    assert found.recompute == 1.0
+    assert (found["forward"], found["input_gradient"], found["weight_gradient"]) == (1.0, 4.0, 16.0)
+    assert found["first_trainable"] == 16.0
+    assert found["recompute"] == 1.0
 
 
 def test_kept_bytes_are_what_autograd_saves_without_parameters():
@@ -76,9 +77,9 @@ def test_kept_bytes_are_what_autograd_saves_without_parameters():
     )
     found = measure(probe.build(), probe, tokens=100, repeats=1)
     # The input, the first linear's output and the activation's; four bytes each.
-    assert found.activation_bytes == 4 * 100 * (WIDTH + 256 + 256)
-    assert found.checkpoint_bytes == found.output_bytes == 4 * 100 * WIDTH
-    assert 0 < found.weight_bytes <= found.activation_bytes
+    assert found["activation_bytes"] == 4 * 100 * (WIDTH + 256 + 256)
+    assert found["checkpoint_bytes"] == found["output_bytes"] == 4 * 100 * WIDTH
+    assert 0 < found["weight_bytes"] <= found["activation_bytes"]
 
 
 class Masked(nn.Module):
@@ -136,7 +137,7 @@ class _Experts(nn.Module):
 def test_expert_weight_halves_keep_as_much_as_linear_ones():
     linear = nn.Sequential(nn.Linear(WIDTH, 256, bias=False), nn.GELU(), nn.Linear(256, WIDTH, bias=False))
     kept = [
-        measure(probe.build(), probe, tokens=100, repeats=1).weight_bytes
+        measure(probe.build(), probe, tokens=100, repeats=1)["weight_bytes"]
         for part in (linear, _Experts())
         for probe in [LayerProbe("layer", lambda part=part: nn.Sequential(nn.LayerNorm(WIDTH), part), rows)]
     ]
@@ -149,8 +150,8 @@ def test_a_layer_of_integers_has_no_input_gradient():
         "embedding", lambda: nn.Embedding(10, WIDTH), lambda n: ((torch.zeros(n, dtype=torch.long),), {})
     )
     found = measure(probe.build(), probe, tokens=50, repeats=3)
-    assert found.input_gradient == 0
-    assert found.weight_gradient > 0
+    assert found["input_gradient"] == 0
+    assert found["weight_gradient"] > 0
     cost = fit_layer([found], parameters=640)
     assert cost.input_gradient(50) == 0
     assert cost.parameters == 640
@@ -167,19 +168,27 @@ def test_a_profile_is_a_cost_model_with_its_fit_error():
     heard: list[str] = []
     probes = [
         LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH), rows),
-        LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH // 2), rows, degree=(2, 1)),
+        LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH // 2), rows, degrees=Degrees(2)),
     ]
     costs = profile_layers(probes, "CPU", "float32", tokens=(32, 128), repeats=2, progress=heard.append)
     assert heard == [f"measuring layers: {number} of 2, linear at tp {number}, cp 1" for number in (1, 2)]
     assert costs.origin == "measured"
     assert costs.layer("linear").fit_error is not None
-    assert costs.layer("linear", 2).parameters == WIDTH // 2 * (WIDTH + 1)
+    assert costs.layer("linear", Degrees(2)).parameters == WIDTH // 2 * (WIDTH + 1)
     assert CostModel.from_yaml(costs.to_yaml()) == costs
 
 
+TIMES = ("forward", "input_gradient", "weight_gradient", "first_trainable")
+
+
 def test_the_fit_error_is_the_worst_of_the_timed_parts():
-    def entry(tokens: int, forward: float, gradient: float) -> Measurement:
-        return Measurement(tokens, forward, gradient, 1.0 * tokens, 1.0 * tokens, 1.0 * tokens, 8, 4, 4, 4)
+    def entry(tokens: int, forward: float, gradient: float) -> dict[str, float]:
+        return {
+            **dict.fromkeys(TIMES, 1.0 * tokens),
+            "tokens": tokens,
+            "forward": forward,
+            "input_gradient": gradient,
+        }
 
     exact = [entry(n, 1.0 * n, 2.0 * n) for n in (10, 20, 40, 80)]
     assert fit_layer(exact, 0).fit_error == pytest.approx(0, abs=1e-4)
@@ -209,13 +218,13 @@ def test_cost_plan_and_schedule_import_without_torch_and_numba():
 
 
 def test_images_without_mutual_attention_fit_no_square():
-    bent = [Measurement(x, *[x**1.3] * 4, 0.0, 0, 0, 0, 0) for x in (4, 8, 16, 32)]
+    bent = [{**dict.fromkeys(TIMES, x**1.3), "tokens": x} for x in (4, 8, 16, 32)]
     assert fit_layer(bent, 0).forward.a > 0
     assert fit_layer(bent, 0, square=False).forward.a == 0
 
 
 def test_weight_gradients_have_no_square_however_the_times_bend():
-    bent = [Measurement(x, *[x**1.3] * 4, 0.0, 0, 0, 0, 0) for x in (4, 8, 16, 32)]
+    bent = [{**dict.fromkeys(TIMES, x**1.3), "tokens": x} for x in (4, 8, 16, 32)]
     assert fit_layer(bent, 0).input_gradient.a > 0
     assert fit_layer(bent, 0).weight_gradient.a == 0
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from dilatant.plan import Plan
-from dilatant.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741
 

@@ -11,9 +11,10 @@ from cases.search_cases import RULES
 from dilatant.plan import Mode, Workload
 from dilatant.plan.search.search import search
 from dilatant.plan.validate import plan_problems
-from dilatant.schedule import FAMILIES, trainability_of
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
-from dilatant.schedule.plan_scorer import plan_scorer, step_costs
+from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.plan_scorer import PlanSimulator, step_costs
+from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.validate import schedule_problems
 
 BATCH = 16
@@ -32,7 +33,7 @@ def searched(seed, devices, leftovers, all_devices=False):
         name: np.array([float(draw.randint(1, 9)) for _ in range(BATCH)]) for name in ("vision", "language")
     }
     workload = Workload(tokens)
-    scorer = plan_scorer(spec, costs, machine, workload, BATCH, rules=RULES)
+    scorer = PlanSimulator(spec, costs, machine, workload, BATCH, rules=RULES)
     found = search(
         spec, costs, machine, workload, BATCH, scorer, Mode.BEST, (1, 2, 4), RULES,
         all_devices=all_devices, leftovers=leftovers,

@@ -20,7 +20,7 @@ from dilatant.plan.search.enumeration import enumerate_candidates
 from dilatant.plan.search.finals import Finals
 from dilatant.plan.search.search import search
 from dilatant.plan.search.why_not import parse_asked_layout, why_not
-from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.plan_scorer import PlanSimulator
 
 ROUNDING = 1 + 1e-9
 
@@ -62,7 +62,7 @@ def test_no_plan_beats_the_bound_of_its_candidate(seed):
     machine, budget = cluster(1, draw.randint(2, 4)), draw.randint(3, 40)
     space = open_space(spec, costs, machine, workload, batch, RULES, row_tokens=(budget,))
     candidates = enumerate_candidates(space, Mode.BEST, (1, 2))
-    finals = Finals(space, RULES, plan_scorer(spec, costs, machine, workload, batch, rules=RULES))
+    finals = Finals(space, RULES, PlanSimulator(spec, costs, machine, workload, batch, rules=RULES))
     by_tokens = [one for one in candidates if one.row_tokens is not None]
     for one in by_tokens:
         finals.simulate(one)
@@ -77,7 +77,7 @@ def test_no_plan_beats_its_candidate_bound_under_a_row_limit(seed):
     spec, costs, workload, batch = case(draw)
     workload = replace(workload, dense={"language": dense_rows(draw)})
     machine, limit = cluster(1, draw.randint(1, 3)), draw.randint(3, 40)
-    scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES, row_tokens=limit)
+    scorer = PlanSimulator(spec, costs, machine, workload, batch, rules=RULES, row_tokens=limit)
     space = open_space(spec, costs, machine, workload, batch, RULES, row_limit=limit)
     finals = Finals(space, RULES, scorer)
     for one in enumerate_candidates(space, Mode.BEST, (1, 2, 3)):
@@ -90,7 +90,7 @@ def test_bound_holds_where_dense_rows_cost_less_than_samples():
     spec, costs = model(unit("language", 1)), cost_model({"language": 1e-9}, square=1.0)
     workload = Workload({"language": np.array([9.0, 1.0, 9.0, 1.0])}, {}, {"language": DenseRows.always(0.5)})
     machine = cluster(1, 1)
-    scorer = plan_scorer(spec, costs, machine, workload, 4, rules=RULES, row_tokens=10)
+    scorer = PlanSimulator(spec, costs, machine, workload, 4, rules=RULES, row_tokens=10)
     space = open_space(spec, costs, machine, workload, 4, RULES, row_limit=10)
     one = enumerate_candidates(space, Mode.BEST, (4,))[0]
     finals = Finals(space, RULES, scorer)
@@ -110,7 +110,7 @@ def test_a_search_that_also_cuts_by_tokens_is_no_slower(seed):
         machine,
         workload,
         batch,
-        plan_scorer(spec, costs, machine, workload, batch, rules=RULES),
+        PlanSimulator(spec, costs, machine, workload, batch, rules=RULES),
     )
     narrow, wide = (
         search(*known, Mode.BEST, (1, 2), RULES, 10_000, row_tokens=tokens) for tokens in ((), (budget,))
@@ -121,7 +121,7 @@ def test_a_search_that_also_cuts_by_tokens_is_no_slower(seed):
 def test_three_devices_share_a_batch_not_divisible_by_three():
     spec, costs = model(unit("language", 1)), cost_model({"language": 1.0})
     workload, machine = Workload({"language": np.full(8, 5.0)}), cluster(1, 3)
-    scorer = plan_scorer(spec, costs, machine, workload, 8, rules=RULES)
+    scorer = PlanSimulator(spec, costs, machine, workload, 8, rules=RULES)
     known = spec, costs, machine, workload, 8, scorer, Mode.BEST, (1, 2), RULES, 10_000
     without, found = search(*known), search(*known, row_tokens=(15,))
     assert without.winner.idle_devices == 1
@@ -142,7 +142,7 @@ def test_three_devices_share_a_batch_not_divisible_by_three():
 def test_asked_for_a_budget_of_tokens_it_says_what_became_of_it():
     spec, costs = model(unit("language", 1)), cost_model({"language": 1.0}, call=1.0)
     workload, machine = Workload({"language": np.full(8, 5.0)}), cluster(1, 3)
-    scorer = plan_scorer(spec, costs, machine, workload, 8, rules=RULES)
+    scorer = PlanSimulator(spec, costs, machine, workload, 8, rules=RULES)
     budgets = (10, 15)
     found = search(spec, costs, machine, workload, 8, scorer, Mode.BEST, (1, 2), RULES, 1, row_tokens=budgets)
     space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=budgets)
@@ -176,7 +176,7 @@ def test_bounds_count_on_no_number_of_dense_rows():
         {"language": np.array([1.0] * 12 + [5.0] * 12)}, {}, {"language": DenseRows.always(0.4)}
     )
     space = open_space(spec, costs, machine, workload, 12, RULES, row_tokens=(10,))
-    finals = Finals(space, RULES, plan_scorer(spec, costs, machine, workload, 12, rules=RULES))
+    finals = Finals(space, RULES, PlanSimulator(spec, costs, machine, workload, 12, rules=RULES))
     (one,) = (each for each in enumerate_candidates(space, Mode.BEST, (1, 2)) if each.row_tokens)
     assert one.num_microbatches == 4
     assert finals.simulate(one)

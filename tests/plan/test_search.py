@@ -30,7 +30,7 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.search.search import search
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.validate import validate
-from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.plan_scorer import PlanSimulator
 from oracles.search import best_step, best_with_own_replicas, layer_seconds
 
 
@@ -371,7 +371,7 @@ def test_interleaved_stages_are_chosen_where_the_bubble_shrinks():
     spec, costs = model(unit("language", 16)), cost_model({"language": 1e-3}, ((1, 1),))
     workload = Workload({"language": np.full(8, 8.0)})
     machine = cluster(1, 4, 4 * 4 * 1000.0 + 8 * 8 * 4 * 10.0)
-    scorer = plan_scorer(spec, costs, machine, workload, 8, rules=RULES)
+    scorer = PlanSimulator(spec, costs, machine, workload, 8, rules=RULES)
 
     def found(chunks):
         return search(

@@ -19,8 +19,8 @@ from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.layouts.options import OptionTable
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.search.search import search
-from dilatant.schedule import FAMILIES
-from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, plan_scorer
+from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, PlanSimulator
 
 
 @often
@@ -42,7 +42,7 @@ def test_more_devices_never_give_a_slower_plan(cases):
 
     def simulated(spec, costs, tokens, devices, row_tokens):
         machine, workload = cluster(1, devices), Workload(tokens)
-        scorer = plan_scorer(spec, costs, machine, workload, workload.num_samples, rules=RULES)
+        scorer = PlanSimulator(spec, costs, machine, workload, workload.num_samples, rules=RULES)
         asked = workload, workload.num_samples, scorer, Mode.BEST, (1, 2), RULES
         return search(spec, costs, machine, *asked, finalists=6, row_tokens=row_tokens)
 
@@ -187,7 +187,7 @@ def test_no_simulated_plan_beats_the_bound_of_a_stopped_search(cases):
         names = draw.choice([CANDIDATE_FAMILIES, ("1f1b",), ("zb-h1",), ("zb-h2",)])
         families, halves = {name: FAMILIES[name] for name in names}, names != ("1f1b",)
         rules = replace(RULES, zero=draw.choice(["none", "node", "all"]), ranks_per_node=devices)
-        scorer = plan_scorer(spec, costs, machine, workload, batch, rules=rules, families=families)
+        scorer = PlanSimulator(spec, costs, machine, workload, batch, rules=rules, families=families)
         row_tokens = draw.choice([(), (draw.randint(4, 30),)])
 
         def found(finalists):

@@ -16,7 +16,7 @@ from cases.search_cases import RULES, find
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import DoesNotFitError, Mode, Workload
 from dilatant.plan.search.search import search
-from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.plan_scorer import PlanSimulator
 from oracles.search import best_step, layer_seconds
 
 EVERY = ("node", "none", "all")
@@ -172,7 +172,7 @@ def test_no_simulated_plan_beats_the_bound_whoever_shares_state(cases):
         def found(finalists, zeros):
             first, *others = [replace(RULES, zero=zero, ranks_per_node=per_node) for zero in zeros]
             known = spec, costs, machine, workload, batch
-            scorers = {own.zero: plan_scorer(*known, rules=own) for own in (first, *others)}
+            scorers = {own.zero: PlanSimulator(*known, rules=own) for own in (first, *others)}
             return search(
                 *known, scorers.pop(first.zero), Mode.BEST, (1, 2), first, finalists, others=scorers
             )
@@ -222,7 +222,7 @@ def glancing(capacity, glanced):
     spec, workload = model(unit("language", 1, parameters=4000)), Workload({"language": np.full(8, 1.0)})
     case = spec, PER_TOKEN, cluster(2, 1, capacity), workload, 8
     rules = {zero: ParameterBytes(1.0, 1.0, 2.0, zero, 1) for zero in ("node", *glanced)}
-    scorers = {zero: plan_scorer(*case, rules=own) for zero, own in rules.items()}
+    scorers = {zero: PlanSimulator(*case, rules=own) for zero, own in rules.items()}
     return search(*case, scorers.pop("node"), rules=rules["node"], glanced=scorers)
 
 

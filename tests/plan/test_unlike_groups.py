@@ -24,7 +24,7 @@ from dilatant.plan.search.search import search
 from dilatant.plan.search.search_result import NoneFasterError
 from dilatant.plan.search.zero_search import search_zeros
 from dilatant.plan.validate import plan_problems
-from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.plan_scorer import PlanSimulator
 
 ROUNDING = 1 + 1e-9
 
@@ -91,7 +91,7 @@ class Case:
         self.workload = Workload({name: np.array(own) for name, own in tokens.items()}, {}, dense)
 
     def scorer(self, cluster, costs=None):
-        return plan_scorer(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)
+        return PlanSimulator(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)
 
     def search(self, *groups, finalists=10_000, mode=Mode.BEST, zeros=(), all_devices=False):
         """zeros: who else may share state, and how many times as long steps take then."""
@@ -311,7 +311,7 @@ def test_units_and_samples_follow_the_speed_of_each_group():
     costs = replace(fast, groups={"fast": fast, "slow": slow})
     workload = Workload({"vision": np.full(16, 4.0), "language": np.full(16, 4.0)})
     cluster = cluster_of_groups([group("fast", 2), group("slow", 2)])
-    scorer = plan_scorer(spec, costs, cluster, workload, 16, rules=RULES)
+    scorer = PlanSimulator(spec, costs, cluster, workload, 16, rules=RULES)
     placed = search(spec, costs, cluster, workload, 16, scorer, rules=RULES).winner.plan
     homes = {
         one.name: {cluster.at(stage.ranks[0]).name for replica in one.replicas for stage in replica.stages}
@@ -324,7 +324,7 @@ def test_units_and_samples_follow_the_speed_of_each_group():
     costs = replace(fast, groups={"fast": fast, "slow": half})
     workload = Workload({"language": np.full(12, 4.0)})
     cluster = cluster_of_groups([group("fast", 1), group("slow", 1)])
-    scorer = plan_scorer(alone, costs, cluster, workload, 12, rules=RULES)
+    scorer = PlanSimulator(alone, costs, cluster, workload, 12, rules=RULES)
     found = search(alone, costs, cluster, workload, 12, scorer, rules=RULES)
     # Two thirds of the samples, of 4 tokens, on the device that is twice as fast: half a second forward for each token,
     # and as much for the gradient of a first layer's weights.
@@ -342,7 +342,7 @@ def test_token_microbatches_let_any_pipeline_count_share_a_batch():
     costs = replace(fast, groups={"fast": fast, "slow": slow})
     workload = Workload({"vision": np.full(7, 1.0), "language": np.full(7, 4.0)})
     cluster = cluster_of_groups([group("fast", 3), group("slow", 1)])
-    scorer = plan_scorer(spec, costs, cluster, workload, 7, rules=RULES)
+    scorer = PlanSimulator(spec, costs, cluster, workload, 7, rules=RULES)
     shape = spec, costs, cluster, workload, 7, scorer
     found = search(*shape, rules=RULES, row_tokens=(8,))
     homes = {
@@ -366,7 +366,7 @@ def test_estimated_time_of_unlike_pipelines_is_near_simulated():
     spaces = [open_space(spec, by_group[own.name], own, workload, batch, RULES) for own in cluster.groups]
     alone = [enumerate_candidates(space, Mode.BEST, (1, 2, 4)) for space in spaces]
     both = spanning_candidates(spaces, alone, (1, 2, 4), None, False)
-    score = plan_scorer(spec, costs, cluster, workload, batch, rules=RULES)
+    score = PlanSimulator(spec, costs, cluster, workload, batch, rules=RULES)
     finals = Finals(replace(spaces[0], cluster=cluster), RULES, score)
     some = random.Random(0).sample(both, 40)
     for one in some:

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dilatant.cost import CostModel, LayerCost, Quadratic
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import (
     Cluster,
     InvalidPlanError,

@@ -13,7 +13,7 @@ from dilatant.plan.layouts.space import open_space
 from dilatant.plan.search.search import search
 from dilatant.plan.search.why_not import parse_asked_layout, why_not
 from dilatant.report.text.plan_summary import why_not_text
-from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.plan_scorer import PlanSimulator
 
 BATCH = 8
 SIZES = (1, 2)
@@ -28,7 +28,7 @@ def case(devices=4, capacity=float("inf"), finalists=10_000):
     )
     tokens = [3.0, 5.0, 4.0, 9.0, 2.0, 6.0, 4.0, 7.0]
     workload = Workload({name: np.array(tokens) for name in ("vision", "language")})
-    scorer = plan_scorer(spec, costs, machine, workload, BATCH, rules=RULES)
+    scorer = PlanSimulator(spec, costs, machine, workload, BATCH, rules=RULES)
     result = search(spec, costs, machine, workload, BATCH, scorer, Mode.BEST, SIZES, RULES, finalists)
     space = open_space(spec, costs, machine, workload, BATCH, RULES)
 

@@ -16,7 +16,7 @@ from dilatant.plan.search.search import search
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.runtime.layouts import layout_problems
-from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.plan_scorer import PlanSimulator
 
 
 @pytest.mark.parametrize(("capacity", "ep"), [(1.3e6, 2), (1e9, 1)])
@@ -43,7 +43,7 @@ def test_a_mixture_is_planned_on_the_ranks_its_experts_need(capacity: float, ep:
         cluster,
         workload,
         4,
-        plan_scorer(found.spec, costs, cluster, workload, 4),
+        PlanSimulator(found.spec, costs, cluster, workload, 4),
         Mode.BEST,
     )
     plan = result.winner.plan

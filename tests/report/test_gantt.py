@@ -7,8 +7,10 @@ import pytest
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.gantt import GanttChart, GanttRow, Lane, measured_chart, predicted_chart
 from dilatant.report.text.gantt_summary import by_lane, data_waits
-from dilatant.schedule import Action, Assignment, one_f_one_b, simulate
+from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.measured import DataWait, MeasuredAction
+from dilatant.schedule.schedule import Action, Assignment
+from dilatant.schedule.simulator.simulate import simulate
 
 PLAN = Plan(
     (

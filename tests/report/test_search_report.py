@@ -28,7 +28,8 @@ from dilatant.report.search_report import (
     workload_ratio,
 )  # fmt: skip
 from dilatant.report.text.search_reasons import layout_text, search_reasons
-from dilatant.schedule import Assignment, one_f_one_b
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.predict import predict
 
 RULES = ParameterBytes(2.0, 4.0, 12.0)

@@ -11,7 +11,9 @@ from cases.example_step import PLAN, STEP
 from dilatant.report.gantt import GanttChart, GanttRow, Lane, measured_chart, predicted_chart
 from dilatant.report.pages.step_page import render_step_page, write_step_page
 from dilatant.report.step_comparison import Prediction, compare_steps
-from dilatant.schedule import Assignment, one_f_one_b, simulate
+from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.simulator.simulate import simulate
 from harness.browser import Browser, find_chromium
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -121,7 +122,7 @@ def _in_parts(actions: tuple[Action, ...], stage: int) -> tuple[Action, ...]:
     parts = []
     for action in actions:
         samples = BATCHES[action.microbatch] if action.stage == stage else (None,)
-        parts += [action if s is None else replace(action, samples=(s,)) for s in samples]
+        parts += [action if s is None else msgspec.structs.replace(action, samples=(s,)) for s in samples]
     return tuple(parts)
 
 

@@ -31,10 +31,11 @@ from dilatant.planning.problem.layer_shards import tensor_shard
 from dilatant.runtime.precision import pick_device
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
-from dilatant.schedule import FAMILIES, trainability_of
-from dilatant.schedule.assignment.distribute import assign
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.predict import predict
+from dilatant.schedule.trainability import trainability_of
 from dilatant.training.optimizers.optimizer import build_optimizer
 from harness.worker_pool import Worker, WorkerPool
 from oracles.live_storages import LiveStorages
@@ -115,7 +116,7 @@ class Drawn:
 
     def step(self) -> tuple[Assignment, Schedule]:
         plan, model = self.plan(), self.model()
-        assignment = assign(plan, self.tokens(), self.microbatches, anchor="language")
+        assignment = assign(plan, self.tokens(), Microbatching(self.microbatches), anchor="language")
         trainability = trainability_of(plan, trainable_layers(model.units))
         return assignment, FAMILIES[self.family](plan, assignment, trainability)
 

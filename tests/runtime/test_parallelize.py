@@ -65,13 +65,13 @@ def test_too_few_workers_are_told_what_to_call() -> None:
 
 def test_a_schedule_and_a_policy_are_chosen_by_name() -> None:
     samples = build_samples(CASE)
-    runtimes = [alone(), alone(num_microbatches=3, schedule="gpipe", assignment="entrain")]
+    runtimes = [alone(), alone(num_microbatches=3, schedule="gpipe", assignment="random")]
     losses = [runtime.execute(samples).loss for runtime in runtimes]
     # Microbatches change the order of sums.
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for runtime in runtimes:
         runtime.close()
-    for option, known in (("schedule", "1f1b"), ("assignment", "entrain")):
+    for option, known in (("schedule", "1f1b"), ("assignment", "random")):
         with pytest.raises(UserError, match=rf"{option} 'best' is unknown; .*{known}"):
             alone(**{option: "best"})
 

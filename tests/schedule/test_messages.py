@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 from cases.step_cases import random_step
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import Assignment, build, eager, messages, zero_bubble_h1
+from dilatant.schedule.dependencies import messages
+from dilatant.schedule.families.families import eager
+from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.simulator.predict import message_sums
 from oracles.event_simulator import needs, samples_of
 

@@ -14,7 +14,7 @@ from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.search.search import search
 from dilatant.schedule.assignment.step_assignment import Microbatching, sample_seconds
-from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, best_steps, plan_scorer, step_costs
+from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, PlanSimulator, best_steps, step_costs
 from dilatant.schedule.validate import validate
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
@@ -64,15 +64,15 @@ def test_samples_cost_what_their_tokens_cost_on_a_mean_stage():
     assert seconds["language"][1] == pytest.approx(6 * 3 * (1e-6 * 25 + 2e-3 * 5))
 
 
-def test_chunked_plan_is_scored_on_reordered_microbatches():
+def test_chunked_plan_is_scored_on_searched_microbatches():
     samples = workload(48)
     plan = Plan((chain("vision", 3, [[0]], ("language",)), chain("language", 6, [[1, 2, 1, 2]])))
     found = {
-        policy: plan_scorer(VLM, COSTS, cluster(1, 3), samples, 48, policy=policy, rules=RULES)(plan, 16)
-        for policy in ("random", "disttrain")
+        policy: PlanSimulator(VLM, COSTS, cluster(1, 3), samples, 48, policy=policy, rules=RULES)(plan, 16)
+        for policy in ("random", "searched")
     }
-    assert found["disttrain"].schedule == "interleaved"
-    assert found["disttrain"].seconds < found["random"].seconds
+    assert found["searched"].schedule == "interleaved"
+    assert found["searched"].seconds < found["random"].seconds
 
 
 def test_single_stage_step_is_its_work_plus_gradient_sync():
@@ -81,7 +81,7 @@ def test_single_stage_step_is_its_work_plus_gradient_sync():
     tokens = Workload({"language": np.array([3.0, 5.0, 3.0, 5.0])})
     machine = cluster(1, 2)
     costs = cost_model({"language": 1e-3})
-    found = plan_scorer(alone, costs, machine, tokens, 4, rules=RULES)(plan, 2)
+    found = PlanSimulator(alone, costs, machine, tokens, 4, rules=RULES)(plan, 2)
     # Two samples of 3 and 5 tokens per replica; the first layer runs no input gradient, the other five do.
     work = 8 * 1e-3 * (2 + 5 * 3)
     # A ring over two ranks sends each of the 6000 one-byte gradients once at 1 GB/s, there and back.
@@ -103,7 +103,7 @@ def test_scorer_picks_the_schedule_with_the_shortest_synced_step(seed):
 
     def score(families=None):
         machine, samples = cluster(1, 2), workload(16, seed)
-        return plan_scorer(large, COSTS, machine, samples, 16, rules=RULES, families=families)(plan, 2)
+        return PlanSimulator(large, COSTS, machine, samples, 16, rules=RULES, families=families)(plan, 2)
 
     alone = [score({name: family}).seconds for name, family in CANDIDATE_FAMILIES.items()]
     assert max(alone) > 1.001 * min(alone), "the case tells nothing"
@@ -146,7 +146,7 @@ def test_all_steps_of_a_score_share_one_schedule_and_its_memory():
     machine = cluster(1, 3, limit)
     steps = best_steps(plan, alone, table, batches, limit, how)
     assert len({step.schedule for step in steps}) == 1
-    found = plan_scorer(alone, costs, machine, samples, 24, rules=RULES)(plan, 8)
+    found = PlanSimulator(alone, costs, machine, samples, 24, rules=RULES)(plan, 8)
     assert found.schedule == steps[0].schedule != "zb-h2"
     assert found.seconds == pytest.approx(np.mean([step.seconds for step in steps]))
     assert max(found.peak_bytes) == max(float(step.timeline.peak_bytes.max()) for step in steps)
@@ -193,7 +193,7 @@ def test_no_family_that_fits_beats_the_chosen_one(seed):
 def test_no_simulated_step_beats_its_bound(seed):
     samples = workload(24, seed)
     machine = cluster(2, 4)
-    evaluate = plan_scorer(VLM, COSTS, machine, samples, 12, rules=RULES)
+    evaluate = PlanSimulator(VLM, COSTS, machine, samples, 12, rules=RULES)
     found = search(VLM, COSTS, machine, samples, 12, evaluate, Mode.BEST, (1, 2, 3), RULES, finalists=40)
     everyone = (found.winner, *found.runners_up)
     for one in everyone:
@@ -204,6 +204,6 @@ def test_no_simulated_step_beats_its_bound(seed):
 
 def test_samples_must_fill_whole_batches():
     with pytest.raises(PlanError, match="no whole number of global batches of 10"):
-        plan_scorer(VLM, COSTS, cluster(1, 2), workload(24), 10)
+        PlanSimulator(VLM, COSTS, cluster(1, 2), workload(24), 10)
     drawn = workload(7).batches(4, 3)
     assert drawn.num_samples == 12

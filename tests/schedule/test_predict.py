@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.step_cases import random_step
-from dilatant.cost import CostModel, LayerCost, Link, Quadratic, frozen_work, trainable_before
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.dense import DenseRows
+from dilatant.cost.hardware import Link
+from dilatant.cost.layer import LayerCost, frozen_work, trainable_before
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import (
     Cluster,
     LayerSpec,
@@ -25,25 +29,21 @@ from dilatant.plan import (
     Workload,
     stage_costs,
 )
-from dilatant.schedule import (
-    FAMILIES,
-    Assignment,
-    build,
-    eager,
-    gpipe,
-    one_f_one_b,
-    predict,
-    trainability_of,
-)
+from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.families.families import eager, gpipe, one_f_one_b
+from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.contention import travel
+from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.simulator.predict import (
     action_seconds,
     message_bytes,
     message_sums,
     op_sums,
     piece_sums,
+    predict,
     step_bytes,
 )
+from dilatant.schedule.trainability import trainability_of
 from oracles.event_simulator import samples_of
 
 RECOMPUTE = ("none", "block", "block_keep_attention")
@@ -99,7 +99,7 @@ def test_action_seconds_sum_over_layers_and_samples(seed, family):
         expected = 0.0
         for index in range(placed.stage.first, placed.stage.end):
             layer = unit.layers[index]
-            cost = costs.layer(layer.kind, placed.stage.tp)
+            cost = costs.layer(layer.kind, Degrees(placed.stage.tp))
             work = frozen_work(cost, layer.trainable, before[index], unit.recompute)
             expected += getattr(work, KIND_PART[action.kind]).packed(row)
         # A dozen products summed in another order.

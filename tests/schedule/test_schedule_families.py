@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cases.step_cases import random_step
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule import (
-    FAMILIES,
-    ActionKind,
-    Assignment,
-    Schedule,
-    all_trainable,
-    depths_within,
-    eager,
-    interleaved,
-    one_f_one_b,
-    schedule_problems,
-    simulate,
-    split_backward,
-    trainability_of,
-    zero_bubble_h1,
-    zero_bubble_h2,
-)
-from dilatant.schedule.validate import validate
+from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.families.families import eager, interleaved, one_f_one_b
+from dilatant.schedule.families.zero_bubble import split_backward, zero_bubble_h1, zero_bubble_h2
+from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.plan_arrays import plan_arrays
+from dilatant.schedule.schedule import ActionKind, Assignment, Schedule
+from dilatant.schedule.simulator.simulate import simulate
+from dilatant.schedule.trainability import all_trainable, trainability_of
+from dilatant.schedule.validate import schedule_problems, validate
 
 HALVES = {ActionKind.F: 1.0, ActionKind.I: 1.0, ActionKind.W: 1.0, ActionKind.B: 2.0}
 GENERAL = [name for name in FAMILIES if name != "interleaved"]
@@ -61,7 +54,8 @@ def test_every_family_gives_a_valid_schedule_for_every_step(seed, name):
     step = random_step(seed)
     schedule = FAMILIES[name](step.plan, step.assignment, step.trainability)
     validate(step.plan, step.assignment, schedule, step.trainability)
-    assert Schedule.from_json(schedule.to_json()) == schedule
+    again = MeasuredStep.from_json(MeasuredStep(step.assignment, schedule, {}, ()).to_json())
+    assert (again.assignment, again.schedule) == (step.assignment, schedule)
 
 
 def test_the_worked_example_is_reproduced_action_by_action():
@@ -210,6 +204,24 @@ def test_depth_counts_the_stages_to_the_end_of_a_stages_own_path():
     uniform = simulate(schedule, plan, assignment, 1.0)
     # Both encoders run side by side: the time is that of a chain of five stages, not of six.
     assert uniform.seconds == 2 * (12 + 4)
+
+
+def depths_within(wanted: Sequence[int], limits: Sequence[int], plan: Plan) -> tuple[int, ...]:
+    """Return the largest depths within `wanted` and `limits` that cannot deadlock: none exceeds an earlier stage's."""
+    arrays = plan_arrays(plan)
+    depth = np.minimum(wanted, limits)
+    for unit in range(len(arrays.units)):
+        chains = arrays.chains_of(unit)
+        for chain in chains:
+            first, end = arrays.stages_of[chain]
+            depth[first:end] = np.minimum.accumulate(depth[first:end])
+        smallest = min(int(depth[arrays.stages_of[chain, 1] - 1]) for chain in chains)
+        for source, target in arrays.feeds:
+            if source == unit:
+                for chain in arrays.chains_of(target):
+                    first = arrays.stages_of[chain, 0]
+                    depth[first] = min(depth[first], smallest)
+    return tuple(depth.tolist())
 
 
 def test_too_small_a_depth_deadlocks_and_the_cycle_is_reported():

@@ -10,22 +10,11 @@ from hypothesis import strategies as st
 from cases.step_cases import random_order, random_step
 from dilatant.plan import Cluster, Link, Plan, Replica, Stage, UnitPlan
 from dilatant.plan.cluster import cluster_of_groups
-from dilatant.schedule import (
-    Action,
-    ActionKind,
-    Assignment,
-    Schedule,
-    build,
-    eager,
-    gpipe,
-    one_f_one_b,
-    run,
-    simulate,
-    step_seconds,
-)
+from dilatant.schedule.families.families import eager, gpipe, one_f_one_b
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.simulator.contention import travel
-from dilatant.schedule.simulator.graph import ScheduleError
-from dilatant.schedule.simulator.simulate import edge_lag
+from dilatant.schedule.simulator.graph import ScheduleError, build
+from dilatant.schedule.simulator.simulate import edge_lag, run, simulate, step_seconds
 from oracles import event_simulator as oracle
 
 FAMILIES = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager": eager}

@@ -14,13 +14,15 @@ from dilatant.plan import Plan, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.costs.sync_time import SyncSeconds
-from dilatant.schedule import FAMILIES, build, trainability_of
-from dilatant.schedule.assignment import distribute
+from dilatant.schedule.assignment import step_assignment
 from dilatant.schedule.assignment.assign import POLICIES, Microbatches, assign_microbatches
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape, shape_seconds
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import step_costs
-from dilatant.schedule.simulator.step_time import time_step
+from dilatant.schedule.simulator.graph import build
+from dilatant.schedule.simulator.predict import time_step
+from dilatant.schedule.trainability import trainability_of
 
 FROZEN = model(unit("vision", 4, ("language",), trainable=False), unit("language", 4))
 
@@ -89,7 +91,7 @@ def test_a_replica_has_samples_of_those_that_it_is_said_to_serve(encoders: int, 
     given = Plan((UnitPlan("vision", vision, ("language",)), UnitPlan("language", language)))
     found = assign_step(given, costs_of(given), samples(64, 1), Microbatching(2), "language").microbatches
     held = {unit: [{s for b in replica for s in b} for replica in found[unit]] for unit in found}
-    served = [distribute.served_by(replica, encoders, anchors) for replica in range(encoders)]
+    served = [step_assignment.served_by(replica, encoders, anchors) for replica in range(encoders)]
     assert set().union(*served) == set(range(anchors))
     for own, numbers in zip(held["vision"], served, strict=True):
         assert own <= set().union(*(held["language"][number] for number in numbers))
@@ -213,10 +215,10 @@ def test_what_policies_simulate_is_the_step_that_runs(
 
     def watched(seconds: np.ndarray, *args: object, shape: PipelineShape, **options: object) -> Microbatches:
         found = assign_microbatches(seconds, *args, shape=shape, **options)
-        seen.append(shape_seconds(shape, seconds, tuple(found.microbatches.values())))
+        seen.append(shape_seconds(shape, seconds, found.microbatches))
         return found
 
-    monkeypatch.setattr(distribute, "assign_microbatches", watched)
+    monkeypatch.setattr(step_assignment, "assign_microbatches", watched)
     taken, _ = seconds_of(given, costs, batch, Microbatching(6, FAMILIES[family], "balanced"), costs)
     assert seen == [pytest.approx(taken, rel=1e-9)]
 

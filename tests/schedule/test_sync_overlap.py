@@ -12,10 +12,10 @@ from cases.step_cases import random_step
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.costs.step_costs import token_costs
 from dilatant.plan.costs.sync_time import SyncSeconds
-from dilatant.schedule import FAMILIES, build
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.packed import BACKWARD, WEIGHT_GRADIENT
-from dilatant.schedule.simulator.graph import ScheduleGraph
-from dilatant.schedule.simulator.sync_overlap import synced_seconds
+from dilatant.schedule.simulator.graph import ScheduleGraph, build
+from dilatant.schedule.simulator.predict import synced_seconds
 
 
 def line_of_buckets(

@@ -66,8 +66,6 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
     ("policy", "row_tokens", "devices", "dense"),
     [
         pytest.param("random", None, 4, False, marks=pytest.mark.slow),
-        pytest.param("disttrain", None, 4, False, marks=pytest.mark.slow),
-        ("entrain", None, 4, False),
         pytest.param("balanced", 100, 4, False, marks=pytest.mark.slow),
         ("searched", 100, 4, False),
         (
@@ -123,7 +121,7 @@ def test_a_planned_run_executes_the_simulated_steps(
         assert step.assignment == expected.timeline.assignment
         with pytest.raises(ValueError, match="planned for other samples"):
             step.agreed([replace(sample, draw=sample.draw + 1) for sample in batch], number)
-        assert step.schedule.to_json() == expected.timeline.schedule.to_json()
+        assert step.schedule == expected.timeline.schedule
         assert step.predicted_seconds == pytest.approx(expected.seconds, rel=1e-12)
         if row_tokens is not None:
             for microbatches in step.assignment.microbatches["language"]:

@@ -9,44 +9,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dilatant.attention.context_parallel import ContextParallelRow as ContextParallelRow
-    from dilatant.attention.context_parallel import context_parallel_attention as context_parallel_attention
     from dilatant.attention.hook import use_dilatant_attention as use_dilatant_attention
     from dilatant.attention.kernels.attention_plan import AttentionPlan as AttentionPlan
-    from dilatant.attention.kernels.backends import explain_backend as explain_backend
     from dilatant.attention.kernels.packed_attention import attention as attention
-    from dilatant.attention.masks.blocks import BlockCost as BlockCost
-    from dilatant.attention.masks.blocks import BlockTable as BlockTable
     from dilatant.attention.masks.blocks import block_table as block_table
     from dilatant.attention.masks.blocks import block_workloads as block_workloads
     from dilatant.attention.masks.mask import AttentionMask as AttentionMask
-    from dilatant.attention.masks.mask import MaskError as MaskError
     from dilatant.attention.masks.mask import visible as visible
     from dilatant.attention.masks.packing import RowLayout as RowLayout
-    from dilatant.attention.masks.packing import Segment as Segment
-    from dilatant.attention.masks.packing import build_mask as build_mask
-    from dilatant.attention.masks.placement import Placement as Placement
+    from dilatant.attention.masks.packing import document_causal as document_causal
+    from dilatant.attention.masks.packing import media_mask as media_mask
     from dilatant.attention.masks.placement import place_blocks as place_blocks
 
 _HOME = {
-    "AttentionError": "kernels.scores",
     "AttentionMask": "masks.mask",
     "AttentionPlan": "kernels.attention_plan",
-    "BlockCost": "masks.blocks",
-    "BlockTable": "masks.blocks",
-    "MaskError": "masks.mask",
     "RowLayout": "masks.packing",
-    "Placement": "masks.placement",
-    "Segment": "masks.packing",
-    "ContextParallelRow": "context_parallel",
     "attention": "kernels.packed_attention",
-    "context_parallel_attention": "context_parallel",
-    "explain_backend": "kernels.backends",
-    "use_dilatant_attention": "hook",
     "block_table": "masks.blocks",
     "block_workloads": "masks.blocks",
-    "build_mask": "masks.packing",
+    "document_causal": "masks.packing",
+    "media_mask": "masks.packing",
     "place_blocks": "masks.placement",
+    "use_dilatant_attention": "hook",
     "visible": "masks.mask",
 }
 

@@ -3,7 +3,7 @@
 Keys and values are all-gathered one group of heads at a time; the next group is gathered while the current one is
 computed (Cornstarch, the thesis, 3.4.3), so a rank holds at most two groups of heads of the whole row. Any placement of
 blocks works, since mask words and positions are stored per token. The backward pass repeats the all-gather, and
-reduce-scatters the gradients of keys and values to their ranks, summed in float32 by default.
+reduce-scatters the gradients of keys and values to their ranks, summed in float32.
 
 A collective starts after the work queued on the calling stream, and `wait` blocks that stream, not the host. Therefore
 alternating between two buffers is safe without further events, on GPUs too.
@@ -62,8 +62,7 @@ class ContextParallelRow:
     `mask` is the whole row's mask; `placement` says which rank of `group` holds which blocks of `block` tokens.
     `tokens` are the rank's tokens, int64 row indices in row order, by which its activations, positions and labels are
     selected; `of_rank` lists the tokens of all ranks. A rank without tokens computes one token of padding, so that it
-    joins the collectives (see `take`). `reduce_dtype` is the dtype in which gradients of keys and values are summed
-    over ranks; None uses the gradients' dtype. `mask_in_windows` is a separate mask for layers with a window. Raises
+    joins the collectives (see `take`). `mask_in_windows` is a separate mask for layers with a window. Raises
     PlacementError if the placement is for another number of ranks or blocks.
     """
 
@@ -74,7 +73,6 @@ class ContextParallelRow:
         group: ContextRanks,
         *,
         block: int = 128,
-        reduce_dtype: torch.dtype | None = torch.float32,
         mask_in_windows: AttentionMask | None = None,
     ) -> None:
         size = len(group.ranks)
@@ -85,7 +83,6 @@ class ContextParallelRow:
         ]
         self.mask = mask
         self.group = group
-        self.reduce_dtype = reduce_dtype
         self.tokens = of_rank[group.index]
         self.width = int(placement.counts.max(initial=0)) * block
         """Number of tokens that each rank sends, with padding to the largest number of blocks of any rank."""
@@ -307,9 +304,7 @@ class _Reduction(NamedTuple):
 def _reduce(
     heads: _Heads, grad_key: torch.Tensor, grad_value: torch.Tensor, share: ContextParallelRow
 ) -> _Reduction:
-    dtype = share.reduce_dtype or grad_key.dtype
-    if dtype.itemsize < grad_key.dtype.itemsize:
-        dtype = grad_key.dtype
+    dtype = torch.promote_types(grad_key.dtype, torch.float32)
     parts = torch.cat([grad_key.to(dtype), grad_value.to(dtype)], dim=1)
     own = parts.new_empty((share.width, *parts.shape[1:]))
     work = share.group.reduce_scatter(own, parts, "gradients of keys and values of context-parallel ranks")

@@ -51,7 +51,7 @@ def examine() -> dict[str, dict[str, Any]]:
     """Return the facts by heading."""
     import torch
 
-    from dilatant.attention.kernels.explain import explain_here
+    from dilatant.attention.kernels.backends import explain_here
     from dilatant.config.environment import hub_is_offline, place_from
     from dilatant.runtime.precision import pick_device, pick_precision
 

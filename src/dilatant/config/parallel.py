@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import AnyPath, Section
 
@@ -54,14 +54,22 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] | None = None
     """The pipeline schedule; see docs/schedules.md. Default: as planned, else `eager`, or `interleaved` with
     `chunks`."""
-    placement: Literal["auto", "lpt", "zigzag", "contiguous", "document_affine"] = "auto"
-    """Distribution of a row's tokens over the language model's `cp` ranks. `auto`: chosen for each row by its mask;
-    `zigzag`: two parts per rank, one from each end; `contiguous`: one part; `document_affine`: neighbouring tokens of
-    samples; `lpt`: blocks, longest processing time first."""
+    placement: Literal["auto", "contiguous"] = "auto"
+    """Distribution of a row's tokens over the language model's `cp` ranks. `auto`: chosen for each row by its mask (one
+    part per rank, two parts from both ends, or blocks dealt by their work); `contiguous`: one part per rank."""
     check_transport: bool = False
     """Send a header with every message to verify that both ends agree on it. Slower; for debugging."""
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)
     """Seconds that a rank waits for another one before the run ends with an error that names the unresponsive ranks."""
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _removed_placement(cls, value: Any) -> Any:
+        if value in ("lpt", "zigzag", "document_affine"):
+            raise ValueError(
+                f"{value!r} is no value any more: leave 'placement' out, and each row gets the best"
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod

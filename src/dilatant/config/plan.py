@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import AnyPath, Section
 
@@ -138,7 +138,7 @@ class PlanConfig(Section):
     chunks: tuple[int, ...] = (1, 2, 4)
     """Stages per group of ranks to try for the language model (interleaved pipelines), unless `parallel.schedule` names
     a schedule other than `interleaved`."""
-    assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
+    assignment: Literal["random", "balanced", "searched"] | None = None
     """The policy that groups samples into microbatches, in plans and in training with several processes. Default: in
     training the policy of `parallel.plan`, else `balanced`."""
     correct_costs: bool = True
@@ -146,6 +146,13 @@ class PlanConfig(Section):
     `false`: samples are assigned identically in every run of a config."""
     finalists: int = Field(24, gt=0)
     """Maximum number of candidates to simulate, the most promising first."""
+
+    @field_validator("assignment", mode="before")
+    @classmethod
+    def _removed_assignment(cls, value: Any) -> Any:
+        if value in ("disttrain", "entrain"):
+            raise ValueError(f"{value!r} is no value any more: 'searched' groups and orders samples better")
+        return value
 
     @model_validator(mode="after")
     def _positive(self) -> Self:

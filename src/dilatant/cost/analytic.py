@@ -6,13 +6,19 @@ its activation traffic and one read of its weights at memory bandwidth, its kern
 parallelism, its collectives over the links of its group, none of which overlaps. The input-gradient half repeats the
 forward's products (attention 2.5 times, because its backward recomputes the scores), the weight-gradient half repeats
 them once more. The working memory of a backward is half the bytes that the layer keeps for it, as for a Llama block.
+
+Costs of groups of ranks from the measured cost of one tensor-parallel rank's shard: context parallelism is modelled
+(with balanced placement a rank has 1/cp of the linear and quadratic terms, and the whole constant term), and so are the
+collectives of both, from the links of the hardware.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from dilatant.cost.degrees import ONE, Degrees
 from dilatant.cost.hardware import GroupLinks, Hardware, Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
@@ -138,24 +144,22 @@ def analytic_cost(
     shape: LayerShape,
     hardware: Hardware,
     dtype: str = "bfloat16",
-    tp: int = 1,
-    cp: int = 1,
+    degrees: Degrees = ONE,
     gpus_per_node: int | None = None,
 ) -> LayerCost:
-    """Model the cost of one layer on a group of tp * cp devices as a function of a sample's tokens (before cp splits
-    them). gpus_per_node: None if all devices are on one node."""
+    """Model the cost of one layer on a group of devices as a function of a sample's tokens (before cp splits them).
+    gpus_per_node: None if all devices are on one node."""
     if not shape.divided:
-        tp = 1
-    links = hardware.group_links(tp, cp, gpus_per_node)
+        degrees = replace(degrees, tp=1)
+    links, group, cp = hardware.group_links(degrees, gpus_per_node), degrees.ranks, degrees.cp
     flops, width = hardware.flops(dtype), BYTES[dtype]
     memory = hardware.bandwidth * hardware.memory_efficiency
-    group = tp * cp
     product = Quadratic(b=2 * shape.matmul / flops / group)
     leading = Quadratic(b=2 * shape.leading / flops / group)
     attention = Quadratic(a=4 * shape.attention_width * shape.attended_share / flops / group)
     traffic = Quadratic(b=width * shape.traffic / memory / group)
-    once = Quadratic(c=width * shape.parameters / tp / memory + shape.launches * hardware.launch)
-    forth, back = (collective_seconds(shape, links, dtype, tp, cp, way) for way in (False, True))
+    once = Quadratic(c=width * shape.parameters / degrees.tp / memory + shape.launches * hardware.launch)
+    forth, back = (collective_seconds(shape, links, dtype, degrees, way) for way in (False, True))
     targets = Quadratic(b=2 * shape.forward_only / flops / group)
     forward = product + attention + traffic + once + forth + targets
     input_gradient = product + attention.scaled(2.5) + traffic + once + back
@@ -174,15 +178,16 @@ def analytic_cost(
             b=width * shape.output_width / (group if shape.collectives else cp)
         ).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
-        attention=(attention + cached_collective_seconds(shape, links, dtype, tp, cp)).rounded(),
-        working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, tp, cp)).rounded(),
+        attention=(attention + cached_collective_seconds(shape, links, dtype, degrees)).rounded(),
+        working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, degrees)).rounded(),
         attention_bytes=(
-            Quadratic(b=width * shape.attention_width / group) + cached_collective_bytes(shape, dtype, tp, cp)
+            Quadratic(b=width * shape.attention_width / group)
+            + cached_collective_bytes(shape, dtype, degrees)
         ).rounded(),
-        expert_exchange=exchange_seconds(shape, links, dtype, tp, cp).rounded(),
+        expert_exchange=exchange_seconds(shape, links, dtype, degrees).rounded(),
         row_bytes=Quadratic(b=width * shape.row_kept / cp).rounded(),
         row_working_bytes=Quadratic(b=0.5 * width * shape.row_kept / cp).rounded(),
-        parameters=-(-shape.parameters // tp),
+        parameters=-(-shape.parameters // degrees.tp),
     )
 
 
@@ -202,7 +207,7 @@ def analytic_costs(
         dtype=dtype,
         layers={
             kind: {
-                (tp, cp): analytic_cost(shape, hardware, dtype, tp, cp, gpus_per_node)
+                (tp, cp): analytic_cost(shape, hardware, dtype, Degrees(tp, cp), gpus_per_node)
                 for tp, cp in sorted(set(by_kind[kind]))
             }
             for kind, shape in shapes.items()
@@ -212,51 +217,90 @@ def analytic_costs(
 
 
 def collective_seconds(
-    shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int, backward: bool = False
+    shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees, backward: bool = False
 ) -> Quadratic:
     """Return the seconds that one pass of a layer waits for collectives, as a function of a sample's tokens:
     all-gathers and reduce-scatters of hidden states (tensor parallelism), and the all-gather of keys and values
     (context parallelism), whose gradients the backward sends to their ranks in fp32."""
-    result = _exchanged(shape, links.tensor, dtype, tp, cp).scaled(2.0)
-    if cp > 1 and shape.key_value_width:
-        moved = (cp - 1) / cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / tp
+    result = _exchanged(shape, links.tensor, dtype, degrees).scaled(2.0)
+    if degrees.cp > 1 and shape.key_value_width:
+        moved = (
+            (degrees.cp - 1) / degrees.cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / degrees.tp
+        )
         result += Quadratic(b=moved / links.context.bandwidth, c=(1 + backward) * links.context.latency)
     return result
 
 
-def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
+def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> Quadratic:
     """Return the seconds of one pass to send all tokens of a rank to experts on other ranks of its group and back:
     an exchange of row counts, then the rows to the experts, then the rows back."""
-    if tp * cp == 1 or not shape.routed_width:
+    if degrees.ranks == 1 or not shape.routed_width:
         return ZERO
-    moved = 2 * shape.routed_width * BYTES[dtype] / (tp * cp)
+    moved = 2 * shape.routed_width * BYTES[dtype] / degrees.ranks
     return Quadratic(b=moved / links.context.bandwidth, c=3 * links.context.latency)
 
 
 def cached_collective_seconds(
-    shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int
+    shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees
 ) -> Quadratic:
     """Return the collective seconds that selective recomputation saves: all but the all-gathers of hidden states."""
-    exchanged = _exchanged(shape, links.tensor, dtype, tp, cp)
-    return collective_seconds(shape, links, dtype, tp, cp) + exchanged.scaled(-1.0)
+    exchanged = _exchanged(shape, links.tensor, dtype, degrees)
+    return collective_seconds(shape, links, dtype, degrees) + exchanged.scaled(-1.0)
 
 
-def cached_collective_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
+def cached_collective_bytes(shape: LayerShape, dtype: str, degrees: Degrees) -> Quadratic:
     """Return the bytes per rank of the reduce-scatter outputs, which selective recomputation keeps with attention."""
-    return Quadratic(b=BYTES[dtype] * shape.collectives * shape.output_width / (tp * cp)) if tp > 1 else ZERO
-
-
-def _exchanged(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
-    """Return the seconds of the all-gathers of hidden states; the reduce-scatters take the same time."""
-    if tp == 1:
+    if degrees.tp == 1:
         return ZERO
-    moved = (tp - 1) / tp * shape.output_width * BYTES[dtype] / cp
+    return Quadratic(b=BYTES[dtype] * shape.collectives * shape.output_width / degrees.ranks)
+
+
+def _exchanged(shape: LayerShape, link: Link, dtype: str, degrees: Degrees) -> Quadratic:
+    """Return the seconds of the all-gathers of hidden states; the reduce-scatters take the same time."""
+    if degrees.tp == 1:
+        return ZERO
+    moved = (degrees.tp - 1) / degrees.tp * shape.output_width * BYTES[dtype] / degrees.cp
     return Quadratic(b=shape.collectives * moved / link.bandwidth, c=shape.collectives * link.latency)
 
 
-def gathered_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
+def gathered_bytes(shape: LayerShape, dtype: str, degrees: Degrees) -> Quadratic:
     """Return the bytes of other ranks' keys and values of a row, and of their fp32 gradients, that attention holds
     while it runs: those of two of four groups of heads (see `attention.context_parallel`)."""
-    if cp == 1:
+    if degrees.cp == 1:
         return ZERO
-    return Quadratic(b=shape.key_value_width / tp * (BYTES[dtype] + 4) / 2)
+    return Quadratic(b=shape.key_value_width / degrees.tp * (BYTES[dtype] + 4) / 2)
+
+
+_FORTH, _BACK = ("forward", "recompute"), ("input_gradient", "first_trainable")
+"""Passes that wait for collectives; weight gradients need nothing from other ranks."""
+_WITHOUT = (
+    "weight_gradient", "attention_bytes", "activation_bytes", "frozen_bytes", "weight_bytes", "checkpoint_bytes",
+    "output_bytes", "row_bytes", "row_working_bytes", "common_bytes",
+)  # fmt: skip
+_WORKING = ("working_bytes", "frozen_working_bytes", "forward_bytes")
+"""Measured bytes that also include the gathered tokens of all ranks."""
+
+
+def group_cost(
+    share: LayerCost, shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees
+) -> LayerCost:
+    """Return a layer's cost at `degrees`; `share` is the cost of its shard at the same tp and cp 1 without collectives.
+
+    `shape`: of the whole layer. `links`: carry the group's collectives, none of which is overlapped.
+    """
+    cp, gathered = degrees.cp, gathered_bytes(shape, dtype, degrees)
+    added = {
+        **dict.fromkeys(_FORTH, collective_seconds(shape, links, dtype, degrees)),
+        **dict.fromkeys(_BACK, collective_seconds(shape, links, dtype, degrees, backward=True)),
+        **dict.fromkeys(_WITHOUT, ZERO),
+        "attention": cached_collective_seconds(shape, links, dtype, degrees),
+        **{name: gathered for name in _WORKING if getattr(share, name) != ZERO},
+    }
+    exchange = exchange_seconds(shape, links, dtype, degrees)
+    row = {name: getattr(share, name) for name in added}
+    own: dict[str, Any] = {
+        name: (Quadratic(row[name].a / cp, row[name].b / cp, row[name].c) + more).rounded()
+        for name, more in added.items()
+    }
+    dense = tuple((tokens, seconds / cp) for tokens, seconds in share.dense_seconds)
+    return replace(share, **own, expert_exchange=exchange.rounded(), dense_seconds=dense)

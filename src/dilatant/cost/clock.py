@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,9 +17,12 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def into(self, record: list[float]) -> TimedSpan:
-        """Return a context manager that appends its duration in seconds to `record`."""
-        return TimedSpan(self, record)
+    @contextmanager
+    def into(self, record: list[float]) -> Iterator[None]:
+        """Append the duration of the context in seconds to `record`."""
+        began = self.now()
+        yield
+        record.append(self.now() - began)
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -26,19 +30,6 @@ class Clock:
 
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-class TimedSpan:
-    """The context manager of `Clock.into`."""
-
-    def __init__(self, clock: Clock, record: list[float]) -> None:
-        self._clock, self._record = clock, record
-
-    def __enter__(self) -> None:
-        self._began = self._clock.now()
-
-    def __exit__(self, *_: object) -> None:
-        self._record.append(self._clock.now() - self._began)
 
 
 def deadlines(until: float, weights: Sequence[float]) -> Iterator[float]:

@@ -51,7 +51,7 @@ def dense_seconds(
         for run in range(repeats + 1):
             if run > 1 and now() > end:
                 break
-            first, second = (_seconds(block, *call) for call in calls)
+            first, second = (_seconds(*call) for call in calls)
             if run:  # the first run allocates and warms up
                 ratios.append(second / first)
                 once.append(first)
@@ -86,7 +86,7 @@ def _call_of(
     return kwargs[name], lambda hidden: block(**{**kwargs, name: hidden})
 
 
-def _seconds(block: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> float:
+def _seconds(hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> float:
     import torch
 
     clock = Clock(hidden.device)

@@ -7,14 +7,17 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
+import msgspec
 import yaml
+from msgspec import Meta
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.durable import write_named
 from dilatant.config.files.own_files import read_text
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.quadratic import fit
 
 
@@ -56,15 +59,15 @@ class Hardware:
     launch: float
     inside: Link
     between: Link
-    ports: int = 1
+    ports: Annotated[int, Meta(ge=1)] = 1
     source: str = ""
 
-    def group_links(self, tp: int, cp: int, gpus_per_node: int | None = None) -> GroupLinks:
-        """Return the links of a stage of tp * cp devices with `gpus_per_node` devices per node (None: one node holds
-        all). If its context-parallel rings span nodes, which the stage fills, tp rings share a node's ports."""
-        if gpus_per_node is None or tp * cp <= gpus_per_node:
+    def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
+        """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
+        context-parallel rings span nodes, which the stage fills, tp rings share a node's ports."""
+        if gpus_per_node is None or degrees.ranks <= gpus_per_node:
             return GroupLinks(self.inside, self.inside)
-        share = min(self.inside.bandwidth, self.between.bandwidth / tp)
+        share = min(self.inside.bandwidth, self.between.bandwidth / degrees.tp)
         return GroupLinks(self.inside, Link(share, self.between.latency))
 
     def flops(self, dtype: str) -> float:
@@ -145,43 +148,32 @@ def _built_in() -> Any:
     return read_yaml(files("dilatant.cost").joinpath("hardware.yaml").read_text(encoding="utf-8"))
 
 
+_WORDS = {
+    "peak_flops": "a mapping of numbers",
+    **dict.fromkeys(("inside", "between"), "a mapping with bandwidth and latency, in numbers"),
+    "ports": "a whole number from 1 on",
+    "source": "a text",
+}
+
+
 def _read(name: str, entry: Any, where: str) -> Hardware:
-    problems: list[str] = []
     if not isinstance(entry, dict):
         raise UserError(f"hardware {name} in {where} must be a mapping of keys, got {entry!r}")
-    wanted = {field.name for field in fields(Hardware)} - {"name"}
-    problems += [f"{name}.{key} is missing" for key in sorted(wanted - set(entry) - {"source", "ports"})]
+    kinds = get_type_hints(Hardware, include_extras=True)
+    del kinds["name"]
+    problems = [f"{name}.{key} is missing" for key in sorted(kinds.keys() - entry - {"source", "ports"})]
     problems += [
-        f"{name}.{key} is unknown; known are {sorted(wanted)}" for key in sorted(set(entry) - wanted)
+        f"{name}.{key} is unknown; known are {sorted(kinds)}" for key in sorted(entry.keys() - kinds)
     ]
-
-    def number(value: Any, key: str) -> float:
+    values: dict[str, Any] = {"name": name}
+    for key in sorted(kinds.keys() & entry):
         try:
-            return float(value)
-        except (TypeError, ValueError):
-            problems.append(f"{name}.{key} must be a number, got {value!r}")
-            return 1.0
-
-    values: dict[str, Any] = {"name": name, "source": str(entry.get("source", ""))}
-    for key in sorted(wanted & set(entry) - {"source"}):
-        value = entry[key]
-        if key in ("inside", "between", "peak_flops"):
-            if not isinstance(value, dict):
-                problems.append(f"{name}.{key} must be a mapping, got {value!r}")
-                continue
-            numbers = {inner: number(amount, f"{key}.{inner}") for inner, amount in value.items()}
-            if key == "peak_flops":
-                values[key] = numbers
-            elif set(numbers) - {"bandwidth", "latency"} or "bandwidth" not in numbers:
-                problems.append(f"{name}.{key} needs bandwidth and latency, got {sorted(numbers)}")
-            else:
-                values[key] = Link(**numbers)
-        elif key == "ports":
-            if not isinstance(value, int) or value < 1:
-                problems.append(f"{name}.ports must be a whole number from 1 on, got {value!r}")
-            values[key] = value
-        else:
-            values[key] = number(value, key)
+            values[key] = msgspec.convert(entry[key], kinds[key], strict=False)
+            wrong = kinds[key] is Link and entry[key].keys() - {"bandwidth", "latency"}
+        except msgspec.ValidationError:
+            wrong = True
+        if wrong:
+            problems.append(f"{name}.{key} must be {_WORDS.get(key, 'a number')}, got {entry[key]!r}")
     if problems:
         raise list_problems(f"hardware {name} in {where}:", problems)
     return Hardware(**values)

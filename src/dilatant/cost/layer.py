@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
 
 from dilatant.config.recompute import Recompute
-from dilatant.cost.quadratic import Quadratic
+from dilatant.cost.quadratic import Amount, Quadratic
 
 ZERO = Quadratic()
 
@@ -57,9 +60,9 @@ class LayerCost:
     common_bytes: Quadratic = ZERO
     forward_bytes: Quadratic = ZERO
     frozen_working_bytes: Quadratic = ZERO
-    parameters: int = 0
-    fit_error: float | None = None
-    dense_seconds: tuple[tuple[int, float], ...] = ()
+    parameters: Annotated[int, Meta(ge=0)] = 0
+    fit_error: Amount | None = None
+    dense_seconds: tuple[tuple[Annotated[int, Meta(ge=1)], Amount], ...] = ()
     splits: bool = True
     in_chunks: bool = False
 

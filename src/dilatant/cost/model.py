@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import yaml
+from msgspec import Meta
 
 from dilatant.config.errors import UserError
 from dilatant.config.files.durable import write_named
 from dilatant.config.files.own_files import read_text
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
+from dilatant.cost.degrees import ONE, Degrees
 from dilatant.cost.layer import LayerCost
-from dilatant.cost.quadratic import Quadratic
 
 Degree = tuple[int, int]
+_T = TypeVar("_T")
 ROUGH = 0.3
 """Relative error above which a fit is rough: the machine was busy, or the layers are too small to time."""
 
@@ -27,7 +30,7 @@ class CostModel:
     """The costs `layers[layer type][(tp, cp)]` on `hardware`.
 
     `origin`: "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic". `note`:
-    the method, and which parts of measured costs are modelled (see `cost.group`). `longest`: tokens of the longest
+    the method, and which parts of measured costs are modelled (see `cost.analytic`). `longest`: tokens of the longest
     measured row of the language model; 0 if unknown. `groups`: costs of each device group of a heterogeneous cluster,
     by name; the other fields are then those of the first group.
     """
@@ -69,20 +72,20 @@ class CostModel:
         changed = {name: change(own) for name, own in self.groups.items()}
         return replace(next(iter(changed.values())), groups=changed) if changed else change(self)
 
-    def layer(self, kind: str, tp: int = 1, cp: int = 1) -> LayerCost:
+    def layer(self, kind: str, degrees: Degrees = ONE) -> LayerCost:
         """Return the cost of a layer type. Raises UserError that names the available ones."""
         if kind not in self.layers:
             raise UserError(
                 f"the cost model of {self.hardware} has no layer type {kind!r}; it has {sorted(self.layers)}. "
                 f"Run `dilatant profile` for this model."
             )
-        degrees = self.layers[kind]
-        if (tp, cp) not in degrees:
+        known, wanted = self.layers[kind], (degrees.tp, degrees.cp)
+        if wanted not in known:
             raise UserError(
-                f"the cost model of {self.hardware} has layer type {kind!r} at (tp, cp) {sorted(degrees)}, "
-                f"not at ({tp}, {cp}). Run `dilatant profile` with these degrees."
+                f"the cost model of {self.hardware} has layer type {kind!r} at (tp, cp) {sorted(known)}, "
+                f"not at {wanted}. Run `dilatant profile` with these degrees."
             )
-        return degrees[tp, cp]
+        return known[wanted]
 
     def to_yaml(self) -> str:
         """Return a YAML document that `from_yaml` reads back to an equal value; quadratics are `[a, b, c]`."""
@@ -96,67 +99,60 @@ class CostModel:
 
     def _to_document(self) -> dict[str, Any]:
         layers = {
-            kind: {f"tp{tp} cp{cp}": _cost_to_dict(cost) for (tp, cp), cost in sorted(degrees.items())}
+            kind: {f"tp{tp} cp{cp}": cost for (tp, cp), cost in sorted(degrees.items())}
             for kind, degrees in self.layers.items()
         }
-        return {
-            "hardware": self.hardware,
-            "origin": self.origin,
-            "dtype": self.dtype,
-            "note": self.note,
-            "longest": self.longest,
-            "layers": layers,
-        }
+        document: dict[str, Any] = msgspec.to_builtins(
+            _Document(
+                hardware=self.hardware,
+                origin=self.origin,
+                dtype=self.dtype,
+                note=self.note,
+                longest=self.longest,
+                layers=layers,
+            )
+        )
+        return document
 
     @classmethod
     def from_yaml(cls, text: str, source: str = "cost model") -> CostModel:
         """Read a document of `to_yaml`. Raises UserError, naming `source` and the place, for anything else."""
         try:
             document = read_yaml(text)
-            groups = dict(document or {}).get("groups")
-            if groups is not None:
-                parts = {
-                    str(name): cls._from_document(own, f"group {name!r} of {source}")
-                    for name, own in groups.items()
-                }
-                return replace(next(iter(parts.values())), groups=parts)
-            return cls._from_document(document, source)
-        except UserError:
-            raise
         except yaml.YAMLError as error:
             raise UserError(f"{source} is not a cost model: {explain(error)}") from None
-        except (TypeError, ValueError, AttributeError, StopIteration) as error:
-            raise UserError(f"{source} is not a cost model: {type(error).__name__}: {error}") from error
+        if not isinstance(document, dict) or document.get("groups") is None:
+            return cls._from_document(document, source)
+        groups = _convert(document, _Groups, source).groups
+        parts = {name: cls._from_document(own, f"group {name!r} of {source}") for name, own in groups.items()}
+        return replace(next(iter(parts.values())), groups=parts)
 
     @classmethod
     def _from_document(cls, document: Any, source: str) -> CostModel:
-        try:
-            lacking = [
-                key for key in ("hardware", "origin", "dtype", "layers") if key not in dict(document or {})
-            ]
-            if lacking:
-                raise UserError(
-                    f"{source} is not a cost model: it has no {' and no '.join(lacking)}. `dilatant profile` writes one"
-                )
-            layers = {
-                kind: {_degree(key): _cost_from_dict(cost) for key, cost in degrees.items()}
-                for kind, degrees in document["layers"].items()
+        read = _convert(document, _Document, source)
+        layers = {
+            kind: {
+                _degree(key, source): _layer_cost(cost, f"{source} (layers, {kind}, {key})")
+                for key, cost in degrees.items()
             }
-            for key in ("hardware", "origin", "dtype"):
-                if not isinstance(document[key], str):
-                    raise ValueError(f"{key}: {document[key]!r} is no text")
-            return cls(
-                document["hardware"],
-                document["origin"],
-                document["dtype"],
-                layers,
-                document.get("note") or "",
-                int(document.get("longest") or 0),
-            )
-        except UserError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise UserError(f"{source} is not a cost model: {type(error).__name__}: {error}") from error
+            for kind, degrees in read.layers.items()
+        }
+        return cls(read.hardware, read.origin, read.dtype, layers, read.note or "", read.longest or 0)
+
+
+class _Document(msgspec.Struct, kw_only=True):
+    """Keys of a cost file, or of one of its groups."""
+
+    hardware: str
+    origin: str
+    dtype: str
+    note: str | None = None
+    longest: int | None = None
+    layers: dict[str, dict[str, Any]]
+
+
+class _Groups(msgspec.Struct):
+    groups: Annotated[dict[str, Any], Meta(min_length=1)]
 
 
 def save_costs(costs: CostModel, path: Path) -> None:
@@ -199,65 +195,26 @@ def load_costs(path: Path, hardware: str | None = None) -> CostModel:
     return costs
 
 
-def _cost_to_dict(cost: LayerCost) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for column in fields(cost):
-        value = getattr(cost, column.name)
-        values[column.name] = list(asdict(value).values()) if isinstance(value, Quadratic) else value
-    values["dense_seconds"] = [list(pair) for pair in cost.dense_seconds]
-    return values
+def _convert(value: Any, kind: type[_T], source: str) -> _T:
+    try:
+        return msgspec.convert(value, kind, strict=False)  # YAML reads 1e-9 as a text
+    except msgspec.ValidationError as error:
+        raise UserError(f"{source} is not a cost model: {error}. `dilatant profile` writes one") from None
 
 
-def _cost_from_dict(values: dict[str, Any]) -> LayerCost:
+def _layer_cost(value: Any, source: str) -> LayerCost:
+    cost = _convert(value, LayerCost, source)
     known = {column.name for column in fields(LayerCost)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(f"unknown keys {unknown}; known are {sorted(known)}")
-    dense = _dense_seconds(values.get("dense_seconds") or [])
-    values = {name: value for name, value in values.items() if name != "dense_seconds"}
-    read: dict[str, Any] = {
-        name: Quadratic(*map(_amount, value)) if isinstance(value, list) else value
-        for name, value in values.items()
-    }
-    parameters, error = read.pop("parameters", 0), read.pop("fit_error", None)
-    flags = {name: read.pop(name) for name in ("splits", "in_chunks") if name in read}
-    if not all(isinstance(flag, bool) for flag in flags.values()):
-        raise ValueError(f"{', '.join(flags)}: true or false")
-    wrong = [name for name, value in read.items() if not isinstance(value, Quadratic)]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is no list of [a, b, c]")
-    if not isinstance(parameters, int) or isinstance(parameters, bool) or parameters < 0:
-        raise ValueError(f"parameters: {parameters!r} is no whole number")
-    return LayerCost(
-        **read,
-        **flags,
-        parameters=parameters,
-        fit_error=None if error is None else _amount(error),
-        dense_seconds=dense,
-    )
+    if unknown := sorted(set(value) - known):
+        raise UserError(f"{source} is not a cost model: unknown keys {unknown}; known are {sorted(known)}")
+    dense = tuple(sorted(cost.dense_seconds))
+    if len(dict(dense)) < len(dense):
+        raise UserError(f"{source} is not a cost model: dense_seconds has tokens twice")
+    return replace(cost, dense_seconds=dense)
 
 
-def _dense_seconds(values: Any) -> tuple[tuple[int, float], ...]:
-    if not isinstance(values, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in values):
-        raise ValueError("dense_seconds is no list of [tokens, seconds]")
-    found = tuple((int(_amount(tokens)), _amount(seconds)) for tokens, seconds in values)
-    if any(tokens < 1 for tokens, _ in found) or len(dict(found)) < len(found):
-        raise ValueError("dense_seconds: tokens must be at least 1, each once")
-    return tuple(sorted(found))
-
-
-def _amount(value: Any) -> float:
-    """Read an amount of seconds or bytes. Raises ValueError unless it is finite and not negative."""
-    if isinstance(value, bool) or not 0 <= float(value) < math.inf:
-        raise ValueError(f"{value!r} is no finite number from 0")
-    return float(value)
-
-
-def _degree(key: str) -> Degree:
-    tp, cp = key.split()
-    if not (tp.startswith("tp") and cp.startswith("cp")):
-        raise ValueError(f"{key!r} is not of the form 'tp1 cp1'")
-    degree = int(tp[2:]), int(cp[2:])
-    if min(degree) < 1:
-        raise ValueError(f"{key!r} has a degree below 1")
-    return degree
+def _degree(key: str, source: str) -> Degree:
+    found = re.fullmatch(r"tp([1-9]\d*) cp([1-9]\d*)", key)
+    if found is None:
+        raise UserError(f"{source} is not a cost model: {key!r} is not of the form 'tp1 cp1'")
+    return int(found[1]), int(found[2])

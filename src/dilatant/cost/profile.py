@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dilatant.config.errors import UserError
 from dilatant.cost.clock import Clock, deadlines, now
+from dilatant.cost.degrees import ONE, Degrees
 from dilatant.cost.dense_probe import CallArguments, DenseProbe, dense_seconds
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerProbe:
-    """Description of one layer type at one (tp, cp) for measuring.
+    """Description of one layer type at some degrees for measuring.
 
     `build()`: makes the layer, on its device and in its dtype, with every parameter trainable; under tensor parallelism
     one rank's shard. `inputs(tokens)`: makes its positional and keyword arguments for one sample of `tokens` tokens
@@ -44,7 +45,7 @@ class LayerProbe:
     kind: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int], CallArguments]
-    degree: Degree = (1, 1)
+    degrees: Degrees = ONE
     keep: Callable[[], tuple[Any, Any]] | None = None
     tokens: tuple[int, ...] | None = None
     square: bool = True
@@ -59,30 +60,8 @@ class LayerProbe:
         return tokens if self.modelled is None else self.modelled.pass_seconds(tokens) + 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Seconds and bytes of one layer at one token count; fields as in `LayerCost`."""
-
-    tokens: int
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-    first_trainable: float
-    recompute: float
-    activation_bytes: int
-    weight_bytes: int
-    checkpoint_bytes: int
-    output_bytes: int
-    attention: float = 0.0
-    attention_bytes: int = 0
-    working_bytes: int = 0
-    frozen_bytes: int = 0
-    row_bytes: int = 0
-    row_working_bytes: int = 0
-    common_bytes: int = 0
-    forward_bytes: int = 0
-    frozen_working_bytes: int = 0
-
+Measurement = Mapping[str, float]
+"""Seconds and bytes of one layer at one token count, by their names in `LayerCost`, and `tokens`."""
 
 PASSES = 14
 """Approximate number of forwards and backwards in the shortest measurement of a layer at one token count."""
@@ -110,18 +89,19 @@ def profile_layers(
     budget = "" if math.isinf(seconds) else f" for {seconds:g} s at most"
     weights = [sum(map(probe.expected, probe.tokens or tokens)) for probe in probes]
     for number, (probe, end) in enumerate(zip(probes, deadlines(until, weights), strict=True), 1):
-        if probe.degree in layers.setdefault(probe.kind, {}):
-            raise UserError(f"layer type {probe.kind!r} at (tp, cp) {probe.degree} is to be measured twice")
+        degree = probe.degrees.tp, probe.degrees.cp
+        if degree in layers.setdefault(probe.kind, {}):
+            raise UserError(f"layer type {probe.kind!r} at {probe.degrees} is to be measured twice")
         found, pairs = None, _Pairs()
         if now() < until:
             if progress is not None:
-                what = f"{probe.kind} at tp {probe.degree[0]}, cp {probe.degree[1]}"
-                progress(f"measuring layers{budget}: {number} of {len(probes)}, {what}")
+                what = f"{number} of {len(probes)}, {probe.kind} at {probe.degrees}"
+                progress(f"measuring layers{budget}: {what}")
             found = _measured(probe, tokens, repeats, (end, until), pairs, _ratio(everything))
             everything += pairs
         if found is None:
-            ratios[probe.kind, probe.degree] = _ratio(pairs)
-        layers[probe.kind][probe.degree] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
+            ratios[probe.kind, degree] = _ratio(pairs)
+        layers[probe.kind][degree] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
     for (kind, degree), ratio in ratios.items():
         layers[kind][degree] = layers[kind][degree].slower(ratio or _ratio(everything) or 1.0)
     origin, note = "measured", f"tokens {list(tokens)}, median of {repeats}{budget and ' or fewer'}"
@@ -157,7 +137,7 @@ def _measured(
             return None
         measured.append(found := measure(layer, probe, count, repeats, end))
         if probe.modelled is not None:
-            seconds = found.forward + found.input_gradient + found.weight_gradient
+            seconds = found["forward"] + found["input_gradient"] + found["weight_gradient"]
             pairs.append((seconds, probe.expected(count)))
     parameters = sum(parameter.numel() for parameter in layer.parameters())
     cost = fit_layer(measured, parameters, probe.square)
@@ -182,30 +162,23 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
 
     Weight gradients get no quadratic term: they grow linearly, so the term would be noise that longer rows amplify.
     """
-    counts = [entry.tokens for entry in measured]
+    counts = [entry["tokens"] for entry in measured]
     errors: list[float] = []
 
-    def fitted(name: str, timed: bool) -> Quadratic:
-        values = [float(getattr(entry, name)) for entry in measured]
+    def fitted(name: str) -> Quadratic:
+        values = [float(entry[name]) for entry in measured]
         curved = square and name != "weight_gradient"
         if min(values) <= 0:
             # A layer without parameters has no weight gradient, one without saved tensors no activations.
             positive = [(count, value) for count, value in zip(counts, values, strict=True) if value > 0]
-            if not positive:
-                return Quadratic()
-            return fit([at for at, _ in positive], [value for _, value in positive], curved)[0]
+            return fit(*zip(*positive, strict=True), curved)[0] if positive else Quadratic()
         found, error = fit(counts, values, curved)
-        if timed:
+        if name in ("forward", "input_gradient", "weight_gradient", "first_trainable"):
             errors.append(error)
         return found
 
-    times = ("forward", "input_gradient", "weight_gradient", "first_trainable")
-    sizes = [field.name for field in fields(Measurement) if field.name.endswith("_bytes")]
-    timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
-    untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
-    return LayerCost(
-        **timed, **untimed, parameters=parameters, fit_error=round(max(errors), 4) if errors else None
-    )
+    curves: dict[str, Any] = {name: fitted(name) for name in measured[0] if name != "tokens"}
+    return LayerCost(**curves, parameters=parameters, fit_error=round(max(errors), 4) if errors else None)
 
 
 def measure(
@@ -286,45 +259,49 @@ def measure(
     for parameter in parameters:
         parameter.requires_grad_(True)
     seconds = {name: statistics.median(values) for name, values in taken.items()}
-    kept, weight, output = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
-    working = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
-    of_row, working_of_row = 0, 0
-    if probe.before_chunks is not None:
-        before = probe.before_chunks(layer)
-        of_row, _, _ = _saved_bytes(layer, parameters, lambda: forward(True, run=before)[0])
-        working_of_row = _working_bytes(clock.device, lambda: forward(True, run=before)[0])
+
+    def bytes_of(run: Callable[..., Any]) -> tuple[int, int, int, int]:
+        """Return saved bytes, the weight half's, the output's, and the working memory of the backward."""
+
+        def once() -> torch.Tensor:
+            return forward(True, run=run)[0]
+
+        return *_saved_bytes(layer, once), _working_bytes(clock.device, once)
+
+    kept, weight, output, working = bytes_of(layer)
+    before = None if probe.before_chunks is None else probe.before_chunks(layer)
+    of_row, _, _, working_of_row = (0, 0, 0, 0) if before is None else bytes_of(before)
     for parameter in parameters:
         parameter.requires_grad_(False)
-    frozen, _, _ = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
-    working_frozen = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
+    frozen, _, _, working_frozen = bytes_of(layer)
     with torch.no_grad():
         alone = _most_bytes(clock.device, lambda: forward(to_input=False))
     own = 0 if source is None else int(args[source].numel() * args[source].element_size())
     for parameter in parameters:
         parameter.requires_grad_(True).grad = None
-    return Measurement(
-        tokens=tokens,
-        forward=seconds["both forward"],
-        input_gradient=seconds["input"],
-        weight_gradient=max(0.0, seconds["both"] - seconds["input"]),
-        first_trainable=seconds["weights"],
-        recompute=max(0.0, seconds["recomputed"] - seconds["both"]),
-        attention=max(0.0, seconds["recomputed"] - seconds["kept"]) if attention_bytes else 0.0,
-        activation_bytes=kept,
-        attention_bytes=attention_bytes,
-        working_bytes=working,
-        frozen_bytes=frozen,
-        weight_bytes=weight,
-        checkpoint_bytes=int(own * probe.checkpoint_share),
-        output_bytes=output,
-        row_bytes=of_row,
-        row_working_bytes=working_of_row,
-        common_bytes=0
+    return {
+        "tokens": tokens,
+        "forward": seconds["both forward"],
+        "input_gradient": seconds["input"],
+        "weight_gradient": max(0.0, seconds["both"] - seconds["input"]),
+        "first_trainable": seconds["weights"],
+        "recompute": max(0.0, seconds["recomputed"] - seconds["both"]),
+        "attention": max(0.0, seconds["recomputed"] - seconds["kept"]) if attention_bytes else 0.0,
+        "activation_bytes": kept,
+        "attention_bytes": attention_bytes,
+        "working_bytes": working,
+        "frozen_bytes": frozen,
+        "weight_bytes": weight,
+        "checkpoint_bytes": int(own * probe.checkpoint_share),
+        "output_bytes": output,
+        "row_bytes": of_row,
+        "row_working_bytes": working_of_row,
+        "common_bytes": 0
         if probe.blocks is None
         else _common_bytes(probe.blocks(layer), lambda: forward(to_input=True)),
-        forward_bytes=alone + own,
-        frozen_working_bytes=working_frozen,
-    )
+        "forward_bytes": alone + own,
+        "frozen_working_bytes": working_frozen,
+    }
 
 
 def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> int:
@@ -391,9 +368,7 @@ def _first_tensor(result: Any, kind: str) -> torch.Tensor:
     )
 
 
-def _saved_bytes(
-    layer: nn.Module, parameters: Sequence[torch.Tensor], forward: Callable[[], torch.Tensor]
-) -> tuple[int, int, int]:
+def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[int, int, int]:
     """Return the bytes that autograd saves, the part that a split backward keeps for its weight half, and the output's.
 
     Bytes are counted per storage, so that views are not counted twice, and without parameters. The weight half needs

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
+Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+"""Seconds or bytes in a file: finite and not negative."""
 
-@dataclass(frozen=True, slots=True)
-class Quadratic:
-    """`a` per squared token, `b` per token, `c` per call.
+
+class Quadratic(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`a` per squared token, `b` per token, `c` per call; a list of the three in files.
 
     A packed row of samples costs a Σx² + b Σx + c: attention keeps samples apart, so squares are per sample.
     """
 
-    a: float = 0.0
-    b: float = 0.0
-    c: float = 0.0
+    a: Amount = 0.0
+    b: Amount = 0.0
+    c: Amount = 0.0
 
     def __call__(self, tokens: float) -> float:
         """Return the value for one sample of `tokens` tokens."""

@@ -175,17 +175,10 @@ def _attend_over_plans(language: LanguageUnit, media: MediaMasks, units: Mapping
 
 
 def place_rows(model: MultimodalModel, placement: str) -> None:
-    """Set the policy by which context-parallel ranks divide rows (see `attention.masks.placement.place_row`). Raises
-    UserError if the model does not support it."""
+    """Set the policy by which context-parallel ranks divide rows (see `attention.masks.placement.place_row`)."""
     language = model.language
-    if language.row_attention is None or placement == "auto":
-        return
-    if linear_layers(language.model) and placement != "contiguous":
-        raise UserError(
-            f"parallel.placement: {placement!r} would scatter tokens along which linear attention passes its state; "
-            "leave it out, or set it to 'contiguous'"
-        )
-    language.row_attention = replace(cast(RowAttention, language.row_attention), placement=placement)
+    if language.row_attention is not None and placement != "auto":
+        language.row_attention = replace(cast(RowAttention, language.row_attention), placement=placement)
 
 
 def attend_as_configured(model: MultimodalModel, config: LanguageModelConfig) -> None:

@@ -25,12 +25,12 @@ from dilatant.planning.assemble import recompute_by_unit
 from dilatant.report.text.wording import ranks_text
 from dilatant.runtime.layouts import layout_problems
 from dilatant.runtime.state.holders import holdings_of, trainable_layers
-from dilatant.schedule import FAMILIES, trainability_of
 from dilatant.schedule.assignment.assign import POLICIES, Policy
-from dilatant.schedule.assignment.distribute import assign
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
-from dilatant.schedule.assignment.step_assignment import Microbatching
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.families.families import serial
+from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.validate import validate
 
 MICROBATCHES = 4
@@ -242,7 +242,7 @@ def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:
     """
     plan, count = planned.plan, planned.num_microbatches
     ones = {unit.name: [1] * count * max(len(unit.replicas) for unit in plan.units) for unit in plan.units}
-    assignment = assign(plan, ones, count, anchor=model.graph.anchor)
+    assignment = assign(plan, ones, Microbatching(count), anchor=model.graph.anchor)
     trainability = trainability_of(plan, trainable_layers(model.units))
     validate(plan, assignment, planned.family(plan, assignment, trainability), trainability)
 

@@ -12,7 +12,7 @@ from dilatant.planning.measuring.layer_costs import costs_in_use, layer_costs
 from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, searched_counts
 from dilatant.planning.problem.describe_model import describe_unfrozen
 from dilatant.report.text.wording import bytes_text, counted, listed, percent_text, seconds_text
-from dilatant.schedule import FAMILIES
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import families_for
 
 NOTABLE = 0.01

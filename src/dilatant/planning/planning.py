@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.parallel_map import Progress
 from dilatant.plan.costs.sample_work import sample_work
-from dilatant.plan.costs.score import PlanScore, PlanScorer
+from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
@@ -40,10 +41,11 @@ from dilatant.planning.problem.planned_samples import PlannedSamples, planned_sa
 from dilatant.planning.problem.searched_settings import with_requested_degrees, zero_variants
 from dilatant.report.text.plan_summary import no_plan_text
 from dilatant.runtime.layouts import context_problems
-from dilatant.schedule import FAMILIES, plan_scorer, predict
+from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import Policy
-from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
+from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.simulator.predict import predict
 from dilatant.schedule.timeline import Timeline
 
 ALIKE = 0.02
@@ -354,19 +356,7 @@ def simulated_steps(
     schedule: str | None = None,
 ) -> list[plan_scorer.Step]:
     """Simulate one step for every global batch, under `schedule`, else under the best that a search tries."""
-    return plan_scorer.simulated_steps(
-        plan,
-        num_microbatches,
-        problem.model.spec,
-        problem.costs,
-        problem.target.cluster,
-        problem.simulated().steps(problem.global_batch),
-        problem.policy,
-        problem.target.rules,
-        problem.config.seed,
-        min(problem.config.row_tokens, row_tokens or problem.config.row_tokens),
-        _families(problem) if schedule is None else {schedule: FAMILIES[schedule]},
-    )
+    return scorer_of(problem, schedule).steps(plan, num_microbatches, row_tokens)
 
 
 def costs_of_plan(problem: PlanningProblem, plan: Plan) -> StepCosts:
@@ -393,9 +383,8 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
 
 def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
     """Return the schedule families that a search of this problem tries."""
-    named = _families(problem)
-    if named is not None:
-        return tuple(named)
+    if problem.config.parallel.schedule is not None:
+        return (problem.config.parallel.schedule,)
     rounds = tuple(plan_scorer.INTERLEAVED_FAMILIES) if max(problem.config.plan.chunks) > 1 else ()
     return (
         *(plan_scorer.CANDIDATE_FAMILIES if _splits(problem.config) else plan_scorer.WHOLE_BACKWARD_FAMILIES),
@@ -410,19 +399,14 @@ def searched_counts(problem: PlanningProblem, pipelines: int) -> tuple[int, ...]
                  if problem.global_batch % (pipelines * size) == 0)  # fmt: skip
 
 
-def _families(problem: PlanningProblem) -> Mapping[str, ScheduleFamily] | None:
-    """Return the schedule family that the config names; None: those that suit a plan."""
-    named = problem.config.parallel.schedule
-    return None if named is None else {named: FAMILIES[named]}
-
-
 def _work(problem: PlanningProblem) -> NDArray[np.float64]:
     return sample_work(problem.model.spec, problem.costs, problem.samples.first(problem.samples.available))
 
 
-def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> PlanScorer:
+def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> plan_scorer.PlanSimulator:
     """Return the function that scores plans under `schedule`, else under the best schedule that a search tries."""
-    return plan_scorer.plan_scorer(
+    named = schedule or problem.config.parallel.schedule
+    return plan_scorer.PlanSimulator(
         problem.model.spec,
         problem.costs,
         problem.target.cluster,
@@ -432,8 +416,9 @@ def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> PlanScor
         problem.target.rules,
         problem.config.seed,
         problem.config.row_tokens,
-        _families(problem) if schedule is None else {schedule: FAMILIES[schedule]},
-        _splits(problem.config),
+        {named: FAMILIES[named]}
+        if named
+        else partial(plan_scorer.families_for, splits=_splits(problem.config)),
     )
 
 

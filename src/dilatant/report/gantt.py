@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dilatant.plan import Plan
-from dilatant.schedule import Action, Timeline
 from dilatant.schedule.measured import DataWait, MeasuredAction
-from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
+from dilatant.schedule.schedule import Action
+from dilatant.schedule.timeline import (
+    COMMUNICATION,
+    DRAIN,
+    IMBALANCE,
+    WAITING_FOR_DATA,
+    WARM_UP,
+    Timeline,
+    waiting_for,
+)
 
 BETWEEN = "between actions"
 """Cause of measured time in which a rank neither computed nor waited for rows."""

@@ -9,7 +9,7 @@ from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
 from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, number
 from dilatant.report.text.wording import lost_to, seconds_text
-from dilatant.schedule import Timeline
+from dilatant.schedule.timeline import Timeline
 
 OTHER_WORK = "other work"
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -361,8 +362,8 @@ class Runtime:
 
     def measured(self) -> tuple[MeasuredAction, ...]:
         """Return the measured times of every action of the last step, of all ranks; called by all ranks."""
-        rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
-        return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
+        rows = all_gather_object(self.comm, msgspec.to_builtins(self._recorder.rows()))
+        return msgspec.convert([row for of_rank in rows for row in of_rank], tuple[MeasuredAction, ...])
 
     @property
     def last_step(self) -> PreparedStep | None:

@@ -6,7 +6,6 @@ shape from the sample numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,7 +29,7 @@ class Message:
     samples: tuple[int, ...]
 
 
-def messages(plan: Plan, assignment: Assignment, schedule: Schedule) -> Mapping[Edge, tuple[Message, ...]]:
+def messages(plan: Plan, assignment: Assignment, schedule: Schedule) -> dict[Edge, tuple[Message, ...]]:
     """Return the messages of every directed edge (from stage, to stage), in the order they are sent and received.
 
     Messages of an edge follow the producer's action order; several consumers of one action follow the consumers' order.
@@ -38,22 +37,15 @@ def messages(plan: Plan, assignment: Assignment, schedule: Schedule) -> Mapping[
     receives cannot deadlock. Edges between stages on the same ranks are included, although their rows stay where they
     are. Raises ScheduleError if the schedule cannot run.
     """
-    return graph_messages(build(plan, assignment, schedule))
-
-
-def graph_messages(graph: ScheduleGraph) -> dict[Edge, tuple[Message, ...]]:
-    """Return the messages of a compiled schedule in the form of `messages`."""
+    graph = build(plan, assignment, schedule)
     found: dict[Edge, list[Message]] = {}
-    stages, pieces = graph.stage.tolist(), graph.piece.tolist()
+    stages = graph.stage.tolist()
     sources, targets = graph.edge_source.tolist(), graph.edge_target.tolist()
     action = cache(graph.action)
-    whole = cache(graph.packed.pieces.samples_of)
     for number in message_order(graph).tolist():
         source, target = sources[number], targets[number]
-        same = pieces[source] == pieces[target]
-        samples = whole(pieces[source]) if same else shared_samples(graph, source, target)
-        edge = stages[source], stages[target]
-        found.setdefault(edge, []).append(Message(action(source), action(target), samples))
+        message = Message(action(source), action(target), shared_samples(graph, source, target))
+        found.setdefault((stages[source], stages[target]), []).append(message)
     return {edge: tuple(sent) for edge, sent in found.items()}
 
 

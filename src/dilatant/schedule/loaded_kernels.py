@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule.assignment.distribute import assign
+from dilatant.schedule.assignment.step_assignment import Microbatching, assign
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.simulator.simulate import simulate
 
@@ -17,7 +17,7 @@ from dilatant.schedule.simulator.simulate import simulate
 def _plan_a_step() -> None:
     stages = (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
     plan = Plan((UnitPlan("unit", (Replica(stages),)),))
-    assignment = assign(plan, {"unit": np.ones(2)}, 2)
+    assignment = assign(plan, {"unit": np.ones(2)}, Microbatching(2))
     simulate(zero_bubble_h1(plan, assignment), plan, assignment, lambda action: 1.0)
 
 

@@ -7,7 +7,8 @@ through the whole step; the pieces of a chain (a unit replica) are consecutive, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -40,6 +41,7 @@ class Pieces:
         return tuple(self.samples[self.offsets[piece] : self.offsets[piece + 1]].tolist())
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PackedActions(Mapping[int, tuple[Action, ...]]):
     """`Schedule.actions` kept as arrays; the `Action` values of a rank are created on first access.
 
@@ -47,24 +49,13 @@ class PackedActions(Mapping[int, tuple[Action, ...]]):
     `stage` and a `piece`.
     """
 
-    __slots__ = ("_decoded", "kind", "offsets", "piece", "pieces", "ranks", "stage")
-
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        offsets: NDArray[np.int64],
-        kind: NDArray[np.int8],
-        stage: NDArray[np.int32],
-        piece: NDArray[np.int32],
-        pieces: Pieces,
-    ) -> None:
-        self.ranks = ranks
-        self.offsets = offsets
-        self.kind = kind
-        self.stage = stage
-        self.piece = piece
-        self.pieces = pieces
-        self._decoded: dict[int, tuple[Action, ...]] = {}
+    ranks: tuple[int, ...]
+    offsets: NDArray[np.int64]
+    kind: NDArray[np.int8]
+    stage: NDArray[np.int32]
+    piece: NDArray[np.int32]
+    pieces: Pieces
+    _decoded: dict[int, tuple[Action, ...]] = field(default_factory=dict, init=False)
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
         if rank not in self._decoded:
@@ -122,6 +113,30 @@ def pieces_of(
         offsets,
         samples,
     )
+
+
+@lru_cache(maxsize=8)  # a few steps under several families
+def unit_pairs(arrays: PlanArrays, pieces: Pieces) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the (producer, consumer) pieces of every pair that shares a sample, ascending within each unit edge.
+
+    A sample that only the consumer has (text without an image) makes no pair: no rows travel for it.
+    """
+    sources, targets = [], []
+    num_samples = int(pieces.samples.max()) + 1 if len(pieces.samples) else 0
+    num_pieces = len(pieces.microbatch)
+    owner = np.full((len(arrays.units), num_samples), -1, dtype=np.int64)
+    piece_of_entry = np.repeat(np.arange(num_pieces), np.diff(pieces.offsets))
+    piece_unit = np.repeat(arrays.unit_of, np.diff(pieces.first))
+    if num_pieces:
+        owner[piece_unit[piece_of_entry], pieces.samples] = piece_of_entry
+    for source, target in arrays.feeds:
+        both = (owner[source] >= 0) & (owner[target] >= 0)
+        code = np.unique(owner[source][both] * num_pieces + owner[target][both])
+        sources.append(code // max(num_pieces, 1))
+        targets.append(code % max(num_pieces, 1))
+    if not sources:
+        return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
+    return np.concatenate(sources).astype(np.int32), np.concatenate(targets).astype(np.int32)
 
 
 def pack(arrays: PlanArrays, assignment: Assignment, schedule: Schedule) -> PackedActions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.costs.score import PlanScore, PlanScorer
+from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.sync_time import SyncSeconds, sync_seconds
@@ -24,26 +24,23 @@ from dilatant.plan.plan import Plan
 from dilatant.plan.roles import roles_of
 from dilatant.schedule.assignment.assign import Policy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
-from dilatant.schedule.assignment.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
-from dilatant.schedule.families.families import eager, half_eager, interleaved, one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
+from dilatant.schedule.assignment.step_assignment import QUICK, Microbatching, assign_step
+from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.graph import build
-from dilatant.schedule.simulator.step_bounds import least_seconds
-from dilatant.schedule.simulator.step_time import TimedStep, time_step
+from dilatant.schedule.simulator.predict import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
 WHOLE_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {
-    "1f1b": one_f_one_b,
-    "half-eager": half_eager,
-    "eager": eager,
+    name: FAMILIES[name] for name in ("1f1b", "half-eager", "eager")
 }
-SPLIT_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
+SPLIT_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {name: FAMILIES[name] for name in ("zb-h1", "zb-h2")}
 CANDIDATE_FAMILIES = {**WHOLE_BACKWARD_FAMILIES, **SPLIT_BACKWARD_FAMILIES}
-"""The candidate families by their names in `schedule.FAMILIES`; a plan gets the fastest one that fits memory."""
+"""The candidate families by their names in `FAMILIES`; a plan gets the fastest one that fits memory."""
 
-INTERLEAVED_FAMILIES: Mapping[str, ScheduleFamily] = {"interleaved": interleaved}
+INTERLEAVED_FAMILIES: Mapping[str, ScheduleFamily] = {"interleaved": FAMILIES["interleaved"]}
 """The candidate families for a plan whose ranks hold several stages of a replica (interleaved)."""
 
 PROMISING = ("eager", "zb-h2")
@@ -63,65 +60,68 @@ def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily
     return INTERLEAVED_FAMILIES if goes_round else CANDIDATE_FAMILIES if splits else WHOLE_BACKWARD_FAMILIES
 
 
-def plan_scorer(
-    model: ModelSpec,
-    costs: CostModel,
-    cluster: Cluster,
-    workload: Workload,
-    global_batch: int,
-    policy: Policy = "balanced",
-    rules: ParameterBytes = BF16,
-    seed: int = 0,
-    row_tokens: int | None = None,
-    families: Mapping[str, ScheduleFamily] | None = None,
-    splits: bool = True,
-) -> PlanScorer:
-    """Return the function that scores plans for `plan.search`: the mean over the global batches in `workload`.
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A simulated step; `schedule` is a key of `FAMILIES`, `seconds` includes summing all gradients."""
+
+    timeline: Timeline
+    seconds: float
+    schedule: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanSimulator:
+    """Scores plans for `plan.search` (a `PlanScorer`): the mean over the global batches in `workload`.
 
     `workload` must hold a whole number of global batches (`Workload.batches`), one step each; otherwise PlanError is
-    raised. `row_tokens` is as in `Microbatching`. `families` is as in `best_steps`; the default is `families_for` the
-    plan with `splits`.
+    raised. `row_tokens` is as in `Microbatching`. `families`: those to try, or a function that returns those for a
+    plan.
     """
-    parts = workload.steps(global_batch)
 
-    def score(
-        plan: Plan, num_microbatches: int, own_tokens: int | None = None, schedule: str | None = None, /
+    model: ModelSpec
+    costs: CostModel
+    cluster: Cluster
+    workload: Workload
+    global_batch: int
+    policy: Policy = "balanced"
+    rules: ParameterBytes = BF16
+    seed: int = 0
+    row_tokens: int | None = None
+    families: Mapping[str, ScheduleFamily] | Callable[[Plan], Mapping[str, ScheduleFamily]] | None = None
+
+    def __post_init__(self) -> None:
+        self.workload.steps(self.global_batch)
+
+    def __call__(
+        self, plan: Plan, num_microbatches: int, row_tokens: int | None = None, schedule: str | None = None, /
     ) -> PlanScore:
-        tokens = min(filter(None, (row_tokens, own_tokens)), default=None)
-        tried = families or families_for(plan, splits)
-        if schedule is not None:
-            tried = {schedule: tried[schedule]}
-        steps = simulated_steps(
-            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, tokens, tried
+        steps = self.steps(plan, num_microbatches, row_tokens, schedule)
+        return _mean(steps, self.global_batch, roles_of(self.model).language)
+
+    def steps(
+        self,
+        plan: Plan,
+        num_microbatches: int,
+        row_tokens: int | None = None,
+        schedule: str | None = None,
+    ) -> list[Step]:
+        """Simulate one step for every global batch; arguments as in `PlanScorer`."""
+        families = self.families or families_for
+        tried = families(plan) if callable(families) else families
+        return best_steps(
+            plan,
+            self.model,
+            step_costs(plan, self.model, self.costs, self.cluster, self.rules),
+            self.workload.steps(self.global_batch),
+            self.cluster.bytes_of(plan.ranks),
+            Microbatching(
+                num_microbatches,
+                policy=self.policy,
+                seed=self.seed,
+                row_tokens=min(filter(None, (self.row_tokens, row_tokens)), default=None),
+            ),
+            tried if schedule is None else {schedule: tried[schedule]},
         )
-        return _mean(steps, global_batch, roles_of(model).language)
-
-    return score
-
-
-def simulated_steps(
-    plan: Plan,
-    num_microbatches: int,
-    model: ModelSpec,
-    costs: CostModel,
-    cluster: Cluster,
-    batches: Sequence[Workload],
-    policy: Policy = "balanced",
-    rules: ParameterBytes = BF16,
-    seed: int = 0,
-    row_tokens: int | None = None,
-    families: Mapping[str, ScheduleFamily] | None = None,
-) -> list[Step]:
-    """Simulate one step for every global batch."""
-    return best_steps(
-        plan,
-        model,
-        step_costs(plan, model, costs, cluster, rules),
-        batches,
-        cluster.bytes_of(plan.ranks),
-        Microbatching(num_microbatches, policy=policy, seed=seed, row_tokens=row_tokens),
-        families,
-    )
 
 
 def step_costs(
@@ -151,15 +151,6 @@ def origin_text(costs: CostModel) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """A simulated step; `schedule` is a key of `schedule.FAMILIES`, `seconds` includes summing all gradients."""
-
-    timeline: Timeline
-    seconds: float
-    schedule: str
-
-
 def best_steps(
     plan: Plan,
     model: ModelSpec,
@@ -179,10 +170,10 @@ def best_steps(
     trainability = trainability_of(plan, model.trainable)
     anchor = roles_of(model).language
 
-    assigned: dict[tuple[int, str, str], Assignment] = {}
+    assigned: dict[tuple[int, Policy, str], Assignment] = {}
 
     def assign(number: int, name: str, how: Microbatching) -> Assignment:
-        key = number, how.policy, name if how.policy in DEPENDS_ON_FAMILY else ""
+        key = number, how.policy, "" if how.policy in QUICK else name
         if key not in assigned:
             own = replace(how, family=families[name])
             assigned[key] = assign_step(plan, costs, batches[number], own, anchor)
@@ -197,7 +188,7 @@ def best_steps(
         return found
 
     # Running a searching policy for every family would dominate the time: the quick policy chooses the family first.
-    searches = how.policy in DEPENDS_ON_FAMILY
+    searches = how.policy not in QUICK
     quickly = replace(how, policy="balanced") if searches else how
     quick: dict[str, list[TimedStep]] = {}
 
@@ -226,22 +217,13 @@ def best_steps(
         if name not in quick:
             heapq.heappush(queue, (is_late, time_all(name), number, name))
             continue
-        steps = [_step(one, name) for one in (timed(name, how) if searches else quick[name])]
-        if all((_peaks(step) <= bytes_per_device).all() for step in steps):
+        found = timed(name, how) if searches else quick[name]
+        steps = [Step(one.timeline(), one.seconds_synced, name) for one in found]
+        if all((step.timeline.peak_bytes <= bytes_per_device).all() for step in steps):
             return steps
         if not frugal or name == FRUGAL:
             frugal = steps
     return frugal
-
-
-def _peaks(step: Step) -> NDArray[np.float64]:
-    """Return peak bytes in the order of `Plan.ranks`."""
-    assert step.timeline.peak_bytes is not None, "the sweep was asked for"
-    return step.timeline.peak_bytes
-
-
-def _step(one: TimedStep, schedule: str) -> Step:
-    return Step(one.timeline(), one.seconds_synced, schedule)
 
 
 def _mean(steps: Sequence[Step], global_batch: int, anchor: str) -> PlanScore:
@@ -260,3 +242,56 @@ def _mean(steps: Sequence[Step], global_batch: int, anchor: str) -> PlanScore:
         schedule=steps[0].schedule,
         num_microbatches=round(float(np.mean(counts))),
     )
+
+
+def least_seconds(step: TimedStep) -> tuple[float, float]:
+    """Return lower bounds of the seconds until all gradients are summed: with whole backwards, and with split ones.
+
+    The second is infinite if splitting cannot help: no rank waits for another, or there are no weight gradients. A rank
+    begins no earlier than the first rows can reach it, then does all of its work. If all of its stages have a backward,
+    its last action is a backward: after a whole one the gradient must still travel to the first stage, after split ones
+    the rank must still sum its gradients.
+    """
+    from dilatant.schedule.simulator.bound_kernels import seconds_after, seconds_before
+
+    graph, costs = step.graph, step.costs
+    edges = graph.order, graph.offsets, graph.source, graph.edge, graph.num_messages
+    ops = graph.row_op
+    kind = graph.kind[ops]
+    before, after = seconds_before(*edges, step.durations)[ops], seconds_after(*edges, step.durations)[ops]
+    backward = np.zeros(len(graph.arrays.placed), dtype=bool)
+    backward[graph.stage[graph.kind == BACKWARD]] = True
+    after = np.where(kind == BACKWARD, after, np.where(backward[graph.stage[ops]], math.inf, 0.0))
+    offsets = graph.packed.offsets
+    some = np.flatnonzero(np.diff(offsets))
+    firsts = offsets[some]
+    until = np.minimum.reduceat(np.where(kind == FORWARD, before, math.inf), firsts)
+    until += np.add.reduceat(step.durations[ops], firsts)
+    whole = float((until + np.minimum.reduceat(after, firsts)).max(initial=0.0))
+    if not costs.stages.seconds[:, WEIGHT_GRADIENT].any() or not _waits(step):
+        return whole, math.inf
+    return whole, float((until + _alone_sums(step)[some]).max(initial=0.0))
+
+
+def _alone_sums(step: TimedStep) -> NDArray[np.float64]:
+    """Return the gradient-sync seconds of each rank with exactly one stage, if that stage trains; else 0: [ranks]."""
+    ranks = step.graph.packed.ranks
+    stages: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for placed in step.graph.arrays.placed:
+        for rank in placed.stage.ranks:
+            stages[rank].append(placed.index)
+    held = step.costs.stages.gradient_bytes
+    return np.array(
+        [
+            step.costs.sync.beside.get(rank, 0.0) if len(own) == 1 and held[own[0]] > 0 else 0.0
+            for rank, own in stages.items()
+        ]
+    )
+
+
+def _waits(step: TimedStep) -> bool:
+    """Return whether any rank waits for another."""
+    graph = step.graph
+    lead = graph.arrays.lead[graph.stage]
+    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    return bool((lead[source] != lead[target]).any())

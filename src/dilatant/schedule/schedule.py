@@ -5,13 +5,16 @@ Sample numbers are positions in the step's global batch. Stage numbers are `Plac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 Microbatch = tuple[int, ...]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""A number of a sample, stage or microbatch; checked where it is read from a file."""
 
 
 class ActionKind(StrEnum):
@@ -23,8 +26,7 @@ class ActionKind(StrEnum):
     W = "W"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(msgspec.Struct, frozen=True, array_like=True):
     """One computation on a rank: `kind` on `stage` for `microbatch` (its number within the stage's unit replica).
 
     `samples` names the part of the microbatch worked on; None means the whole microbatch. Parts exist where an encoder
@@ -32,9 +34,9 @@ class Action:
     """
 
     kind: ActionKind
-    stage: int
-    microbatch: int
-    samples: tuple[int, ...] | None = None
+    stage: Count
+    microbatch: Count
+    samples: tuple[Count, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +53,6 @@ class Assignment:
         """Hash only the numbers of replicas: this is fast, and caches hold few assignments."""
         return hash(tuple((unit, len(replicas)) for unit, replicas in self.microbatches.items()))
 
-    def to_json(self) -> str:
-        return json.dumps(self.microbatches)
-
-    @classmethod
-    def from_json(cls, text: str) -> Assignment:
-        return cls(
-            {
-                unit: tuple(tuple(tuple(map(read_count, batch)) for batch in replica) for replica in replicas)
-                for unit, replicas in json.loads(text).items()
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -73,35 +63,3 @@ class Schedule:
     """
 
     actions: Mapping[int, tuple[Action, ...]]
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                rank: [[action.kind, action.stage, action.microbatch, action.samples] for action in actions]
-                for rank, actions in self.actions.items()
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> Schedule:
-        return cls(
-            {
-                int(rank): tuple(
-                    Action(
-                        ActionKind(kind),
-                        read_count(stage),
-                        read_count(microbatch),
-                        None if samples is None else tuple(map(read_count, samples)),
-                    )
-                    for kind, stage, microbatch, samples in actions
-                )
-                for rank, actions in json.loads(text).items()
-            }
-        )
-
-
-def read_count(value: Any) -> int:
-    """Return a number (sample, stage, microbatch, count) read from a file. Raises ValueError unless 0 <= int < 2^31."""
-    if type(value) is not int or not 0 <= value < 1 << 31:
-        raise ValueError(f"{value!r} where a whole number from 0 on was expected")
-    return value

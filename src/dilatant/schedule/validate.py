@@ -30,7 +30,6 @@ def validate(
     trainability: Trainability | None = None,
     *,
     samples: Mapping[str, Collection[int]] | None = None,
-    look_ahead: int | None = None,
 ) -> None:
     """Raise ScheduleError listing every problem if the schedule cannot run.
 
@@ -38,12 +37,9 @@ def validate(
     parts of every microbatch cover it once and are the same on all stages of its replica; every rank of a stage runs
     every action exactly once, with a backward exactly where `trainability` has one (without `trainability`: for all
     microbatches of a stage or none); and some order of all actions respects rank order and data edges, else the cycle
-    of waits is printed. With `look_ahead`, such an order must exist even if every directed edge buffers at most that
-    many unconsumed messages.
+    of waits is printed.
     """
-    problems = schedule_problems(
-        plan, assignment, schedule, trainability, samples=samples, look_ahead=look_ahead
-    )
+    problems = schedule_problems(plan, assignment, schedule, trainability, samples=samples)
     if problems:
         raise ScheduleError(str(list_problems("this schedule cannot run:", problems)))
 
@@ -55,7 +51,6 @@ def schedule_problems(
     trainability: Trainability | None = None,
     *,
     samples: Mapping[str, Collection[int]] | None = None,
-    look_ahead: int | None = None,
 ) -> list[str]:
     """Return every problem that `validate` would raise."""
     problems = assignment_problems(plan, assignment, samples)
@@ -71,7 +66,7 @@ def schedule_problems(
         *_rank_problems(arrays, packed),
         *_presence_problems(arrays, packed, trainability),
     ]
-    _, missing, disorder = try_build(plan, assignment, schedule, look_ahead)
+    _, missing, disorder = try_build(plan, assignment, schedule)
     return [*presence, *([] if presence else missing), *disorder]
 
 

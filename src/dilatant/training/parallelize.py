@@ -42,10 +42,10 @@ from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_samples import PlannedSamples
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule import FAMILIES
 from dilatant.schedule.assignment.assign import POLICIES, Policy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching
+from dilatant.schedule.families import FAMILIES
 from dilatant.training.cuts import Cutter
 
 MOST_BATCHES = 4

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.comm.launch import Worker
@@ -400,9 +402,9 @@ class Trainer:
 
     def data_waits(self) -> tuple[DataWait, ...]:
         """Gather how long each rank waited for samples before the last step; called by all ranks."""
-        own = None if self._data_wait is None else self._data_wait.to_row()
+        own = msgspec.to_builtins(self._data_wait)
         rows = all_gather_object(self.comm, own)
-        return tuple(DataWait.from_row(row) for row in rows if row is not None)
+        return msgspec.convert([row for row in rows if row is not None], tuple[DataWait, ...])
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot continue: ranks that wait for it raise. Never raises."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dilatant.attention.masks.blocks import BlockTable, block_table
 from dilatant.attention.masks.mask import TOGETHER, AttentionMask
-from dilatant.attention.masks.work import WorkList, work_list
+from dilatant.attention.masks.work import work_list
 
 
 class MaskTensors(NamedTuple):
@@ -50,9 +50,6 @@ class AttentionPlan:
         self.keys = mask if keys is None else keys
         self._parent: AttentionPlan | None = None
         self._windows: dict[int | None, AttentionPlan] = {mask.window: self}
-        self._tables: dict[tuple[int, int, bool], BlockTable] = {}
-        self._work: dict[tuple, DeviceWork] = {}
-        self._tensors: dict[torch.device, MaskTensors] = {}
         self._remembered: dict[Any, Any] = {}
         self.has_together = bool((mask.runs.field & TOGETHER).any())
 
@@ -75,57 +72,45 @@ class AttentionPlan:
 
     def table(self, row_block: int, column_block: int, transposed: bool = False) -> BlockTable:
         """Return the block table of queries by keys, or of keys by queries if `transposed`."""
-        key = (row_block, column_block, transposed)
-        if key not in self._tables:
+
+        def make(plan: AttentionPlan) -> BlockTable:
             if transposed:
-                self._tables[key] = self.table(column_block, row_block).transposed()
-            else:
-                keys = None if self.keys is self.mask else self.keys
-                self._tables[key] = block_table(self.mask, row_block, column_block, keys=keys)
-        return self._tables[key]
+                return plan.table(column_block, row_block).transposed()
+            return block_table(plan.mask, row_block, column_block, keys=plan.keys)
+
+        table: BlockTable = self.remember(("table", row_block, column_block, transposed), make)
+        return table
 
     def work(
         self,
         device: torch.device,
-        row_block: int,
-        column_block: int,
+        block: int,
         copies: int,
         processors: int,
         *,
         transposed: bool = False,
-        copy_cost: int = 1,
-        smallest_piece_tokens: int | None = None,
+        **options: int,
     ) -> DeviceWork:
-        """Return the work list of a launch (see `work_list`) on `device`."""
-        key = (
-            device,
-            row_block,
-            column_block,
-            copies,
-            processors,
-            transposed,
-            copy_cost,
-            smallest_piece_tokens,
-        )
-        if key not in self._work:
-            options = (
-                {} if smallest_piece_tokens is None else {"smallest_piece_tokens": smallest_piece_tokens}
-            )
-            table = self.table(row_block, column_block, transposed)
-            self._work[key] = _upload(
-                work_list(table, copies, processors, copy_cost=copy_cost, **options), device
-            )
-        return self._work[key]
+        """Return the work list of a launch (see `work_list` for the options) on `device`."""
+
+        def make(plan: AttentionPlan) -> DeviceWork:
+            work = work_list(plan.table(block, block, transposed), copies, processors, **options)
+            arrays = (upload(array, device) for array in (work.units, work.intervals, work.splits))
+            return DeviceWork(*arrays, work.num_slots)
+
+        key = "work", device, block, copies, processors, transposed, *sorted(options.items())
+        work: DeviceWork = self.remember(key, make)
+        return work
 
     def tensors(self, device: torch.device) -> MaskTensors:
         """Return the mask's words and positions on `device`; they are the same for every window width."""
-        if self._parent is not None:
-            return self._parent.tensors(device)
-        if device not in self._tensors:
-            query = _words(self.mask, device)
-            key = query if self.keys is self.mask else _words(self.keys, device)
-            self._tensors[device] = MaskTensors(*query, *key)
-        return self._tensors[device]
+
+        def make(plan: AttentionPlan) -> MaskTensors:
+            query = _words(plan.mask, device)
+            return MaskTensors(*query, *(query if plan.keys is plan.mask else _words(plan.keys, device)))
+
+        words: MaskTensors = (self._parent or self).remember(("words", device), make)
+        return words
 
     def remember(self, key: Any, make: Callable[[AttentionPlan], Any]) -> Any:
         """Return `make(plan)`, computed once and cached under `key`: for values that a backend derives from the
@@ -146,15 +131,6 @@ def as_plan(mask: AttentionMask | AttentionPlan) -> AttentionPlan:
 
 def _words(mask: AttentionMask, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return upload(mask.fields, device), upload(mask.positions, device)
-
-
-def _upload(work: WorkList, device: torch.device) -> DeviceWork:
-    return DeviceWork(
-        upload(work.units, device),
-        upload(work.intervals, device),
-        upload(work.splits, device),
-        work.num_slots,
-    )
 
 
 def upload(array: NDArray, device: torch.device) -> torch.Tensor:

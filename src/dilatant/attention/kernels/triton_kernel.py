@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,17 @@ class _Inputs(NamedTuple):
     grad_output: torch.Tensor
     logsumexp: torch.Tensor
     delta: torch.Tensor
+
+
+class _Launch(NamedTuple):
+    """Settings of one kernel's launch."""
+
+    plan: AttentionPlan
+    scores: Scores
+    tuning: Tuning
+    tile: Tile
+    work: DeviceWork
+    head_dim: int
 
 
 def kernel(tuning: Tuning | None = None) -> Kernel:
@@ -84,36 +95,17 @@ def forward(
     shape = (work.num_slots, heads, tuning.block)
     partial_output = _partial((*shape, head_dim), query)
     partial_logsumexp = _partial(shape, query)
-    words = plan.tensors(query.device)
-    inner, outer = score_factors(scores)
-    forward_kernel[(work.units.shape[0] * (tuning.block // tile.queries) * heads,)](
-        _source(query, tile.queries, tuning),
-        _source(key, tile.keys, tuning),
-        _source(value, tile.keys, tuning),
-        output,
-        logsumexp,
-        partial_output,
-        partial_logsumexp,
-        sinks,
-        work.units,
-        work.intervals,
-        *words,
-        work.units.shape[0],
-        tokens,
-        key.shape[0],
-        plan.mask.window or 0,
-        inner,
-        outer,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
+    _launch(
+        forward_kernel,
+        (query, key, value),
+        (output, logsumexp, partial_output, partial_logsumexp, sinks),
+        score_factors(scores),
+        _Launch(plan, scores, tuning, tile, work, head_dim),
+        (tile.queries, heads),
         QUERY_HEADS=heads,
         GROUP=heads // kv_heads,
         SECTION=_section(key) * (heads // kv_heads),
-        BLOCK_M=tile.queries,
-        BLOCK_N=tile.keys,
         SINKS=sinks is not None,
-        **_constants(tile, tuning, plan, scores, head_dim),
     )
     if work.num_slots:
         join_forward_kernel[(work.splits.shape[0], heads, tuning.block // JOIN_TOKENS)](
@@ -186,37 +178,19 @@ def _grad_query(
 ) -> None:
     query, key, value, grad_output, logsumexp, delta = inputs
     tile = tuning.grad_query
-    tokens, heads, head_dim = grad_query.shape
+    _, heads, head_dim = grad_query.shape
     work = _work(plan, query, tuning, heads)
     partial = _partial((work.num_slots, heads, tuning.block, head_dim), query)
-    grad_query_kernel[(work.units.shape[0] * (tuning.block // tile.queries) * heads,)](
-        _source(query, tile.queries, tuning),
-        _source(key, tile.keys, tuning),
-        _source(value, tile.keys, tuning),
-        _source(grad_output, tile.queries, tuning),
-        logsumexp,
-        delta,
-        grad_query,
-        partial,
-        work.units,
-        work.intervals,
-        *plan.tensors(query.device),
-        work.units.shape[0],
-        tokens,
-        key.shape[0],
-        plan.mask.window or 0,
-        scores.scale,
-        *score_factors(scores),
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *grad_output.stride()[:2],
+    _launch(
+        grad_query_kernel,
+        (query, key, value, grad_output),
+        (logsumexp, delta, grad_query, partial),
+        (scores.scale, *score_factors(scores)),
+        _Launch(plan, scores, tuning, tile, work, head_dim),
+        (tile.queries, heads),
         QUERY_HEADS=heads,
         GROUP=heads // key.shape[1],
         SECTION=_section(key) * (heads // key.shape[1]),
-        BLOCK_M=tile.queries,
-        BLOCK_N=tile.keys,
-        **_constants(tile, tuning, plan, scores, head_dim),
     )
     _add_parts(grad_query, partial, work, tuning)
 
@@ -236,36 +210,16 @@ def _grad_key_value(
     work = _work(plan, query, tuning, kv_heads, transposed=True, copy_cost=group)
     shape = (work.num_slots, kv_heads, tuning.block, head_dim)
     partial_key, partial_value = _partial(shape, query), _partial(shape, query)
-    grad_key_value_kernel[(work.units.shape[0] * (tuning.block // tile.keys) * kv_heads,)](
-        _source(query, tile.queries, tuning),
-        _source(key, tile.keys, tuning),
-        _source(value, tile.keys, tuning),
-        _source(grad_output, tile.queries, tuning),
-        logsumexp,
-        delta,
-        grad_key,
-        grad_value,
-        partial_key,
-        partial_value,
-        work.units,
-        work.intervals,
-        *plan.tensors(query.device),
-        work.units.shape[0],
-        query.shape[0],
-        key.shape[0],
-        plan.mask.window or 0,
-        scores.scale,
-        *score_factors(scores),
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *grad_output.stride()[:2],
+    _launch(
+        grad_key_value_kernel,
+        (query, key, value, grad_output),
+        (logsumexp, delta, grad_key, grad_value, partial_key, partial_value),
+        (scores.scale, *score_factors(scores)),
+        _Launch(plan, scores, tuning, tile, work, head_dim),
+        (tile.keys, kv_heads),
         KV_HEADS=kv_heads,
         GROUP=group,
         SECTION=_section(query, group),
-        BLOCK_M=tile.queries,
-        BLOCK_N=tile.keys,
-        **_constants(tile, tuning, plan, scores, head_dim),
     )
     _add_parts(grad_key, partial_key, work, tuning)
     _add_parts(grad_value, partial_value, work, tuning)
@@ -293,40 +247,63 @@ def _tuning(query: torch.Tensor) -> Tuning:
     return tuning_for(query.shape[2], query.element_size(), capability)
 
 
-def _constants(tile: Tile, tuning: Tuning, plan: AttentionPlan, scores: Scores, head_dim: int) -> dict:
-    """Return the compile-time settings common to the kernels."""
-    return {
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": padded_head_dim(head_dim),
-        "ROW_BLOCK": tuning.block,
-        "TOGETHER": plan.has_together,
-        "WINDOWED": plan.mask.window is not None,
-        "SOFTCAP": scores.softcap is not None,
-        "TMA": tuning.tma,
-        "PRECISION": PRECISION,
-        "STAGES": tile.stages,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+def _launch(
+    kernel: Any,
+    sources: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor | None],
+    factors: Sequence[float],
+    launch: _Launch,
+    parts_and_heads: tuple[int, int],
+    **constants: Any,
+) -> None:
+    """Launch an attention kernel: the arguments that all kernels share, in their common order.
+
+    `sources`: queries, keys, values and, in a backward, gradients of the output. `parts_and_heads`: rows of a program,
+    and heads of the grid.
+    """
+    plan, scores, tuning, tile, work, head_dim = launch
+    rows, heads = parts_and_heads
+    tiles = tile.queries, tile.keys, tile.keys, tile.queries
+    num_units = work.units.shape[0]
+    kernel[(num_units * (tuning.block // rows) * heads,)](
+        *(_source(source, size, tuning) for source, size in zip(sources, tiles)),
+        *others,
+        work.units,
+        work.intervals,
+        *plan.tensors(sources[0].device),
+        num_units,
+        sources[0].shape[0],
+        sources[1].shape[0],
+        plan.mask.window or 0,
+        *factors,
+        *(stride for source in sources for stride in source.stride()[:2]),
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=padded_head_dim(head_dim),
+        ROW_BLOCK=tuning.block,
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        TOGETHER=plan.has_together,
+        WINDOWED=plan.mask.window is not None,
+        SOFTCAP=scores.softcap is not None,
+        TMA=tuning.tma,
+        PRECISION=PRECISION,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **constants,
+    )
 
 
 def _work(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    tuning: Tuning,
-    copies: int,
-    transposed: bool = False,
-    copy_cost: int = 1,
+    plan: AttentionPlan, query: torch.Tensor, tuning: Tuning, copies: int, **options: Any
 ) -> DeviceWork:
     return plan.work(
         query.device,
         tuning.block,
-        tuning.block,
         copies,
         tuning.processors or _processors(query.device),
-        transposed=transposed,
-        copy_cost=copy_cost,
         smallest_piece_tokens=tuning.smallest_piece_tokens,
+        **options,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dilatant.attention.masks.work import SMALLEST_PIECE_TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -30,7 +32,7 @@ class Tuning:
     block: int = 128
     tma: bool = False
     processors: int | None = None
-    smallest_piece_tokens: int | None = None
+    smallest_piece_tokens: int = SMALLEST_PIECE_TOKENS
 
     def __post_init__(self) -> None:
         for name in ("forward", "grad_query", "grad_key_value"):

@@ -2,19 +2,18 @@
 
 They are computed from runs, so neither tokens x tokens nor blocks x blocks is ever stored. Tables are always sound: an
 empty block hides no visible pair, a full block contains no hidden one. They are exact (see `BlockTable.exact`) unless a
-row needs more intervals than allowed or the mask is extremely ragged.
+row needs more intervals than allowed or the mask is as ragged as noise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from dilatant.attention.masks.mask import SAMPLE, SAMPLE_SHIFT, AttentionMask, MaskError, Runs
+from dilatant.attention.masks.mask import MAX_SAMPLES, SAMPLE, SAMPLE_SHIFT, AttentionMask, MaskError, Runs
 
 
 class BlockKind(IntEnum):
@@ -23,14 +22,6 @@ class BlockKind(IntEnum):
     EMPTY = 0
     PARTIAL = 1
     FULL = 2
-
-
-class BlockIntervals(NamedTuple):
-    """Intervals of one kind in compressed rows: row r has `offsets[r] : offsets[r + 1]`. All int32."""
-
-    offsets: NDArray[np.int32]
-    start: NDArray[np.int32]
-    length: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,34 +70,6 @@ class BlockTable:
     def nbytes(self) -> int:
         return self.offsets.nbytes + self.start.nbytes + self.length.nbytes + self.kind.nbytes
 
-    def select(self, kind: BlockKind) -> BlockIntervals:
-        """Return the intervals of one kind, for kernels that loop over full and partial blocks separately."""
-        kept = self.kind == kind
-        before = np.concatenate([[0], np.cumsum(kept)])
-        return BlockIntervals(before[self.offsets].astype(np.int32), self.start[kept], self.length[kept])
-
-    def take(self, rows: ArrayLike) -> BlockTable:
-        """Return the table of the row blocks `rows`, in that order: the blocks on a context-parallel rank.
-
-        A short last block may be taken only as the last row.
-        """
-        rows = np.asarray(rows, dtype=np.int64)
-        short = self.row_tokens % self.row_block
-        if short and (rows[:-1] == self.num_rows - 1).any():
-            raise MaskError(f"the short last block ({short} tokens) must stay last on its rank")
-        counts = np.diff(self.offsets)[rows]
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        picked = np.repeat(self.offsets[rows] - offsets[:-1], counts) + np.arange(offsets[-1])
-        lost = self.row_block - short if short and rows.size and rows[-1] == self.num_rows - 1 else 0
-        return replace(
-            self,
-            offsets=offsets.astype(np.int32),
-            start=self.start[picked],
-            length=self.length[picked],
-            kind=self.kind[picked],
-            row_tokens=rows.size * self.row_block - lost,
-        )
-
     def transposed(self, max_intervals: int = 512) -> BlockTable:
         """Return the transposed table (rows are key blocks), for the gradients of keys and values."""
         from dilatant.attention.masks.sweep import join_nearest
@@ -124,21 +87,6 @@ class BlockTable:
             column_tokens=self.row_tokens,
             exact=self.exact and exact,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCost:
-    """Cost of attention per query block, in any one unit (seconds, block pairs).
-
-    The defaults are not fitted: they charge one per key block, as the papers do. `python benchmarks/attention.py` times
-    every rank's shard on the present machine and prints the fitted weights. `full` and `partial` are per key block
-    visited; they are separate because masking costs time. `linear` is per query block: its projections and MLP, so that
-    ranks are balanced over the layer rather than over its attention.
-    """
-
-    full: float = 1
-    partial: float = 1
-    linear: float = 0
 
 
 def block_table(
@@ -171,38 +119,15 @@ def block_table(
 
 
 def block_workloads(
-    mask: AttentionMask,
-    block: int = 128,
-    key_block: int | None = None,
-    *,
-    keys: AttentionMask | None = None,
-    cost: BlockCost = BlockCost(),
-) -> NDArray:
-    """Return the work of each block of query tokens: `[blocks]`, int64 if the costs are integers, else float64.
-
-    By default this is the number of key blocks with at least one visible pair (Cornstarch, the thesis, algorithm 1). A
-    short last block is charged like a whole one, as a kernel computes it; only its linear part is proportional.
-    """
-    keys = mask if keys is None else keys
+    mask: AttentionMask, block: int = 128, key_block: int | None = None, *, keys: AttentionMask | None = None
+) -> NDArray[np.int64]:
+    """Return the work of each block of query tokens, int64 `[blocks]`: the number of key blocks with at least one
+    visible pair (Cornstarch, the thesis, algorithm 1). A short last block is charged like a whole one, as a kernel
+    computes it."""
     key_block = block if key_block is None else key_block
     _check_blocks(block, key_block)
-    _, _, _, counts = _sweep(mask, keys, block, key_block, False, 0)
-    work = counts[:, 0] * cost.full + counts[:, 1] * cost.partial
-    if cost.linear:
-        work = work + cost.linear
-        short = mask.num_tokens % block
-        if short:
-            work = work.astype(np.float64)
-            work[-1] -= cost.linear * (1 - short / block)
-    return work
-
-
-def block_samples(mask: AttentionMask, block: int = 128) -> NDArray[np.int64]:
-    """Return the sample of each block's first token: int64 `[blocks]`; the documents of `place_blocks`."""
-    _check_blocks(block, block)
-    first = np.arange(0, mask.num_tokens, block)
-    run = np.searchsorted(mask.runs.start, first, side="right") - 1
-    return (mask.runs.field[run] & SAMPLE) >> SAMPLE_SHIFT
+    _, _, _, counts = _sweep(mask, mask if keys is None else keys, block, key_block, False, 0)
+    return counts.sum(axis=1)
 
 
 def _check_blocks(block: int, key_block: int) -> None:
@@ -226,24 +151,45 @@ def _size(block: int) -> tuple[int, int]:
 def _sweep(
     mask: AttentionMask, keys: AttentionMask, block: int, key_block: int, store: bool, most: int
 ) -> tuple[bool, NDArray, NDArray, NDArray]:
-    from dilatant.attention.masks import summary, sweep
+    """Return exactness, offsets, intervals and counts as `sweep.sweep` does; for masks as ragged as noise, whose sweep
+    would cost tokens x tokens, those of `_by_sample`."""
+    from dilatant.attention.masks import sweep
 
     query_runs = _packed(mask.runs)
     key_runs = query_runs if keys is mask else _packed(keys.runs)
     window = -1 if mask.window is None else mask.window
     tokens = mask.num_tokens, keys.num_tokens
-    # Past this many steps the sweep costs more than classifying every pair of blocks from summaries.
     budget = max(1 << 22, -(-tokens[0] // block) * -(-tokens[1] // key_block))
     finished, exact, offsets, intervals, counts = sweep.sweep(
         query_runs, key_runs, window, _size(block), _size(key_block), *tokens, store, most, budget
     )
-    if not finished:
-        offsets, intervals, counts = summary.classify(
-            query_runs, key_runs, window, block, key_block, *tokens, store
-        )
-        if store:
-            offsets, intervals, _ = sweep.join_nearest(offsets, intervals, most)
-    return exact, offsets, intervals, counts
+    return (
+        (exact, offsets, intervals, counts)
+        if finished
+        else (False, *_by_sample(mask, keys, block, key_block))
+    )
+
+
+def _by_sample(
+    mask: AttentionMask, keys: AttentionMask, block: int, key_block: int
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Return offsets, intervals and counts in which each query block visits, masked, all key blocks between the first
+    and the last token of its samples."""
+    low, high = np.full(MAX_SAMPLES, keys.num_tokens), np.zeros(MAX_SAMPLES, np.int64)
+    runs, sample = keys.runs, (keys.runs.field & SAMPLE) >> SAMPLE_SHIFT
+    np.minimum.at(low, sample, runs.start // key_block)
+    np.maximum.at(high, sample, -(-(runs.start + runs.length) // key_block))
+    runs, num_rows = mask.runs, -(-mask.num_tokens // block)
+    first, end = runs.start // block, -(-(runs.start + runs.length) // block)
+    sample = np.repeat((runs.field & SAMPLE) >> SAMPLE_SHIFT, end - first)
+    row = np.arange(sample.size) - np.repeat(np.cumsum(end - first) - end, end - first)
+    begin, stop = np.full(num_rows, keys.num_tokens), np.zeros(num_rows, np.int64)
+    np.minimum.at(begin, row, low[sample])
+    np.maximum.at(stop, row, high[sample])
+    sees = stop > begin
+    length = np.where(sees, stop - begin, 0)
+    intervals = np.stack([begin, length, np.full(num_rows, BlockKind.PARTIAL)], axis=1)[sees]
+    return np.append(0, np.cumsum(sees)), intervals, np.stack([np.zeros_like(length), length], axis=1)
 
 
 def _columns(offsets: NDArray, intervals: NDArray) -> dict:

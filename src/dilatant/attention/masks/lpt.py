@@ -1,4 +1,4 @@
-"""Compiled loops of placement: sorting, the heap, swaps, and chunks of documents.
+"""Compiled loops of placement: sorting, the heap, and swaps.
 
 Workloads are non-negative int64. Everything here is deterministic, ties included, so that all ranks derive the same
 placement independently.
@@ -60,8 +60,8 @@ def _replace_top(heap, size, key):
 
 
 @njit(cache=True, error_model="numpy")
-def assign_longest_first(work, order, num_ranks, rank_bits, equal_counts):
-    """Assign each item of `order` to the least loaded rank; with `equal_counts` item counts differ by one at most.
+def assign_longest_first(work, order, num_ranks, rank_bits):
+    """Assign each item of `order` to the least loaded rank; item counts differ by one at most.
 
     A heap key is load << rank_bits | rank; with rank_bits for the rank, the total of `work` must fit in 63 bits.
     Returns the rank of every item.
@@ -69,8 +69,8 @@ def assign_longest_first(work, order, num_ranks, rank_bits, equal_counts):
     size = work.shape[0]
     rank_of = np.empty(size, np.int32)
     counts = np.zeros(num_ranks, np.int64)
-    base = size // num_ranks if equal_counts else size
-    extra = size % num_ranks if equal_counts else 0  # ranks that may hold one item more than `base`
+    base = size // num_ranks
+    extra = size % num_ranks  # ranks that may hold one item more than `base`
     heap = np.arange(num_ranks)
     ranks_left = num_ranks
     for item in order:
@@ -159,57 +159,3 @@ def swap_to_even(work, order, rank_of, num_ranks, enough, budget):
         while best_j > first[best_rank] and work[items[best_j]] > work[items[best_j - 1]]:
             items[best_j], items[best_j - 1] = items[best_j - 1], items[best_j]
             best_j -= 1
-
-
-@njit(cache=True, error_model="numpy")
-def cut_documents(work, documents, limit):
-    """Return chunks of neighbouring blocks of one document, each of at most `limit` work unless it is a single block.
-
-    Returns the chunk of every block, in row order, and the work of every chunk.
-    """
-    size = work.shape[0]
-    chunk_of = np.empty(size, np.int64)
-    chunk_work = np.zeros(size, np.int64)
-    chunk = -1
-    for block in range(size):
-        joins = (
-            block and documents[block] == documents[block - 1] and chunk_work[chunk] + work[block] <= limit
-        )
-        if not joins:
-            chunk += 1
-        chunk_of[block] = chunk
-        chunk_work[chunk] += work[block]
-    return chunk_of, chunk_work[: chunk + 1]
-
-
-@njit(cache=True, error_model="numpy")
-def assign_chunks(work, chunk_of, order, num_ranks, equal_counts):
-    """Assign each chunk of `order` to the least loaded rank with room for it, else block by block; return each block's
-    rank."""
-    size = work.shape[0]
-    rank_of = np.empty(size, np.int32)
-    loads = np.zeros(num_ranks, np.int64)
-    counts = np.zeros(num_ranks, np.int64)
-    base = size // num_ranks if equal_counts else size
-    extra = size % num_ranks if equal_counts else 0  # ranks that may hold one block more than `base`
-    first = np.searchsorted(chunk_of, np.arange(order.shape[0] + 1))
-    for chunk in order:
-        start, end = first[chunk], first[chunk + 1]
-        length = end - start
-        while start < end:
-            best = -1
-            for rank in range(num_ranks):
-                room = base + (1 if extra or counts[rank] > base else 0) - counts[rank]
-                if room >= length and (best < 0 or loads[rank] < loads[best]):
-                    best = rank
-            if best < 0:
-                length = 1
-                continue
-            for block in range(start, start + length):
-                if counts[best] == base:
-                    extra -= 1
-                rank_of[block] = best
-                counts[best] += 1
-                loads[best] += work[block]
-            start += length
-    return rank_of

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dilatant.attention.masks.blocks import BlockTable, block_samples, block_workloads
+from dilatant.attention.masks.blocks import block_workloads
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.config.errors import UserError
 
-POLICIES = ("lpt", "zigzag", "contiguous", "random", "document_affine")
+POLICIES = ("contiguous", "zigzag", "lpt")
+"""Policies of placement, the simplest first."""
 
 LARGEST_BLOCK = 128
 BLOCKS_PER_RANK = 4
@@ -51,11 +52,6 @@ class Placement:
         return np.bincount(self.rank_of_block, minlength=self.num_ranks)
 
     @property
-    def permutation(self) -> NDArray[np.int64]:
-        """All blocks, those of rank 0 first, each rank's in row order: int64 `[blocks]`."""
-        return np.argsort(self.rank_of_block, kind="stable")
-
-    @property
     def gap(self) -> float:
         """Upper bound of the relative excess over the best possible maximal load: max / bound - 1."""
         return float(self.loads.max() / self.bound - 1) if self.bound else 0.0
@@ -82,36 +78,18 @@ class Placement:
         return tokens[tokens < num_tokens]
 
 
-def place_blocks(
-    workloads: ArrayLike,
-    num_ranks: int,
-    policy: str = "lpt",
-    *,
-    equal_counts: bool = True,
-    documents: ArrayLike | None = None,
-    max_chunk: float = 0.25,
-    seed: int = 0,
-) -> Placement:
-    """Place blocks of query tokens on ranks.
+def place_blocks(workloads: ArrayLike, num_ranks: int, policy: str = "lpt") -> Placement:
+    """Place blocks of query tokens on ranks; block counts of ranks differ by one at most.
 
     Policies:
+        contiguous: one chunk per rank.
+        zigzag: 2 x ranks contiguous chunks; rank r holds chunks r and 2 x ranks - 1 - r: balanced for causal masks.
         lpt: the heaviest block first, to the least loaded rank that has room, then swaps of two blocks between the
             most loaded rank and another while they help. With tens of blocks per rank, within a thousandth of the
             bound.
-        zigzag: 2 x ranks contiguous chunks; rank r holds chunks r and 2 x ranks - 1 - r: balanced for causal masks.
-        contiguous: one chunk per rank.
-        random: drawn from `seed`; a baseline, never the default.
-        document_affine: neighbouring blocks of one document, at most `max_chunk` of the mean load, stay together,
-            so that a rank needs the keys of few documents (see `needed_keys`). Within a few hundredths of the
-            bound. Needs `documents`.
 
-    Args:
-        workloads: `[blocks]`, non-negative; see `block_workloads`.
-        equal_counts: block counts per rank differ by one at most; zigzag, contiguous and random always have equal
-            counts.
-        documents: the document of each block, `[blocks]`; see `block_samples`.
-
-    Raises PlacementError on an unknown policy, a workload that is negative or not finite, no rank, or no documents.
+    `workloads`: `[blocks]`, non-negative; see `block_workloads`. Raises PlacementError on an unknown policy, a workload
+    that is negative or not finite, or no rank.
     """
     work = np.ascontiguousarray(workloads)
     if work.ndim != 1:
@@ -125,18 +103,13 @@ def place_blocks(
     if work.size and not (work.min() >= 0 and work.max() < np.inf):
         block = int(np.argmin(np.where(np.isfinite(work), work, -1)))
         problems.append(f"workload {work[block]} of block {block} is not a finite number from 0 up")
-    if policy == "document_affine" and (documents is None or np.shape(documents) != work.shape):
-        problems.append("document_affine needs `documents`, the document of every block (see block_samples)")
     if problems:
         raise PlacementError("; ".join(problems))
 
-    if policy in ("zigzag", "contiguous", "random"):
-        rank_of = _by_place(work.size, num_ranks, policy, seed)
-    elif policy == "document_affine":
-        rank_of = _by_document(work, np.asarray(documents, np.int64), num_ranks, equal_counts, max_chunk)
-    else:
-        rank_of = _by_load(work, num_ranks, equal_counts)
-    return Placement(rank_of, _loads(work, rank_of, num_ranks), _bound(work, num_ranks))
+    rank_of = _by_load(work, num_ranks) if policy == "lpt" else _by_place(work.size, num_ranks, policy)
+    loads = np.zeros(num_ranks, dtype=work.dtype)
+    np.add.at(loads, rank_of, work)
+    return Placement(rank_of, loads, _bound(work, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,9 +126,6 @@ class PlacedRow:
         return np.repeat(self.placement.rank_of_block, self.block)[: self.num_tokens]
 
 
-ROW_POLICIES = ("contiguous", "zigzag", "document_affine", "lpt")
-"""Policies for placing a row, the simplest first."""
-
 _CLOSE = 1.01
 """Maximal loads within this ratio count as equal in time."""
 
@@ -163,36 +133,22 @@ _CLOSE = 1.01
 def place_row(mask: AttentionMask, num_ranks: int, policy: str = "auto") -> PlacedRow:
     """Place the tokens of a row with this mask on ranks; deterministic, so every rank gets the same result.
 
-    A row of fewer tokens than ranks leaves some ranks without any. `policy` is one of `ROW_POLICIES`, or "auto": the
-    first of these whose attention time equals that of the best. All other work of a rank depends only on its number of
-    tokens and on the row's, which are equal under all policies.
+    A row of fewer tokens than ranks leaves some ranks without any. `policy` is one of `POLICIES`, or "auto": the first
+    of these whose attention time equals that of the best. All other work of a rank depends only on its number of tokens
+    and on the row's, which are equal under all policies.
     """
     block = LARGEST_BLOCK
     while block > 1 and block * BLOCKS_PER_RANK * num_ranks > mask.num_tokens:
         block //= 2
     work = block_workloads(mask, block)
-    documents = block_samples(mask, block)
-    policies = ROW_POLICIES if policy == "auto" else (policy,)
     placed: list[Placement] = []
-    for each in policies:
-        placed.append(place_blocks(work, num_ranks, each, documents=documents))
+    for each in POLICIES if policy == "auto" else (policy,):
+        placed.append(place_blocks(work, num_ranks, each))
         if placed[-1].gap <= _CLOSE - 1:  # no policy can be better
             return PlacedRow(placed[-1], block, mask.num_tokens)
     best = min(placement.loads.max() for placement in placed)
     chosen = next(placement for placement in placed if placement.loads.max() <= best * _CLOSE)
     return PlacedRow(chosen, block, mask.num_tokens)
-
-
-def needed_keys(table: BlockTable, placement: Placement) -> NDArray[np.bool_]:
-    """Return the key blocks that each rank's queries see at all: `[ranks, key blocks]`.
-
-    A rank would fetch exactly these blocks if only needed keys were sent; `table` is the table of the whole row.
-    """
-    rank = np.repeat(placement.rank_of_block, np.diff(table.offsets))
-    opened = np.zeros((placement.num_ranks, table.num_columns + 1), dtype=np.int64)
-    np.add.at(opened, (rank, table.start), 1)
-    np.add.at(opened, (rank, table.start + table.length), -1)
-    return np.cumsum(opened, axis=1)[:, :-1] > 0
 
 
 def _bound(work: NDArray, num_ranks: int) -> float:
@@ -203,54 +159,25 @@ def _bound(work: NDArray, num_ranks: int) -> float:
     return float(max(mean, work.max()))
 
 
-def _loads(work: NDArray, rank_of: NDArray[np.int32], num_ranks: int) -> NDArray:
-    loads = np.zeros(num_ranks, dtype=work.dtype)
-    np.add.at(loads, rank_of, work)
-    return loads
-
-
-def _by_place(blocks: int, num_ranks: int, policy: str, seed: int) -> NDArray[np.int32]:
+def _by_place(blocks: int, num_ranks: int, policy: str) -> NDArray[np.int32]:
     counts = np.full(num_ranks, blocks // num_ranks)
     counts[: blocks % num_ranks] += 1
     ranks = np.arange(num_ranks, dtype=np.int32)
-    if policy == "zigzag":
-        heads = np.repeat(ranks, (counts + 1) // 2)
-        return np.concatenate([heads, np.repeat(ranks[::-1], counts[::-1] // 2)])
-    rank_of = np.repeat(ranks, counts)
-    return np.random.default_rng(seed).permutation(rank_of) if policy == "random" else rank_of
+    if policy == "contiguous":
+        return np.repeat(ranks, counts)
+    heads = np.repeat(ranks, (counts + 1) // 2)
+    return np.concatenate([heads, np.repeat(ranks[::-1], counts[::-1] // 2)])
 
 
-def _by_load(work: NDArray, num_ranks: int, equal_counts: bool) -> NDArray[np.int32]:
+def _by_load(work: NDArray, num_ranks: int) -> NDArray[np.int32]:
     """Place blocks longest first, then swap to recover the balance that equal counts cost."""
     from dilatant.attention.masks import lpt
 
     units, rank_bits = _integer_units(work, num_ranks)
     least = int(_bound(units, num_ranks))
     order = lpt.descending(units)
-    rank_of = lpt.assign_longest_first(units, order, num_ranks, rank_bits, equal_counts)
-    enough = least + (least >> 14)
-    lpt.swap_to_even(units, order, rank_of, num_ranks, enough, _SWAP_STEPS + 8 * work.size)
-    return rank_of
-
-
-def _by_document(
-    work: NDArray, documents: NDArray[np.int64], num_ranks: int, equal_counts: bool, max_chunk: float
-) -> NDArray[np.int32]:
-    """Place chunks of documents, longest first; with equal counts, swap single blocks until 1/64 above the bound, below
-    which balance costs more locality than it gains."""
-    from dilatant.attention.masks import lpt
-
-    units, _ = _integer_units(work, num_ranks)
-    chunk_of, chunk_units = lpt.cut_documents(
-        units, documents, int(max_chunk * float(units.sum()) / num_ranks)
-    )
-    rank_of = lpt.assign_chunks(units, chunk_of, lpt.descending(chunk_units), num_ranks, equal_counts)
-    if equal_counts:
-        least = int(_bound(units, num_ranks))
-        order = lpt.descending(units)
-        lpt.swap_to_even(
-            units, order, rank_of, num_ranks, least + (least >> 6), _SWAP_STEPS + 256 * work.size
-        )
+    rank_of = lpt.assign_longest_first(units, order, num_ranks, rank_bits)
+    lpt.swap_to_even(units, order, rank_of, num_ranks, least + (least >> 14), _SWAP_STEPS + 8 * work.size)
     return rank_of
 
 

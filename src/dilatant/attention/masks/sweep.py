@@ -90,11 +90,13 @@ def _lower_bound(values, order, low, high, value):
 
 
 @njit(cache=True, error_model="numpy")
-def _append_stretches(stretches, used, order, low, high, wanted, start, length, field, position):
+def _append_stretches(stretches, used, order, low, high, wanted, runs):
     """Append the runs of `order[low:high]` with modalities in `wanted`, joined if tokens and positions are contiguous.
 
-    A stretch is (first token, end token, first position). The caller has made room. Returns the number of stretches.
+    `runs` are start, length, word and position of all runs. A stretch is (first token, end token, first position). The
+    caller has made room. Returns the number of stretches.
     """
+    start, length, field, position = runs
     begin = used
     for place in range(low, high):
         run = order[place]
@@ -269,41 +271,21 @@ def _bounds(first, beyond, causal, window):
 
 
 @njit(cache=True, error_model="numpy")
-def _sweep_run(
-    token,
-    end,
-    position,
-    causal,
-    window,
-    stretches,
-    group_low,
-    group_high,
-    own_low,
-    own_high,
-    some,
-    num_some,
-    every,
-    num_every,
-    seen,
-    seen_own,
-    room,
-    query_block,
-    query_tokens,
-    key_block,
-    key_tokens,
-    store,
-    most,
-    intervals,
-    used,
-    offsets,
-    counts,
-):
-    """Process tokens `token` to `end` of one run, block by block; the caller has made room for entries and intervals.
+def _sweep_run(piece, causal, window, stretches, bounds, buffers, filled, sizes, store, most, table, used):
+    """Process some tokens of one run, block by block; the caller has made room for entries and intervals.
 
-    `stretches[group_low:group_high]` are the keys that the run attends to, `stretches[own_low:own_high]` its own
-    instance if that is seen as a whole. `some` and `every` hold the results of the open block's earlier runs. Returns
-    the number of intervals, the fill of `some` and `every`, and whether nothing was joined.
+    `piece`: the first token, the end and the first position. `bounds`: `stretches[group_low:group_high]` are the keys
+    that the run attends to, `stretches[own_low:own_high]` its own instance if that is seen as a whole. `buffers`:
+    `some` and `every` hold the results of the open block's earlier runs, as many as `filled`; the others are for
+    temporary results. `sizes`: blocks and numbers of tokens of queries and keys. `table`: intervals, offsets and
+    counts. Returns the number of intervals, the fill of `some` and `every`, and whether nothing was joined.
     """
+    token, end, position = piece
+    group_low, group_high, own_low, own_high = bounds
+    some, every, seen, seen_own, room = buffers
+    num_some, num_every = filled
+    query_block, query_tokens, key_block, key_tokens = sizes
+    intervals, offsets, counts = table
     size = query_block[0]
     exact = True
     while token < end:
@@ -365,7 +347,8 @@ def sweep(
     (first key block, key blocks, kind), int32 `[n, 3]`; and the full and partial key blocks `[blocks, 2]` of each query
     block, counted before joining.
     """
-    start, length, field, position = key_runs
+    runs = key_runs[0], key_runs[1], key_runs[2], key_runs[3]
+    field = runs[2]
     sample_of = (field >> _SAMPLE_SHIFT) & _SAMPLES
     instance_of = (field >> _INSTANCE_SHIFT) & _INSTANCES
     attendable = np.flatnonzero(field & _OWN)
@@ -428,16 +411,7 @@ def sweep(
         group_low = group_high = used_stretches
         if attended and word & _LOCAL:
             group_high = _append_stretches(
-                stretches,
-                group_low,
-                by_instance,
-                found_low,
-                found_high,
-                attended,
-                start,
-                length,
-                field,
-                position,
+                stretches, group_low, by_instance, found_low, found_high, attended, runs
             )
             steps += found_high - found_low
         elif attended and low < high:
@@ -453,7 +427,7 @@ def sweep(
                 views[view, 0] = attended
                 views[view, 1] = used_stretches
                 used_stretches = _append_stretches(
-                    stretches, used_stretches, by_sample, low, high, attended, start, length, field, position
+                    stretches, used_stretches, by_sample, low, high, attended, runs
                 )
                 views[view, 2] = used_stretches
                 views[view, 3] = newest_view[sample]
@@ -465,16 +439,7 @@ def sweep(
             if own_low + high - low > stretches.shape[0]:
                 stretches = _grown(stretches, own_low + high - low)
             own_high = _append_stretches(
-                stretches,
-                own_low,
-                by_instance,
-                found_low,
-                found_high,
-                word & _OWN,
-                start,
-                length,
-                field,
-                position,
+                stretches, own_low, by_instance, found_low, found_high, word & _OWN, runs
             )
             steps += found_high - found_low
 
@@ -502,33 +467,18 @@ def sweep(
             if most_intervals > intervals.shape[0]:
                 intervals = _grown(intervals, most_intervals)
             used, num_some, num_every, unjoined = _sweep_run(
-                token,
-                end,
-                at,
+                (token, end, at),
                 causal,
                 width,
                 stretches,
-                group_low,
-                group_high,
-                own_low,
-                own_high,
-                some,
-                num_some,
-                every,
-                num_every,
-                seen,
-                seen_own,
-                room,
-                query_block,
-                query_tokens,
-                key_block,
-                key_tokens,
+                (group_low, group_high, own_low, own_high),
+                (some, every, seen, seen_own, room),
+                (num_some, num_every),
+                (query_block, query_tokens, key_block, key_tokens),
                 store,
                 most,
-                intervals,
+                (intervals, offsets, counts),
                 used,
-                offsets,
-                counts,
             )
             exact = exact and unjoined
             at += end - token

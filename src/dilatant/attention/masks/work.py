@@ -69,28 +69,23 @@ def work_list(
     `copy_cost` is the work of one copy in visits of a row: in the gradient of keys and values one copy serves a whole
     group of query heads.
     """
-    rows, starts, ends, partial = _masked_tail(table)
-    weight = np.where(partial, PARTIAL_COST, 1.0) * (ends - starts) * copy_cost
-    row_weight = np.bincount(rows, weights=weight, minlength=table.num_rows) + UNIT_COST
+    found = _masked_tail(table)
+    weight = _weights(found) * copy_cost
+    row_weight = np.bincount(found[:, 0], weights=weight, minlength=table.num_rows) + UNIT_COST
     piece = max(1, smallest_piece_tokens // table.column_block) * copy_cost
     pieces = _choose_pieces(row_weight, copies, processors, piece)
 
-    order = np.lexsort((starts, partial, rows))
-    rows, starts, ends, partial, weight = (x[order] for x in (rows, starts, ends, partial, weight))
+    found = found[np.lexsort((found[:, 1], found[:, 3], found[:, 0]))]
+    unit_piece = np.zeros(len(found), dtype=np.int64)
     if (pieces > 1).any():
-        rows, starts, ends, partial, unit_piece = _cut(
-            rows, starts, ends, partial, weight, row_weight, pieces, copy_cost
-        )
-    else:
-        unit_piece = np.zeros_like(rows)
+        found, unit_piece = _cut(found, row_weight, pieces, copy_cost)
 
     first_unit = np.cumsum(pieces) - pieces
-    unit_of = first_unit[rows] + unit_piece
+    unit_of = first_unit[found[:, 0]] + unit_piece
     num_units = int(pieces.sum())
-    full = np.bincount(unit_of, weights=~partial, minlength=num_units).astype(np.int64)
-    masked = np.bincount(unit_of, weights=partial, minlength=num_units).astype(np.int64)
-    weight = np.where(partial, PARTIAL_COST, 1.0) * (ends - starts)
-    unit_weight = np.bincount(unit_of, weights=weight, minlength=num_units)
+    masked = np.bincount(unit_of, weights=found[:, 3], minlength=num_units).astype(np.int64)
+    full = np.bincount(unit_of, minlength=num_units) - masked
+    unit_weight = np.bincount(unit_of, weights=_weights(found), minlength=num_units)
     end = np.cumsum(full + masked)
 
     unit_row = np.repeat(np.arange(table.num_rows), pieces)
@@ -102,7 +97,7 @@ def work_list(
     cut_rows = np.flatnonzero(pieces > 1)
     last_slot = np.cumsum(pieces[cut_rows])
     splits = np.stack([cut_rows, last_slot - pieces[cut_rows], last_slot], axis=1)
-    intervals = np.stack([starts, ends], axis=1) * table.column_block
+    intervals = found[:, 1:3] * table.column_block
     return WorkList(
         units=np.ascontiguousarray(units, dtype=np.int32),
         intervals=np.ascontiguousarray(intervals, dtype=np.int32).reshape(-1, 2),
@@ -111,28 +106,30 @@ def work_list(
     )
 
 
-def _masked_tail(table: BlockTable) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """Return row, first block, end block and masking of every interval; a short last column block is always masked.
+def _weights(found: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the cost of each interval of `_masked_tail`, in unmasked blocks."""
+    weights: NDArray[np.float64] = np.where(found[:, 3], PARTIAL_COST, 1.0) * (found[:, 2] - found[:, 1])
+    return weights
+
+
+def _masked_tail(table: BlockTable) -> NDArray[np.int64]:
+    """Return row, first block, end block and masking of every interval, `[intervals, 4]`; a short last column block is
+    always masked.
 
     A table calls a short last block full if the existing tokens are visible. A kernel that loads whole blocks must mask
     the rest.
     """
     rows = np.repeat(np.arange(table.num_rows), np.diff(table.offsets))
     starts = table.start.astype(np.int64)
-    ends = starts + table.length
-    partial = table.kind == BlockKind.PARTIAL
+    found = np.stack([rows, starts, starts + table.length, table.kind == BlockKind.PARTIAL], axis=1)
     if table.column_tokens % table.column_block:
         last = table.num_columns - 1
-        reaches = np.flatnonzero((ends == table.num_columns) & ~partial)
-        ends = ends.copy()
-        ends[reaches] = last
-        rows = np.concatenate([rows, rows[reaches]])
-        starts = np.concatenate([starts, np.full(reaches.size, last)])
-        ends = np.concatenate([ends, np.full(reaches.size, last + 1)])
-        partial = np.concatenate([partial, np.ones(reaches.size, dtype=bool)])
-        some = ends > starts
-        rows, starts, ends, partial = rows[some], starts[some], ends[some], partial[some]
-    return rows, starts, ends, partial
+        reaches = (found[:, 2] == table.num_columns) & (found[:, 3] == 0)
+        tails = found[reaches]
+        tails[:, 1:] = last, last + 1, True
+        found[reaches, 2] = last
+        found = np.concatenate([found[found[:, 2] > found[:, 1]], tails])
+    return found
 
 
 def _choose_pieces(row_weight: NDArray, copies: int, processors: int, piece: float) -> NDArray[np.int64]:
@@ -166,30 +163,21 @@ def greedy_makespan(weights: NDArray, copies: int, processors: int) -> float:
 
 
 def _cut(
-    rows: NDArray,
-    starts: NDArray,
-    ends: NDArray,
-    partial: NDArray,
-    weight: NDArray,
-    row_weight: NDArray,
-    pieces: NDArray,
-    copy_cost: int,
-) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
+    found: NDArray[np.int64], row_weight: NDArray, pieces: NDArray, copy_cost: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split intervals of rows with several pieces at block borders, such that a row's pieces weigh about the same.
 
-    Returns each interval's row, first and end block, whether it is masked, and the number of its piece within the row.
+    Returns the intervals, as in `_masked_tail`, and the number of the piece of each within its row.
     """
-    out: list[tuple[int, int, int, bool, int]] = []
-    keep = pieces[rows] == 1
-    first_of_row = np.searchsorted(rows, np.flatnonzero(pieces > 1))
-    end_of_row = np.searchsorted(rows, np.flatnonzero(pieces > 1), side="right")
-    for first, end in zip(first_of_row.tolist(), end_of_row.tolist()):
-        row = int(rows[first])
+    out: list[tuple[int, int, int, int, int]] = []
+    cut_rows = np.flatnonzero(pieces > 1)
+    first_of_row = np.searchsorted(found[:, 0], cut_rows)
+    end_of_row = np.searchsorted(found[:, 0], cut_rows, side="right")
+    for row, first, end in zip(cut_rows.tolist(), first_of_row.tolist(), end_of_row.tolist()):
         share = (row_weight[row] - UNIT_COST) / pieces[row]
         done, piece = 0.0, 0
-        for i in range(first, end):
-            cost = (PARTIAL_COST if partial[i] else 1.0) * copy_cost
-            at, stop = int(starts[i]), int(ends[i])
+        for _, at, stop, masked in found[first:end].tolist():
+            cost = (PARTIAL_COST if masked else 1.0) * copy_cost
             while at < stop:
                 last = piece == pieces[row] - 1
                 room = stop - at if last else round(((piece + 1) * share - done) / cost)
@@ -197,14 +185,10 @@ def _cut(
                     piece += 1
                     continue
                 take = min(room, stop - at)
-                out.append((row, at, at + take, bool(partial[i]), piece))
+                out.append((row, at, at + take, masked, piece))
                 at += take
                 done += take * cost
-    cut = np.array(out, dtype=np.int64).reshape(-1, 5)
-    rows = np.concatenate([rows[keep], cut[:, 0]])
-    number = np.concatenate([np.zeros(int(keep.sum()), dtype=np.int64), cut[:, 4]])
-    starts = np.concatenate([starts[keep], cut[:, 1]])
-    ends = np.concatenate([ends[keep], cut[:, 2]])
-    partial = np.concatenate([partial[keep], cut[:, 3].astype(bool)])
-    order = np.lexsort((starts, partial, number, rows))
-    return rows[order], starts[order], ends[order], partial[order], number[order]
+    whole = found[pieces[found[:, 0]] == 1]
+    both = np.concatenate([np.pad(whole, ((0, 0), (0, 1))), np.array(out, dtype=np.int64).reshape(-1, 5)])
+    both = both[np.lexsort((both[:, 1], both[:, 3], both[:, 4], both[:, 0]))]
+    return both[:, :4], both[:, 4]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.recompute import Recompute
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.layer import frozen_work, trainable_before, with_experts_on_ranks
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
@@ -100,7 +101,7 @@ def layer_table(
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
     ahead = trainable_before(unit.trainable, upstream)
     for layer, before, how in zip(unit.layers, ahead, again, strict=True):
-        cost = costs.layer(layer.kind, tp, cp)
+        cost = costs.layer(layer.kind, Degrees(tp, cp))
         if layer.experts:
             cost = with_experts_on_ranks(cost, ep)
         work = frozen_work(cost, layer.trainable, before, how)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from dilatant.config import Config, UserError, list_problems
-from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs
-from dilatant.cost.group import group_cost
+from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs, group_cost
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs
@@ -142,7 +142,7 @@ def measure_layers(
     """Measure every layer type on one device of this machine, at the (tp, cp) of `degrees`.
 
     The computation of one tensor-parallel rank alone is measured: the layer with its share of heads, feed-forward and
-    vocabulary. Collectives, and the part of a row that context parallelism leaves (see `cost.group`), are modelled from
+    vocabulary. Collectives, and the part of a row that context parallelism leaves (`cost.analytic`), are modelled from
     the links of the target's hardware; the cost model's note says so. `tokens`: counts for the language model; encoders
     are measured at 1 to 8 images or clips, rows of several samples at `dense_tokens`. Within `seconds` those layer
     types come first that take most of a step; the others are modelled, see `profile_layers`. `known`: costs that were
@@ -166,11 +166,10 @@ def measure_layers(
             if not (lacks or again):
                 continue
             share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
-            modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, tp)
+            modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, Degrees(tp))
             dtype, several = getattr(torch, target.dtype), dense_tokens(model, entry, tokens)
-            probe = replace(
-                layer_probe(share, pick_device(), dtype, several), degree=(tp, 1), modelled=modelled
-            )
+            probe = layer_probe(share, pick_device(), dtype, several)
+            probe = replace(probe, degrees=Degrees(tp), modelled=modelled)
             seconds_of_all = counts[entry.kind] * probe.expected(max(probe.tokens or tokens))
             probes.append((known is not None and not lacks, -seconds_of_all, probe))
     ordered = [probe for *_, probe in sorted(probes, key=lambda entry: entry[:2])]
@@ -221,9 +220,9 @@ def _on_groups(
     for kind, shares in measured.layers.items():
         whole = None if kind in divided else next(iter(shares.values()))
         for degree in degrees[kind]:
-            links = target.hardware.group_links(*degree, target.cluster.gpus_per_node)
+            links = target.hardware.group_links(Degrees(*degree), target.cluster.gpus_per_node)
             if (share := shares.get((degree[0], 1), whole)) is not None:
-                cost = group_cost(share, shapes[kind], links, target.dtype, degree)
+                cost = group_cost(share, shapes[kind], links, target.dtype, Degrees(*degree))
                 layers.setdefault(kind, {})[degree] = cost
     source = target.hardware.source or target.hardware.name
     note = (

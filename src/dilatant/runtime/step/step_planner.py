@@ -21,12 +21,12 @@ from dilatant.runtime.partial_step.salvage import LayerWeights, PartialStep, Reu
 from dilatant.runtime.routes import Routes, derive_routes
 from dilatant.runtime.step.agreement import digest
 from dilatant.runtime.step.cost_correction import CostCorrection, RankWork
-from dilatant.schedule.assignment.split_batches import split_by_pattern
+from dilatant.schedule.assignment.assign import split_by_pattern
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.families.families import gpipe
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
-from dilatant.schedule.simulator.step_time import TimedStep, time_step
+from dilatant.schedule.simulator.predict import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import Trainability
 

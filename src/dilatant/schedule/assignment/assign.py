@@ -5,10 +5,9 @@ Every policy is deterministic: ranks that know the sizes of all samples derive t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -17,108 +16,15 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.config.errors import UserError
 from dilatant.plan.costs.bin_packing import pack_rows
 from dilatant.plan.costs.depth import eager_depths, path_depths
-from dilatant.schedule.assignment.pipeline_shape import (
-    ByUnit,
-    PipelineShape,
-    default_shape,
-    shape_seconds,
-    step_bound,
-)
-from dilatant.schedule.assignment.split_batches import split_by_pattern
-from dilatant.schedule.families.families import interleaved
+from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape, default_shape, shape_seconds
 from dilatant.schedule.schedule import Assignment, Microbatch
-
-Policy = Literal["random", "disttrain", "entrain", "balanced", "searched"]
-POLICIES: tuple[Policy, ...] = ("random", "disttrain", "entrain", "balanced", "searched")
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatches:
-    """The samples of every microbatch of one pipeline.
-
-    `microbatches[unit]`, keyed by column number or name, has one tuple of sample numbers per requested microbatch, in
-    execution order (more if a policy's microbatches were split to fit the capacity); each sample occurs once in every
-    unit. Empty microbatches (fewer samples than microbatches, or Entrain's K_eff) are not run. `seconds` is the
-    simulated step, None for policies that do not simulate; `lower_bound` a time that no assignment beats.
-    `largest_load[unit]` is the load of a unit's largest microbatch in seconds per stage, and `load_bound[unit]` its
-    lower bound. `depths` are the in-flight microbatches by stage that the result assumes. `wall_seconds` is ignored in
-    comparisons.
-    """
-
-    microbatches: Mapping[int | str, tuple[Microbatch, ...]]
-    policy: str
-    largest_load: tuple[float, ...]
-    load_bound: tuple[float, ...]
-    seconds: float | None = None
-    lower_bound: float | None = None
-    depths: tuple[int, ...] | None = None
-    evaluations: int = 0
-    proven: bool = False
-    wall_seconds: float = field(default=0.0, compare=False)
-
-    @property
-    def gap(self) -> float:
-        """Relative excess of the largest microbatch over its bound, in the worst unit; 0.005 is 0.5 %."""
-        pairs = zip(self.largest_load, self.load_bound, strict=True)
-        return max((load / bound - 1 for load, bound in pairs if bound > 0), default=0.0)
-
-
-def assign_microbatches(
-    seconds: ArrayLike,
-    num_microbatches: int,
-    policy: Policy = "balanced",
-    seed: int = 0,
-    *,
-    names: Sequence[str] | None = None,
-    shape: PipelineShape | None = None,
-    evaluations: int | None = None,
-    weight: ArrayLike | None = None,
-    capacity: float = np.inf,
-) -> Microbatches:
-    """Group samples into microbatches.
-
-    `seconds[sample, unit]` is the time of a sample on each stage of a unit, forward plus backward, 0 where it has no
-    work; `names` names the columns. `shape` describes the pipeline, by default four stages per unit, all feeding the
-    last, backward twice the forward, eager 1F1B. In each microbatch the sum of `weight[sample]` (for example row
-    tokens) is at most `capacity`. Policies:
-
-    - `random`: equal counts, in an order drawn from `seed`.
-    - `disttrain`: random groups in the order of DistTrain's inter-microbatch reordering (Alg. 3, repaired; its variant
-      for interleaved 1F1B where that runs, section 6.2), if the simulated step gets faster.
-    - `entrain`: Alg. 4 of Entrain (the thesis, 4.5), pairwise deferral at `num_microbatches` and at K_eff, whichever
-      simulates faster. Samples are deferred in the unit that the others feed; later units use its microbatches.
-    - `balanced`: each sample, largest first, to the microbatch whose largest load grows least.
-    - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
-      `evaluations` simulated steps.
-
-    `balanced` groups samples within `capacity`; the other policies split a microbatch that exceeds it into several that
-    are neighbours in execution order. Raises UserError for seconds that are not a finite non-negative array
-    `[samples, units]`, a microbatch count below 1, an unknown policy, or samples that do not fit `capacity`.
-    """
-    began = time.perf_counter()
-    table = np.array(seconds, dtype=np.float64)
-    _check(table, num_microbatches, policy, names)
-    num_samples, num_units = table.shape
-    shape = shape or default_shape(num_units)
-    weights = np.zeros(num_samples) if weight is None else np.array(weight, dtype=np.float64)
-    limit = np.inf if weight is None else capacity
-    problem = _Problem(table, num_microbatches, shape, weights, limit, seed)
-
-    if policy == "balanced":
-        found = _shared(problem, _balanced(problem))
-    elif policy == "random":
-        found = _cut(problem, _shared(problem, _random(problem)))
-    elif policy == "disttrain":
-        found = _cut(problem, _disttrain(problem))
-    elif policy == "entrain":
-        found = _cut(problem, _entrain(problem))
-    else:
-        found = _searched(problem, evaluations)
-    return _result(problem, found, policy, names, time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Problem:
+class MicrobatchProblem:
+    """Samples of one pipeline to group into `num_microbatches`: forward plus backward `seconds` `[samples, units]` on
+    each stage of a unit, and `weight` `[samples]`, of which a microbatch holds at most `capacity`."""
+
     seconds: NDArray[np.float64]
     num_microbatches: int
     shape: PipelineShape
@@ -127,20 +33,72 @@ class _Problem:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """A policy's result; `slot_of [samples]` is set if all units share their microbatches."""
+NamedPolicy = Literal["random", "balanced", "searched"]
+POLICIES: tuple[NamedPolicy, ...] = ("random", "balanced", "searched")
+Policy = NamedPolicy | Callable[[MicrobatchProblem], ByUnit]
+"""A named policy, or a function that returns the microbatches of every unit; units may group samples differently."""
 
-    by_unit: ByUnit
-    slot_of: NDArray[np.int64] | None = None
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """The samples of every microbatch of one pipeline.
+
+    `microbatches[unit]` has one tuple of sample numbers per requested microbatch, in execution order (more if a
+    policy's microbatches were split to fit the capacity); each sample occurs once in every unit. Empty microbatches
+    (fewer samples than microbatches) are not run. `seconds` is the simulated step, None for
+    policies that do not simulate; `depths` are the in-flight microbatches by stage that it assumes.
+    """
+
+    microbatches: ByUnit
     seconds: float | None = None
     depths: tuple[int, ...] | None = None
-    evaluations: int = 0
 
 
-def _check(
-    table: NDArray[np.float64], num_microbatches: int, policy: str, names: Sequence[str] | None
-) -> None:
+def assign_microbatches(
+    seconds: ArrayLike,
+    num_microbatches: int,
+    policy: Policy = "balanced",
+    seed: int = 0,
+    *,
+    shape: PipelineShape | None = None,
+    evaluations: int | None = None,
+    weight: ArrayLike | None = None,
+    capacity: float = np.inf,
+) -> Microbatches:
+    """Group samples into microbatches.
+
+    `seconds[sample, unit]` is the time of a sample on each stage of a unit, forward plus backward, 0 where it has no
+    work. `shape` describes the pipeline, by default four stages per unit, all feeding the last, backward twice the
+    forward, eager 1F1B. In each microbatch the sum of `weight[sample]` (for example row tokens) is at most `capacity`.
+    Policies:
+
+    - `random`: equal counts, in an order drawn from `seed`.
+    - `balanced`: each sample, largest first, to the microbatch whose largest load grows least.
+    - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
+      `evaluations` simulated steps.
+
+    `balanced` groups samples within `capacity`; the other policies split a microbatch that exceeds it into several that
+    are neighbours in execution order. Raises UserError for seconds that are not a finite non-negative array
+    `[samples, units]`, a microbatch count below 1, an unknown policy, or samples that do not fit `capacity`.
+    """
+    table = np.array(seconds, dtype=np.float64)
+    _check(table, num_microbatches, policy)
+    num_samples, num_units = table.shape
+    weights = np.zeros(num_samples) if weight is None else np.array(weight, dtype=np.float64)
+    limit = np.inf if weight is None else capacity
+    problem = MicrobatchProblem(
+        table, num_microbatches, shape or default_shape(num_units), weights, limit, seed
+    )
+    if callable(policy):
+        return _cut(problem, _simulated(problem, Microbatches(policy(problem))))
+    if policy == "balanced":
+        return _shared(problem, _balanced(problem))
+    if policy == "random":
+        return _cut(problem, _shared(problem, random_slots(problem)))
+    return _searched(problem, evaluations)
+
+
+def _check(table: NDArray[np.float64], num_microbatches: int, policy: Policy) -> None:
     if table.ndim != 2 or table.shape[1] == 0:
         raise UserError(f"seconds must be an array [samples, units], got shape {list(table.shape)}")
     if not (np.isfinite(table.sum()) and table.min(initial=0.0) >= 0):
@@ -148,19 +106,41 @@ def _check(
         raise UserError(f"seconds must be finite and not negative; samples {wrong[:10].tolist()} are not")
     if num_microbatches < 1:
         raise UserError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    if policy not in POLICIES:
+    if not callable(policy) and policy not in POLICIES:
         raise UserError(f"unknown policy {policy!r}; there are {', '.join(POLICIES)}")
-    if names is not None and len(names) != table.shape[1]:
-        raise UserError(f"{len(names)} names for {table.shape[1]} columns of seconds")
 
 
-def _cut(problem: _Problem, found: _Found) -> _Found:
+def split_by_pattern(assignment: Assignment, pattern_of: Mapping[int, int]) -> Assignment:
+    """Return the assignment with every microbatch split so that all its samples have the same pattern. Microbatches
+    split from one number stay neighbours in all units, since schedules pair microbatches by their order."""
+    depth = max((len(own) for replicas in assignment.microbatches.values() for own in replicas), default=0)
+    patterns: list[list[int]] = []
+    for number in range(depth):
+        here = {
+            pattern_of[sample]
+            for replicas in assignment.microbatches.values()
+            for own in replicas
+            for sample in (own[number] if number < len(own) else ())
+        }
+        patterns.append(sorted(here))
+
+    def cut(own: tuple[Microbatch, ...]) -> tuple[Microbatch, ...]:
+        return tuple(
+            tuple(sample for sample in batch if pattern_of[sample] == pattern)
+            for number, batch in enumerate(own)
+            for pattern in patterns[number]
+        )
+
+    return Assignment({unit: tuple(map(cut, own)) for unit, own in assignment.microbatches.items()})
+
+
+def _cut(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
     """Split each of the anchor's microbatches that exceeds the capacity into the fewest that hold its samples.
     Microbatches with the same number are split alike in all units, since schedules pair them by number. Raises
     UserError for a sample that exceeds the capacity alone."""
     # A sum of a few hundred weights may exceed the limit by rounding alone.
     limit = problem.capacity * (1 + 1e-12)
-    anchor = found.by_unit[problem.shape.anchor]
+    anchor = found.microbatches[problem.shape.anchor]
     if np.isinf(limit) or all(problem.weight[list(batch)].sum() <= limit for batch in anchor):
         return found
     if problem.weight.max() > limit:
@@ -174,14 +154,14 @@ def _cut(problem: _Problem, found: _Found) -> _Found:
         for number, row in enumerate(pack_rows(problem.weight[list(batch)].tolist(), limit))
         for place in row
     }
-    whole = Assignment({str(unit): (batches,) for unit, batches in enumerate(found.by_unit)})
+    whole = Assignment({str(unit): (batches,) for unit, batches in enumerate(found.microbatches)})
     cut = split_by_pattern(whole, row_of).microbatches
     by_unit = tuple(cut[str(unit)][0] for unit in range(problem.shape.num_units))
-    again = _Found(by_unit)
+    again = Microbatches(by_unit)
     return again if found.seconds is None else _simulated(problem, again)
 
 
-def _shared(problem: _Problem, slot_of: NDArray[np.int64]) -> _Found:
+def _shared(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> Microbatches:
     """Return the same microbatches for every unit: samples ascending within each, empty microbatches last."""
     count = problem.num_microbatches
     sizes = np.bincount(slot_of, minlength=count)
@@ -194,10 +174,10 @@ def _shared(problem: _Problem, slot_of: NDArray[np.int64]) -> _Found:
     order = np.argsort(slot_of.astype(np.uint16) if count < 1 << 16 else slot_of, kind="stable").tolist()
     bounds = [0, *np.cumsum(sizes).tolist()]
     batches = tuple(tuple(order[first:end]) for first, end in pairwise(bounds))
-    return _Found((batches,) * problem.shape.num_units, slot_of)
+    return Microbatches((batches,) * problem.shape.num_units)
 
 
-def _random(problem: _Problem) -> NDArray[np.int64]:
+def random_slots(problem: MicrobatchProblem) -> NDArray[np.int64]:
     """Return the slots of samples dealt in equal counts, in an order drawn from the seed."""
     num_samples = len(problem.seconds)
     slot_of = np.empty(num_samples, dtype=np.int64)
@@ -211,7 +191,7 @@ EVEN = 0.002
 SWAPS_TRIED = 2_000_000
 
 
-def _balanced(problem: _Problem) -> NDArray[np.int64]:
+def _balanced(problem: MicrobatchProblem) -> NDArray[np.int64]:
     """Place samples greedily, then swap them until each unit's largest microbatch is within `EVEN` of its bound or
     nothing helps: with a dozen samples per microbatch, the greedy placement alone leaves 5 %."""
     from dilatant.schedule.assignment import assign_kernels as kernels
@@ -226,7 +206,7 @@ def _balanced(problem: _Problem) -> NDArray[np.int64]:
     return slot_of
 
 
-def _greedy(problem: _Problem) -> NDArray[np.int64]:
+def _greedy(problem: MicrobatchProblem) -> NDArray[np.int64]:
     """Place samples greedily, balancing all units at once: largest sample first (relative to each unit's mean
     microbatch), to the microbatch whose largest relative load stays smallest."""
     from dilatant.schedule.assignment import assign_kernels as kernels
@@ -277,81 +257,30 @@ def _descending(key: NDArray[np.float64]) -> NDArray[np.int64]:
     return packed[::-1] & mask
 
 
-def _loads(problem: _Problem, slot_of: NDArray[np.int64]) -> NDArray[np.float64]:
+def _loads(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> NDArray[np.float64]:
     count = problem.num_microbatches
     return np.stack([np.bincount(slot_of, column, count) for column in problem.seconds.T])
 
 
-def _disttrain(problem: _Problem) -> _Found:
-    """Return random groups, reordered if that shortens the simulated step. No order is always the best for interleaved
-    pipelines, so the order for 1F1B with the same number of stages is tried, too."""
-    from dilatant.schedule.assignment.disttrain import inter_reorder
-
-    shape, slot_of = problem.shape, _random(problem)
-    loads = _loads(problem, slot_of)
-    found = [slot_of]
-    for interleave in (False, True) if shape.family is interleaved and shape.goes_round else (False,):
-        position = np.argsort(inter_reorder(shape, loads, interleave))
-        found.append(position[slot_of])
-    simulated = [_simulated(problem, _shared(problem, slots)) for slots in found]
-    return min(simulated, key=lambda entry: entry.seconds or 0.0)
+def _simulated(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
+    return replace(found, seconds=shape_seconds(problem.shape, problem.seconds, found.microbatches))
 
 
-def _simulated(problem: _Problem, found: _Found) -> _Found:
-    return replace(found, seconds=shape_seconds(problem.shape, problem.seconds, found.by_unit))
-
-
-def _entrain(problem: _Problem) -> _Found:
-    from dilatant.schedule.assignment.entrain import effective_microbatches, entrain_microbatches
-
-    count = problem.num_microbatches
-    if problem.shape.num_units == 1:
-        return _simulated(problem, _shared(problem, _balanced(problem)))
-    shape = problem.shape
-    encoder, language = problem.seconds[:, list(shape.encoders)].sum(axis=1), problem.seconds[:, shape.anchor]
-    found = []
-    for wanted in sorted({count, effective_microbatches(encoder, count)}, reverse=True):
-        batches = entrain_microbatches(encoder, language, wanted)
-        padded = [_fill([batch for batch in side if batch], count) for side in batches]
-        by_unit = tuple(padded[0] if unit in shape.encoders else padded[1] for unit in range(shape.num_units))
-        found.append(_simulated(problem, _Found(by_unit)))
-    return min(found, key=lambda entry: entry.seconds or 0.0)
-
-
-def _fill(batches: list[Microbatch], count: int) -> tuple[Microbatch, ...]:
-    return (*batches, *((),) * (count - len(batches)))
-
-
-def _searched(problem: _Problem, evaluations: int | None) -> _Found:
-    """Return the best of all policies, including a search from the best policy whose units share microbatches."""
-    from dilatant.schedule.assignment.joint_search import default_evaluations, joint_search, step_model
+def _searched(problem: MicrobatchProblem, evaluations: int | None) -> Microbatches:
+    """Return the best of all policies, improved by a search over membership, order and depth."""
+    from dilatant.schedule.assignment.joint_search import joint_search, step_model
 
     model = step_model(problem.shape, problem.num_microbatches)
-    budget = default_evaluations(model) if evaluations is None else evaluations
     starts = [_balanced(problem)]
     if np.isinf(problem.capacity):
-        reordered = _disttrain(problem).slot_of
-        assert reordered is not None, "all units share their microbatches"
-        starts += [_random(problem), reordered]
-    scored = [(model.seconds(_loads(problem, slot_of)), number) for number, slot_of in enumerate(starts)]
-    slot_of, _ = joint_search(
-        model,
-        problem.seconds.T,
-        starts[min(scored)[1]],
-        budget,
-        problem.seed,
-        problem.weight,
-        problem.capacity,
-    )
-    candidates = [_simulated(problem, _shared(problem, slots)) for slots in (slot_of, *starts)]
-    if not np.isinf(problem.capacity):
-        candidates.append(_cut(problem, _disttrain(problem)))
-    candidates.append(_cut(problem, _entrain(problem)))
-    best = min(candidates, key=lambda entry: entry.seconds or 0.0)
-    return replace(_shallowest(problem, best), evaluations=budget)
+        starts.append(random_slots(problem))
+    start = min(starts, key=lambda slot_of: model.seconds(_loads(problem, slot_of)))
+    slots = (joint_search(model, problem, start, evaluations), *starts)
+    candidates = [_simulated(problem, _shared(problem, slot_of)) for slot_of in slots]
+    return _shallowest(problem, min(candidates, key=lambda entry: entry.seconds or 0.0))
 
 
-def _shallowest(problem: _Problem, found: _Found) -> _Found:
+def _shallowest(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
     """Return the same microbatches at the smallest in-flight depths, between 1F1B's and the shape's, that cost no time.
     A shape with a schedule family keeps the family's depths."""
     if problem.shape.family is not None:
@@ -363,35 +292,7 @@ def _shallowest(problem: _Problem, found: _Found) -> _Found:
     for share in (0.5, 0.0):
         depths = tuple((least + np.floor(share * (deepest - least))).astype(int).tolist())
         shape = replace(problem.shape, depths=depths)
-        seconds = shape_seconds(shape, problem.seconds, found.by_unit)
+        seconds = shape_seconds(shape, problem.seconds, found.microbatches)
         if seconds <= (best.seconds or 0.0):
             best = replace(best, seconds=seconds, depths=depths)
     return best
-
-
-def _result(
-    problem: _Problem, found: _Found, policy: str, names: Sequence[str] | None, wall_seconds: float
-) -> Microbatches:
-    keys: Sequence[int | str] = range(problem.shape.num_units) if names is None else list(names)
-    table = problem.seconds
-    bound = [max(column.sum() / problem.num_microbatches, column.max(initial=0.0)) for column in table.T]
-    largest = []
-    for unit, batches in enumerate(found.by_unit):
-        slot_of = found.slot_of
-        if slot_of is None:
-            slot_of = np.empty(len(table), dtype=np.int64)
-            slot_of[list(chain.from_iterable(batches))] = np.repeat(
-                np.arange(len(batches)), [*map(len, batches)]
-            )
-        largest.append(float(np.bincount(slot_of, table[:, unit], len(batches)).max(initial=0.0)))
-    return Microbatches(
-        microbatches=dict(zip(keys, found.by_unit, strict=True)),
-        policy=policy,
-        largest_load=tuple(largest),
-        load_bound=tuple(map(float, bound)),
-        seconds=found.seconds,
-        lower_bound=step_bound(problem.shape, table) if found.seconds is not None else None,
-        depths=found.depths,
-        evaluations=found.evaluations,
-        wall_seconds=wall_seconds,
-    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.schedule.assignment.assign import Policy, assign_microbatches
+from dilatant.schedule.assignment.assign import NamedPolicy, assign_microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class BatchBalance:
     """
 
     groups: int
-    policy: Policy
+    policy: NamedPolicy
     waits: dict[str, float]
     step_waits: float
 
@@ -31,7 +31,7 @@ def batch_balance(
     units: Sequence[str],
     batches: Sequence[NDArray[np.int64]],
     groups: Sequence[int] = (2, 4, 8, 16),
-    policies: Sequence[Policy] = ("random", "balanced"),
+    policies: Sequence[NamedPolicy] = ("random", "balanced"),
 ) -> tuple[BatchBalance, ...]:
     """Return the mean over `batches` (tokens `[samples, units]` each) for every number of groups and policy.
 
@@ -57,7 +57,7 @@ def batch_balance(
     return tuple(found)
 
 
-def _loads(work: NDArray[np.float64], groups: int, policy: Policy, seed: int) -> NDArray[np.float64]:
+def _loads(work: NDArray[np.float64], groups: int, policy: NamedPolicy, seed: int) -> NDArray[np.float64]:
     """Return the work of every group: `[groups, units]`."""
     grouped = assign_microbatches(work, groups, policy, seed).microbatches
-    return np.array([work[list(samples)].sum(axis=0) for samples in next(iter(grouped.values()))])
+    return np.array([work[list(samples)].sum(axis=0) for samples in grouped[0]])

@@ -8,12 +8,16 @@ uses only exact arithmetic, so every rank derives the same result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
 from dilatant.schedule.simulator.simulate import op_ends
+
+if TYPE_CHECKING:
+    from dilatant.schedule.assignment.assign import MicrobatchProblem
 
 START_THRESHOLD = 0.004
 """Changes that lengthen the step by this fraction are accepted at first. Chosen on the "vlm" distribution."""
@@ -75,48 +79,19 @@ def step_model(shape: PipelineShape, num_slots: int) -> StepModel:
     )
 
 
-def default_evaluations(model: StepModel) -> int:
-    """Return the number of simulated steps that take about a tenth of a second."""
-    return int(min(40_000, max(1_000, 40_000_000 // max(model.num_ops, 1))))
-
-
 def joint_search(
-    model: StepModel,
-    seconds: NDArray[np.float64],
-    slot_of: NDArray[np.int64],
-    evaluations: int,
-    seed: int,
-    weight: NDArray[np.float64] | None = None,
-    capacity: float = np.inf,
-) -> tuple[NDArray[np.int64], float]:
-    """Improve `slot_of [samples]`; return the best slots found and their step's seconds, never worse than the input.
-
-    `seconds [units, samples]` per stage; no slot may hold more than `capacity` of `weight [samples]`.
-    """
-    from dilatant.schedule.assignment import assign_kernels as kernels
-
-    result = slot_of.copy()
-    best = kernels.anneal(
-        np.ascontiguousarray(seconds), np.zeros(len(result)) if weight is None else weight, capacity, result,
-        model.num_slots, model.before, model.cost_of, model.share, model.last, model.fixed,
-        evaluations if len(result) and model.num_slots > 1 else 0, True, START_THRESHOLD, seed,
-    )  # fmt: skip
-    return result, float(best)
-
-
-def order_search(
-    shape: PipelineShape, load: NDArray[np.float64], evaluations: int, seed: int
+    model: StepModel, problem: MicrobatchProblem, slot_of: NDArray[np.int64], evaluations: int | None
 ) -> NDArray[np.int64]:
-    """Return an execution order of microbatches of `load [units, microbatches]`, as `[microbatches]` numbers."""
+    """Improve `slot_of [samples]`, the same in all units; the step is never longer than before. `evaluations` is the
+    number of simulated steps, by default as many as take about a tenth of a second."""
     from dilatant.schedule.assignment import assign_kernels as kernels
 
-    count = load.shape[1]
-    model = step_model(shape, count)
-    slot_of = np.arange(count)
+    if evaluations is None:
+        evaluations = int(min(40_000, max(1_000, 40_000_000 // max(model.num_ops, 1))))
+    result = slot_of.copy()
     kernels.anneal(
-        np.ascontiguousarray(load), np.zeros(count), np.inf, slot_of, count, model.before, model.cost_of, model.share,
-        model.last, model.fixed, evaluations if count > 1 else 0, False, START_THRESHOLD, seed,
+        np.ascontiguousarray(problem.seconds.T), problem.weight, problem.capacity, result, model.num_slots,
+        model.before, model.cost_of, model.share, model.last, model.fixed,
+        evaluations if len(result) and model.num_slots > 1 else 0, True, START_THRESHOLD, problem.seed,
     )  # fmt: skip
-    order = np.empty(count, dtype=np.int64)
-    order[slot_of] = np.arange(count)
-    return order
+    return result

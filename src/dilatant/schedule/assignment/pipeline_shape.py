@@ -48,15 +48,6 @@ class PipelineShape:
         """The unit that most others feed (the first of equals): the language model, fed by its encoders."""
         return max(range(self.num_units), key=lambda unit: sum(unit in feeds for feeds in self.feeds))
 
-    @property
-    def encoders(self) -> tuple[int, ...]:
-        """The units that feed the anchor, directly or not."""
-        found: set[int] = set()
-        for unit in reversed(range(self.num_units)):
-            if any(target == self.anchor or target in found for target in self.feeds[unit]):
-                found.add(unit)
-        return tuple(sorted(found))
-
     def plan(self) -> Plan:
         """Return a plan of this shape; units are named by their numbers."""
         units, first = [], 0
@@ -68,12 +59,6 @@ class PipelineShape:
                 UnitPlan(str(unit), (Replica(stages),), tuple(str(other) for other in self.feeds[unit]))
             )
         return Plan(tuple(units))
-
-    @property
-    def goes_round(self) -> bool:
-        """True if some rank holds several stages of one unit (interleaved)."""
-        stages = [replica.stages for unit in self.plan().units for replica in unit.replicas]
-        return any(len({stage.ranks for stage in own}) < len(own) for own in stages)
 
     def trainability(self) -> Trainability:
         """Return a trainability with a backward and weight gradients where `backward` is above 0."""
@@ -123,32 +108,6 @@ def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: B
     load = load + np.where(load > 0, np.asarray(shape.fixed_seconds)[piece_unit], 0.0)
     _, share = op_shares(shape, graph)
     return step_seconds(graph, load[graph.piece] * share)
-
-
-def step_bound(shape: PipelineShape, seconds: NDArray[np.float64]) -> float:
-    """Return a lower bound of the step's seconds, whatever the microbatches, order and depths.
-
-    A stage does all its unit's work between the least work that must precede its first microbatch and the least that
-    must follow its last; every sample passes all its stages forward and backward, one after another.
-    """
-    cost = np.where(seconds > 0, seconds + np.asarray(shape.fixed_seconds), 0.0)
-    ratio = np.asarray(shape.backward)
-    forward, backward = cost / (1 + ratio), cost * ratio / (1 + ratio)
-    head, tail, path = (np.zeros((shape.num_units, len(seconds))) for _ in range(3))
-    bound = 0.0
-    for unit, count in enumerate(shape.stages):
-        here = seconds[:, unit] > 0
-        path[unit] += count * cost[:, unit]
-        for target in shape.feeds[unit]:
-            head[target] = np.maximum(head[target], head[unit] + count * forward[:, unit])
-            tail[target] = np.maximum(tail[target], tail[unit] + count * backward[:, unit])
-            path[target] = np.maximum(path[target], path[unit])
-        if here.any():
-            busy = seconds[:, unit].sum() + shape.fixed_seconds[unit]
-            first = (head[unit] + (count - 1) * forward[:, unit])[here].min()
-            last = (tail[unit] + (count - 1) * backward[:, unit])[here].min()
-            bound = max(bound, float(path[unit].max()), float(first + busy + last))
-    return bound
 
 
 def shared(by_slot: Sequence[Microbatch], num_units: int) -> ByUnit:

@@ -24,30 +24,11 @@ from numpy.typing import NDArray
 
 from dilatant.plan.costs.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import BACKWARD, FORWARD, PackedActions, Pieces
-from dilatant.schedule.pairs import unit_pairs
+from dilatant.schedule.packed import BACKWARD, FORWARD, PackedActions, Pieces, unit_pairs
 from dilatant.schedule.parts import cut_pieces
 from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, all_trainable
-
-
-def depths_within(wanted: Sequence[int], limits: Sequence[int], plan: Plan) -> tuple[int, ...]:
-    """Return the largest depths within `wanted` and `limits` that cannot deadlock: none exceeds an earlier stage's."""
-    arrays = plan_arrays(plan)
-    depth = np.minimum(wanted, limits)
-    for unit in range(len(arrays.units)):
-        chains = arrays.chains_of(unit)
-        for chain in chains:
-            first, end = arrays.stages_of[chain]
-            depth[first:end] = np.minimum.accumulate(depth[first:end])
-        smallest = min(int(depth[arrays.stages_of[chain, 1] - 1]) for chain in chains)
-        for source, target in arrays.feeds:
-            if source == unit:
-                for chain in arrays.chains_of(target):
-                    first = arrays.stages_of[chain, 0]
-                    depth[first] = min(depth[first], smallest)
-    return tuple(depth.tolist())
 
 
 def one_f_one_b(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import KINDS, PackedActions, pack
-from dilatant.schedule.pairs import unit_pairs
+from dilatant.schedule.packed import KINDS, PackedActions, pack, unit_pairs
 from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 
@@ -84,23 +83,20 @@ class ScheduleGraph(Ops):
     edge: NDArray[np.int32]
 
 
-def build(
-    plan: Plan, assignment: Assignment, schedule: Schedule, look_ahead: int | None = None
-) -> ScheduleGraph:
-    """Compile `schedule`. With `look_ahead`, an edge holds at most that many unconsumed messages: its producer waits
-    for a free slot, as in a runtime with bounded receive buffers.
+def build(plan: Plan, assignment: Assignment, schedule: Schedule) -> ScheduleGraph:
+    """Compile `schedule`.
 
     Raises ScheduleError if an action lacks its input or its gradient, comes before what it needs on its own rank, or if
     the order deadlocks (the message contains the cycle). `validate` lists every problem instead.
     """
-    graph, missing, disorder = try_build(plan, assignment, schedule, look_ahead)
+    graph, missing, disorder = try_build(plan, assignment, schedule)
     if graph is None:
         raise ScheduleError(str(list_problems("this schedule cannot run:", missing + disorder)))
     return graph
 
 
 def try_build(
-    plan: Plan, assignment: Assignment, schedule: Schedule, look_ahead: int | None = None
+    plan: Plan, assignment: Assignment, schedule: Schedule
 ) -> tuple[ScheduleGraph | None, list[str], list[str]]:
     """Return the compiled schedule or None, then the missing actions, then the actions in an impossible order."""
     from dilatant.schedule.simulator import graph_kernels as kernels
@@ -109,9 +105,8 @@ def try_build(
     packed = pack(arrays, assignment, schedule)
     number = {rank: index for index, rank in enumerate(packed.ranks)}
     lead = np.asarray([number.get(placed.stage.ranks[0], -1) for placed in arrays.placed], dtype=np.int32)
-    alone = kernels.all_lead(packed.offsets, packed.stage, lead) and all(
-        len(placed.stage.ranks) == 1 for placed in arrays.placed
-    )
+    alone = all(len(placed.stage.ranks) == 1 for placed in arrays.placed)
+    alone = alone and bool((lead[packed.stage] == _rank_of_row(packed)).all())
     ops = _ops(plan, assignment, schedule, arrays, packed, None if alone else lead)
     slots = _Slots.of(ops)
     source, target, missing, disorder = _data_edges(ops, slots)
@@ -121,9 +116,6 @@ def try_build(
         row_op = slots.op(packed.kind, packed.stage, packed.piece)
         missing += _unled_rows(packed, row_op)
         more_source, more_target = _order_edges(ops, row_op, lead)
-        source, target = np.concatenate([source, more_source]), np.concatenate([target, more_target])
-    if look_ahead is not None:
-        more_source, more_target = _room_edges(ops, source[:num_messages], target[:num_messages], look_ahead)
         source, target = np.concatenate([source, more_source]), np.concatenate([target, more_target])
 
     offsets, edges = kernels.group_by_target(target, ops.num_ops)
@@ -250,34 +242,10 @@ def _order_edges(
     return (codes // count).astype(np.int32), (codes % count).astype(np.int32)
 
 
-def _room_edges(
-    ops: Ops, source: NDArray[np.int32], target: NDArray[np.int32], look_ahead: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return edges from the consumer of message i to the producer of message i + look_ahead, per directed stage
-    edge."""
-    if look_ahead < 1:
-        raise ValueError(f"look_ahead must be at least 1 message, got {look_ahead}")
-    order = _by_stages(ops.stage, source, target)
-    source, target = source[order], target[order]
-    same = (ops.stage[source][look_ahead:] == ops.stage[source][:-look_ahead]) & (
-        ops.stage[target][look_ahead:] == ops.stage[target][:-look_ahead]
-    )
-    at = np.flatnonzero(same)
-    freed, awaited = target[at], source[at + look_ahead]
-    other = freed != awaited
-    return freed[other], awaited[other]
-
-
 def message_order(graph: ScheduleGraph) -> NDArray[np.int64]:
     """Return message numbers sorted by directed edge, then in the producer's, then in the consumer's order."""
-    count = graph.num_messages
-    return _by_stages(graph.stage, graph.edge_source[:count], graph.edge_target[:count])
-
-
-def _by_stages(
-    stage: NDArray[np.int32], source: NDArray[np.int32], target: NDArray[np.int32]
-) -> NDArray[np.int64]:
-    return np.lexsort((target, source, stage[target], stage[source]))
+    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    return np.lexsort((target, source, graph.stage[target], graph.stage[source]))
 
 
 def _cycle(

@@ -16,16 +16,6 @@ NO_PROBLEM, NO_INPUT, NO_GRADIENT, BEFORE_FORWARD, BEFORE_INPUT_GRADIENT, TWICE 
 
 
 @njit(cache=True, nogil=True)
-def all_lead(row_offsets, stage, lead):
-    """Return whether every row of a packed schedule is on the first rank of its stage."""
-    for rank in range(len(row_offsets) - 1):
-        for row in range(row_offsets[rank], row_offsets[rank + 1]):
-            if lead[stage[row]] != rank:
-                return False
-    return True
-
-
-@njit(cache=True, nogil=True)
 def fill_slots(kind, stage, piece, slot_base, num_pieces, first_piece, num_slots):
     """Return the op of every (stage, kind, piece), -1 if there is none; and the first duplicated op, or -1."""
     slots = np.empty(num_slots, dtype=np.int32)

@@ -1,23 +1,30 @@
-"""Prediction of a timeline from a cost model: seconds of actions, bytes of messages and memory."""
+"""Prediction of a step from costs: seconds of actions, bytes of messages, memory, and gradient sync.
+
+The planner uses it, and training for the step that it runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.cost.dense import DenseRows
+from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.stage_costs import StageCosts
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.costs.workload import Workload
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Pieces
 from dilatant.schedule.schedule import Assignment, Schedule
-from dilatant.schedule.shared_items import unevenness
 from dilatant.schedule.simulator.contention import travel
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
 from dilatant.schedule.simulator.memory_sweep import StepBytes
-from dilatant.schedule.simulator.simulate import run
+from dilatant.schedule.simulator.simulate import op_ends, run
 from dilatant.schedule.timeline import Timeline
 
 Tokens = Mapping[str, ArrayLike]
@@ -40,12 +47,49 @@ def predict(
     other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time of its
     links and queue where they share ports. Raises ScheduleError for a schedule that cannot run.
     """
-    graph = build(plan, assignment, schedule)
-    sums = op_sums(graph, costs, piece_sums(graph, tokens, squares, dense), tokens)
-    size = step_bytes(graph, costs, sums, message_bytes(graph, costs, message_sums(graph, tokens, squares)))
-    seconds = action_seconds(graph, costs, sums)
-    lag = None if cluster is None else travel(graph, seconds, size.message, cluster)[1]
-    return run(graph, seconds, lag=lag, size=size)
+    samples = Workload({unit: np.asarray(own) for unit, own in tokens.items()}, squares or {}, dense or {})
+    return time_step(build(plan, assignment, schedule), StepCosts(costs, cluster=cluster), samples).timeline()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedStep:
+    """A compiled schedule of one batch with the inputs of its simulation.
+
+    `pieces` and `sums` are as in `piece_sums` and `op_sums`; `durations` [ops] seconds; `message` [messages] bytes;
+    `lag` [messages] travel seconds, None without links. `seconds` lasts until the last action, `seconds_synced` until
+    every rank has its summed gradients and all updated weights.
+    """
+
+    graph: ScheduleGraph
+    costs: StepCosts
+    pieces: NDArray[np.float64]
+    sums: NDArray[np.float64]
+    durations: NDArray[np.float64]
+    lag: NDArray[np.float64] | None
+    message: NDArray[np.float64]
+    seconds: float
+    seconds_synced: float
+
+    def timeline(self) -> Timeline:
+        """Return the whole simulated step, with idle time by cause and the memory sweep."""
+        size = step_bytes(self.graph, self.costs.stages, self.sums, self.message)
+        return run(self.graph, self.durations, lag=self.lag, size=size)
+
+
+def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> TimedStep:
+    """Time the step of `graph` on these samples."""
+    pieces = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
+    sums = op_sums(graph, costs.stages, pieces, samples.tokens)
+    message = message_bytes(graph, costs.stages, message_sums(graph, samples.tokens, samples.squares))
+    durations = action_seconds(graph, costs.stages, sums)
+    lag = None
+    if costs.cluster is None:
+        ends = op_ends(graph, durations)
+    else:
+        ends, lag = travel(graph, durations, message, costs.cluster)
+    seconds = float(ends.max(initial=0.0))
+    synced = max(seconds, synced_seconds(graph, costs, durations, ends))
+    return TimedStep(graph, costs, pieces, sums, durations, lag, message, seconds, synced)
 
 
 def piece_sums(
@@ -207,3 +251,93 @@ def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:
     there = np.zeros(len(graph.arrays.placed), dtype=bool)
     there[graph.stage[np.isin(graph.kind, kinds)]] = True
     return there[graph.stage]
+
+
+def synced_seconds(
+    graph: ScheduleGraph, costs: StepCosts, durations: NDArray[np.float64], ends: NDArray[np.float64]
+) -> float:
+    """Return the seconds from the start of a step until every rank has its summed gradients and all updated weights; 0
+    if nothing is summed. `durations`, `ends`: [ops].
+
+    A rank sums gradients in the order in which they are complete: spread evenly over a stage's last backward, or all
+    after it if it is split. The last bucket is sent when the backward is over. A rank's sync seconds are divided among
+    its stages in proportion to their gradients.
+    """
+    last = ends_of_backward(graph)[1]
+    if not len(last):
+        return 0.0
+    stage_of = graph.stage[last]
+    end = ends[last]
+    begin = np.where(graph.kind[last] == WEIGHT_GRADIENT, end, end - durations[last])
+    held = np.maximum(costs.stages.gradient_bytes[stage_of], 1.0)
+    counts = [len(graph.arrays.placed[stage].stage.ranks) for stage in stage_of.tolist()]
+    pair = np.repeat(np.arange(len(last)), counts)  # one per (stage, rank)
+    rank = np.concatenate([graph.arrays.placed[stage].stage.ranks for stage in stage_of.tolist()])
+    beside, after = (
+        np.asarray([seconds.get(one, 0.0) for one in rank.tolist()])
+        for seconds in (costs.sync.beside, costs.sync.after)
+    )
+    order = np.lexsort((end[pair], rank))
+    pair, rank, beside = pair[order], rank[order], beside[order]
+    firsts = np.flatnonzero(np.diff(rank, prepend=rank[0] - 1))
+    of_rank = np.add.reduceat(held[pair], firsts)
+    sizes = np.diff(np.append(firsts, len(rank)))
+    own = beside * held[pair] / np.repeat(of_rank, sizes)
+    until = np.cumsum(own)
+    behind = (
+        np.repeat(until[np.append(firsts[1:], len(rank)) - 1], sizes) - until
+    )  # of the rank's later stages
+    buckets = np.ceil(held[pair] / BUCKET_BYTES)
+    first = begin[pair] + (end - begin)[pair] / buckets
+    sums = np.maximum(first + own, end[pair] + own / buckets) + behind
+    return float(sums.max() + after.max())
+
+
+def unevenness(
+    graph: ScheduleGraph, items_per_token: NDArray[np.float64], tokens: Sequence[NDArray[np.float64]]
+) -> NDArray[np.float64] | None:
+    """Return, per op, the fullest rank's load over the mean load of its stage's ranks, [ops]; None if it is 1
+    everywhere. `items_per_token` [stages] is as in `UnitSpec`; `tokens` holds one array [samples] per unit."""
+    arrays, pieces = graph.arrays, graph.packed.pieces
+    cp = np.asarray([placed.stage.cp for placed in arrays.placed])
+    uneven = np.flatnonzero((cp > 1) & (items_per_token < 1.0))
+    if not len(uneven):
+        return None
+    times = np.ones(graph.num_ops)
+    known: dict[tuple[int, int], NDArray[np.float64]] = {}
+    for stage in uneven.tolist():
+        chain = int(arrays.chain[stage])
+        if (chain, int(cp[stage])) not in known:
+            own = tokens[arrays.unit_of[chain]]
+            known[chain, int(cp[stage])] = _of_chain(
+                pieces, chain, own, float(items_per_token[stage]), int(cp[stage])
+            )
+        ops = np.flatnonzero(graph.stage == stage)
+        times[ops] = known[chain, int(cp[stage])][graph.piece[ops] - pieces.first[chain]]
+    return times
+
+
+def _of_chain(
+    pieces: Pieces, chain: int, tokens: NDArray[np.float64], items_per_token: float, cp: int
+) -> NDArray[np.float64]:
+    """Return the fullest rank's load over the mean load for every piece of a chain."""
+    found = []
+    for piece in range(int(pieces.first[chain]), int(pieces.first[chain + 1])):
+        samples = pieces.samples[pieces.offsets[piece] : pieces.offsets[piece + 1]]
+        found.append(fullest_share(tokens[samples], items_per_token, cp) * cp)
+    return np.asarray(found)
+
+
+def fullest_share(tokens: NDArray[np.float64], items_per_token: float, ranks: int) -> float:
+    """Return the fraction of all tokens on the fullest of `ranks` ranks. There are `items_per_token` items per token,
+    rounded, dealt evenly; with 0, whole samples are dealt largest first (as in `models.parallel.shared_samples`)."""
+    total = float(tokens.sum())
+    if not total:
+        return 1.0 / ranks
+    if items_per_token:
+        items = max(1.0, np.round(total * items_per_token))
+        return float(np.ceil(items / ranks) / items)
+    loads = [0.0] * ranks
+    for one in sorted(tokens.tolist(), reverse=True):
+        heapq.heapreplace(loads, loads[0] + one)
+    return max(loads) / total

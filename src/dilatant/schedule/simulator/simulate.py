@@ -56,13 +56,20 @@ def op_ends(
     graph: ScheduleGraph, seconds: NDArray[np.float64], lag: NDArray[np.float64] = _NO_LAG
 ) -> NDArray[np.float64]:
     """Return when every op ends, `[ops]` by op number; arguments as in `step_seconds`."""
+    return _spans(graph, seconds, lag)[1]
+
+
+def _spans(
+    graph: ScheduleGraph, seconds: NDArray[np.float64], lag: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return when every op starts and ends, `[ops]`."""
     from dilatant.schedule.simulator import graph_kernels as kernels
 
     start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
     kernels.spans(
         graph.order, graph.previous, graph.offsets, graph.source, graph.edge, seconds, lag, start, end
     )
-    return end
+    return start, end
 
 
 def edge_lag(graph: ScheduleGraph, lag: ArrayLike | None) -> NDArray[np.float64]:
@@ -82,19 +89,13 @@ def run(
     size: StepBytes | None = None,
 ) -> Timeline:
     """Return the timeline of a compiled schedule; arguments as in `simulate`."""
-    from dilatant.schedule.simulator import graph_kernels as kernels
-
-    duration = action_array(graph, seconds)
-    start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
     lags = edge_lag(graph, lag)
-    latest = kernels.spans(
-        graph.order, graph.previous, graph.offsets, graph.source, graph.edge, duration, lags, start, end
-    )
+    start, end = _spans(graph, action_array(graph, seconds), lags)
     arrival = end[graph.edge_source]
     if len(lags):
         arrival = arrival + lags
     peak = None if size is None else peak_bytes(graph, size, start, end, arrival)
-    return _timeline(graph, start, end, float(latest), arrival, peak)
+    return _timeline(graph, start, end, arrival, peak)
 
 
 def action_array(graph: ScheduleGraph, seconds: Seconds) -> NDArray[np.float64]:
@@ -108,13 +109,12 @@ def _timeline(
     graph: ScheduleGraph,
     start: NDArray[np.float64],
     end: NDArray[np.float64],
-    latest: float,
     arrival: NDArray[np.float64],
     peak: NDArray[np.float64] | None,
 ) -> Timeline:
     from dilatant.schedule.simulator import graph_kernels as kernels
 
-    arrays, packed = graph.arrays, graph.packed
+    arrays, packed, latest = graph.arrays, graph.packed, float(end.max(initial=0.0))
     row_offsets = packed.offsets
     binder = kernels.binding(
         graph.order, graph.previous, graph.offsets, graph.source, end, start, arrival, graph.edge

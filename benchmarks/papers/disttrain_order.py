@@ -1,8 +1,7 @@
-"""DistTrain's reordering: samples over data-parallel groups, and microbatches over the step.
+"""DistTrain's order of microbatches (Alg. 3, and its variant for interleaved 1F1B, 6.2), as a microbatch policy.
 
-Both algorithms contain repairs that the paper's printed versions need: samples are sorted descending, groups are
-returned as group numbers, and the first interval is estimated from the first microbatch's work downstream, because the
-order from which the paper reads it does not exist yet.
+It contains a repair that the printed version needs: the first interval is estimated from the first microbatch's work
+downstream, because the order from which the paper reads it does not exist yet.
 """
 
 from __future__ import annotations
@@ -13,26 +12,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.costs.depth import path_depths
-from dilatant.schedule.assignment.joint_search import order_search
-from dilatant.schedule.assignment.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
+from dilatant.schedule.assignment import assign_kernels as kernels
+from dilatant.schedule.assignment.assign import MicrobatchProblem, random_slots
+from dilatant.schedule.assignment.joint_search import START_THRESHOLD, step_model
+from dilatant.schedule.assignment.pipeline_shape import (
+    ByUnit,
+    PipelineShape,
+    op_shares,
+    shape_graph,
+    shape_seconds,
+    shared,
+)
+from dilatant.schedule.families.families import interleaved
 from dilatant.schedule.packed import BACKWARD
 from dilatant.schedule.simulator.graph import ScheduleGraph
 from dilatant.schedule.simulator.simulate import op_ends
 
 
-def intra_reorder(size: NDArray[np.float64], num_groups: int) -> NDArray[np.int64]:
-    """Return the group of every sample, `[samples]`, by longest-processing-time-first (Alg. 2, sorted descending).
+def disttrain(problem: MicrobatchProblem) -> ByUnit:
+    """Return random groups, reordered if that shortens the simulated step. No order is always the best for interleaved
+    pipelines, so the order for 1F1B with the same number of stages is tried, too."""
+    shape, slot_of = problem.shape, random_slots(problem)
+    count = problem.num_microbatches
+    loads = np.stack([np.bincount(slot_of, column, count) for column in problem.seconds.T])
+    found = [slot_of]
+    goes_round = shape.ranks is not None and any(
+        len({*ranks}) < len(ranks) for ranks in np.split(np.array(shape.ranks), np.cumsum(shape.stages)[:-1])
+    )
+    for interleave in (False, True) if shape.family is interleaved and goes_round else (False,):
+        found.append(np.argsort(inter_reorder(shape, loads, interleave))[slot_of])
 
-    `size` is a sample's seconds. Groups are returned by number, since groups of unequal size cannot be recovered from a
-    concatenation.
-    """
-    from dilatant.schedule.assignment import assign_kernels as kernels
+    def batches(slots: NDArray[np.int64]) -> ByUnit:
+        groups = [tuple(np.flatnonzero(slots == slot).tolist()) for slot in range(count)]
+        return shared(sorted(groups, key=lambda group: not group), shape.num_units)  # empty ones last
 
-    room = np.full(num_groups, float(len(size)))
-    group = np.empty(len(size), dtype=np.int64)
-    order = np.argsort(-size, kind="stable")
-    kernels.place_units(order, size[None], np.ones(num_groups), np.ones(len(size)), room, group)
-    return group
+    return min(map(batches, found), key=lambda by_unit: shape_seconds(shape, problem.seconds, by_unit))
 
 
 def inter_reorder(
@@ -133,3 +147,19 @@ class _FirstRank:
                 found.setdefault(number, []).append(float(end[op] - seconds[op]) - last)
             last, here = float(end[op]), set()
         return found
+
+
+def order_search(
+    shape: PipelineShape, load: NDArray[np.float64], evaluations: int, seed: int
+) -> NDArray[np.int64]:
+    """Return an execution order of microbatches of `load [units, microbatches]`, as `[microbatches]` numbers."""
+    count = load.shape[1]
+    model = step_model(shape, count)
+    slot_of = np.arange(count)
+    kernels.anneal(
+        np.ascontiguousarray(load), np.zeros(count), np.inf, slot_of, count, model.before, model.cost_of, model.share,
+        model.last, model.fixed, evaluations if count > 1 else 0, False, START_THRESHOLD, seed,
+    )  # fmt: skip
+    order = np.empty(count, dtype=np.int64)
+    order[slot_of] = np.arange(count)
+    return order

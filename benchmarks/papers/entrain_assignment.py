@@ -12,10 +12,36 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.schedule.assignment.assign import MicrobatchProblem
+from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape, shape_seconds
 from dilatant.schedule.schedule import Microbatch
+from papers import entrain_kernels as kernels
 
 RESOLUTION = 1024
 """Subset sums are rounded to this many parts of an overloaded microbatch."""
+
+
+def entrain(problem: MicrobatchProblem) -> ByUnit:
+    """Return Entrain's microbatches at the wanted number and at K_eff, whichever simulates faster. Samples are deferred
+    in the unit that the others feed; later units use its microbatches."""
+    shape, count = problem.shape, problem.num_microbatches
+    feeding = _encoders(shape)
+    encoder, language = problem.seconds[:, feeding].sum(axis=1), problem.seconds[:, shape.anchor]
+    found = []
+    for wanted in sorted({count, effective_microbatches(encoder, count)}, reverse=True):
+        sides = entrain_microbatches(encoder, language, wanted)
+        padded = [tuple([*filter(None, side), *[()] * count][:count]) for side in sides]
+        found.append(tuple(padded[unit not in feeding] for unit in range(shape.num_units)))
+    return min(found, key=lambda by_unit: shape_seconds(shape, problem.seconds, by_unit))
+
+
+def _encoders(shape: PipelineShape) -> list[int]:
+    """Return the units that feed the anchor, directly or not."""
+    found: set[int] = set()
+    for unit in reversed(range(shape.num_units)):
+        if any(target == shape.anchor or target in found for target in shape.feeds[unit]):
+            found.add(unit)
+    return sorted(found)
 
 
 def effective_microbatches(encoder: NDArray[np.float64], num_microbatches: int) -> int:
@@ -94,8 +120,6 @@ class _SubsetSums:
 
     @classmethod
     def of(cls, batch: list[int], language: NDArray[np.float64], targets: NDArray[np.float64]) -> _SubsetSums:
-        from dilatant.schedule.assignment import entrain_kernels as kernels
-
         seconds = language[batch]
         step = float(seconds.sum()) / RESOLUTION if batch else 0.0
         units = np.rint(seconds / step).astype(np.int64) if step > 0 else np.zeros(len(batch), dtype=np.int64)
@@ -127,8 +151,6 @@ def _match(
     matching of the microbatches that must defer something. Among all pairings that reach it, the one with the least sum
     of squared loads is taken, so that pairs off the critical path are balanced too.
     """
-    from dilatant.schedule.assignment import entrain_kernels as kernels
-
     if not heavy:
         return []
     moved = np.stack([table.moved for table in tables])
