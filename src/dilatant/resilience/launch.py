@@ -317,8 +317,9 @@ class _LocalNodes:
         if self._thread.ident is not None:
             self._thread.join()
         deadline = time.monotonic() + LAST_SECONDS
-        for child in (*self._agents, self.coordinator):
-            child.close(max(0.0, deadline - time.monotonic()))
+        for agent in self._agents:
+            agent.close(max(0.0, deadline - time.monotonic()))
+        self.coordinator.close(max(0.0, deadline - time.monotonic()))
 
     def restarted(self) -> list[tuple[int, list[Seat]]]:
         """Return the ranks whose processes must be restarted, each with the seats of all ranks."""
