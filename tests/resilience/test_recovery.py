@@ -49,10 +49,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def require_equal(ended: Ended, undisturbed: list[float]) -> None:
     assert ended.exit_code == 0, ended.output
     assert ended.losses == pytest.approx(undisturbed, rel=TOLERANCE), ended.events
-    assert ended.events[-1].reason == "finished"
-    generations = [event.generation for event in ended.events]
+    assert ended.events[-1]["reason"] == "finished"
+    generations = [event["generation"] for event in ended.events]
     assert generations == sorted(generations)
-    steps = [event.step for event in ended.events if event.task == "run"]
+    steps = [event["step"] for event in ended.events if event["task"] == "run"]
     assert steps == sorted(steps)  # no finished step is lost
 
 
@@ -71,7 +71,7 @@ def test_replicas_survive_loss_of_workers_agent_and_coordinator(
     assert ended.injected == 4
     require_equal(ended, undisturbed)
     assert ended.events[-1]["members"] == ["node2"]
-    assert any("node0 leaves" in event.reason for event in ended.events)
+    assert any("node0 leaves" in event["reason"] for event in ended.events)
     found = read_status(tmp_path / "run")
     assert (found.step, found.stopped, found.generation) == (
         STEPS,
@@ -103,7 +103,7 @@ def test_layers_held_by_no_rank_come_from_newest_checkpoint(tmp_path: Path, undi
     )
     assert ended.exit_code == 0, ended.output
     assert ended.losses == pytest.approx(undisturbed, rel=TOLERANCE)
-    went_back = [event.step for event in ended.events if event.task == "run"]
+    went_back = [event["step"] for event in ended.events if event["task"] == "run"]
     assert went_back[-1] in (4, 8)
 
 
@@ -146,7 +146,9 @@ def test_restarted_node_rejoins_and_holds_layers(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output
     # Other sums of the same numbers, for five times as many steps: differences grow with them.
     assert ended.losses == pytest.approx(alone.losses, rel=1e-3)
-    assert any("node1." in event.reason and "joins" in event.reason for event in ended.events), ended.events
+    assert any("node1." in event["reason"] and "joins" in event["reason"] for event in ended.events), (
+        ended.events
+    )
     assert len(ended.events[-1]["members"]) == 4
 
 
@@ -178,7 +180,7 @@ def test_slow_rank_gets_fewer_samples_and_too_slow_node_leaves(tmp_path: Path, b
         assert shares[members.index("node1")] <= 13, ended.output
     else:
         assert ended.events[-1]["members"] == ["node0"]
-        assert any("node1 is" in event.reason for event in ended.events)
+        assert any("node1 is" in event["reason"] for event in ended.events)
 
 
 @pytest.mark.slow
@@ -231,7 +233,7 @@ def test_node_leaving_midstep_hands_over_its_gradients(tmp_path: Path) -> None:
     )
     assert ended.exit_code == 0, ended.output
     assert ended.losses == pytest.approx(alone.losses, rel=TOLERANCE)
-    assert any("node1 leaves before the end of the step" in event.reason for event in ended.events)
+    assert any("node1 leaves before the end of the step" in event["reason"] for event in ended.events)
     rebuilds = (tmp_path / "left" / "run" / "resilience" / "rebuilds.jsonl").read_text().splitlines()
     last = json.loads(rebuilds[-1])
     assert (last["ranks_handed_over"], last["salvaged_pairs"] > 0) == (1, True)
