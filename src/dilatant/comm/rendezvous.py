@@ -154,7 +154,11 @@ def _await_all(store: Store, keys: list[str], timeout: timedelta) -> None:
     names = f"rank {', '.join(missing[:16])}" + (
         f" and {len(missing) - 16} more" if len(missing) > 16 else ""
     )
-    print(f"waits for {names} to join, up to {timeout.total_seconds():g} s", file=sys.stderr, flush=True)
+    print(
+        f"waits for {names} to join, up to {round(timeout.total_seconds(), 1):g} s",
+        file=sys.stderr,
+        flush=True,
+    )
     store.wait(keys, timeout - NOTICE_AFTER)
 
 
