@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dilatant.models.language.language_stage import MultimodalOutput
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.plan.plan import ParallelSpec, Plan
-    from dilatant.resilience.run import train
+    from dilatant.resilience.launch import train
     from dilatant.training.feeding.loading import make_loader
     from dilatant.training.parallelize import Auto, parallelize
 
@@ -42,7 +42,7 @@ _HOME = {
     "make_loader": "training.feeding.loading",
     "metric": "config.signatures",
     "parallelize": "training.parallelize",
-    "train": "resilience.run",
+    "train": "resilience.launch",
 }
 
 __all__ = [

@@ -204,7 +204,7 @@ def test_strangers_push_out_each_other_and_nobody_with_the_token(monkeypatch: py
 def test_a_missing_store_prints_a_notice_and_then_one_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(store, "WORD_SECONDS", 0.0)
+    monkeypatch.setattr(store, "NOTICE_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(UserError, match=f"no store of the run answers at 127.0.0.1:{port}"):
@@ -216,7 +216,7 @@ def test_a_missing_store_prints_a_notice_and_then_one_error(
 def test_ranks_that_do_not_come_are_named_meanwhile(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rendezvous, "WORD_AFTER", timedelta(seconds=0.1))
+    monkeypatch.setattr(rendezvous, "NOTICE_AFTER", timedelta(seconds=0.1))
     with pytest.raises(TimeoutError):
         rendezvous.join(_connect(server), 0, 0, 3, "inbox", timedelta(seconds=0.3))
     assert capsys.readouterr().err == "waits for rank 1, 2 to join, up to 0.3 s\n"

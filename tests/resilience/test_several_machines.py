@@ -41,7 +41,7 @@ def test_losses_are_unchanged_when_machines_fail_join_and_leave(machines: Machin
     assert machines.members() == {*"abcd"} - {killed, taken}
     assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)
     assert machines.status.stopped == "finished"
-    reasons = " ".join(event["reason"] for event in machines.status.events)
+    reasons = " ".join(event.reason for event in machines.status.events)
     assert "agent is gone" in reasons
     assert "leaves" in reasons
     assert any((machines.run / "export").iterdir())

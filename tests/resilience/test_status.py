@@ -14,10 +14,17 @@ from dilatant.cli.status import status
 from dilatant.config import UserError
 from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.report.pages.replay_page import TONES
-from dilatant.resilience.history import PAGE, TRACE, generations, write_history
 from dilatant.resilience.processes.coordinator_process import EVENTS, STATE
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Record
-from dilatant.resilience.status import REBUILDS, read_rebuilds, read_status
+from dilatant.resilience.status import (
+    PAGE,
+    REBUILDS,
+    TRACE,
+    generations,
+    read_rebuilds,
+    read_status,
+    write_history,
+)
 
 EVENT = {"time": 5.0, "task": "run", "generation": 1, "step": 3, "members": ["node0"], "reason": ""}
 AGENT = {"node": "node0", "pid": 2**22 + 1, "workers": {"0": 2**22 + 2}}

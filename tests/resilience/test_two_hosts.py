@@ -83,6 +83,6 @@ def test_host_with_cut_cable_is_evicted_and_ends_its_processes(hosts: Hosts, tmp
         (lost,) = (node for node in machines.status.nodes if node.name.startswith("node-c"))
         assert not any(Path(f"/proc/{pid}").exists() for pid in (lost.agent, *lost.workers))
         assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)
-        assert any("silent" in event["reason"] for event in machines.status.events), machines.status.events
+        assert any("silent" in event.reason for event in machines.status.events), machines.status.events
     finally:
         machines.close()

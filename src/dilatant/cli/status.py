@@ -59,7 +59,7 @@ def _shown(found: RunStatus) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from dilatant.resilience.history import generations
+    from dilatant.resilience.status import generations
 
     step = "no step yet" if found.step is None else f"step {found.step}"
     headline = Text(f"generation {found.generation}, {found.stopped or found.task}, {step}")

@@ -152,7 +152,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
         warm_up()  # before the imports below, so that both run concurrently
 
     from dilatant.comm.launch import WorkerFailed
-    from dilatant.resilience.run import train
+    from dilatant.resilience.launch import train
     from dilatant.training.run import RunStopped
 
     try:

@@ -73,11 +73,11 @@ class Comm:
         self._deadlines: DeadlineThread | None = None
         self._watchdog: threading.Thread | None = None
         self._membership = Rendezvous("", (), (this_machine(),))
-        self._num_told = 0
+        self._num_broadcasts = 0
         self._gloo_device: Any = None
-        if store is not None and size > 1:
-            self._connect(store)
         try:
+            if store is not None and size > 1:
+                self._connect(store)
             self.world = self._open(WORLD, tuple(range(size)), torch.device("cpu"))
         except BaseException:
             self.close()
@@ -104,7 +104,6 @@ class Comm:
         except BaseException:
             if self._reason is not None:
                 self._abort_offer(self._reason)
-            self.close()
             raise
 
     def _accept_offer(self, offer: Rendezvous) -> None:
@@ -143,11 +142,11 @@ class Comm:
         numbers = {machine: number for number, machine in enumerate(dict.fromkeys(self.machines))}
         return tuple(numbers[machine] for machine in self.machines)
 
-    def tell_machine(self, text: str) -> str:
+    def broadcast_on_machine(self, text: str) -> str:
         """Broadcast `text` from the first rank of this machine to its other ranks; all of them must call this."""
         first, *others = self.ranks_here
-        key = f"{self.attempt}/told/{first}/{self._num_told}"
-        self._num_told += 1
+        key = f"{self.attempt}/broadcast/{first}/{self._num_broadcasts}"
+        self._num_broadcasts += 1
         if not others:
             return text
         with self.translated_errors(f"rank {first} to say what all ranks of its machine should know"):
@@ -183,10 +182,10 @@ class Comm:
             flag.item()
         return group
 
-    def abort(self, reason: str, tell_others: bool = True) -> None:
+    def abort(self, reason: str, notify_others: bool = True) -> None:
         """End all communication of this generation: operations blocked in it raise CommAborted. Never raises.
 
-        Notifies the other ranks through the store unless `tell_others` is False. The first reason is kept.
+        Notifies the other ranks through the store unless `notify_others` is False. The first reason is kept.
         """
         with self._lock:
             if self._reason is not None or self._closed:
@@ -197,7 +196,7 @@ class Comm:
         if self._watchdog is None:
             return
         self._store.close()  # the main thread may be blocked in it
-        if tell_others:
+        if notify_others:
             with contextlib.suppress(Exception), contextlib.closing(self._inbox_store.clone()) as store:
                 for inbox in self._inboxes_of_others(store).values():
                     send_abort(store, inbox, reason)
@@ -348,7 +347,7 @@ class Comm:
         except Exception as error:
             # The process that hosts the store is gone; without the store no rank can notify this one.
             text = f"the store is gone: {' '.join(str(error).split())[:200]}"
-        self.abort(text, tell_others=False)
+        self.abort(text, notify_others=False)
 
     def _activity(self) -> str:
         """Describe what the main thread is doing; the text begins with "waits" if it waits for other ranks."""

@@ -21,7 +21,7 @@ from uuid import uuid4
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.store.store import Store
 
-WORD_AFTER = timedelta(seconds=30)
+NOTICE_AFTER = timedelta(seconds=30)
 """Time after which rank 0 prints which ranks it still waits for."""
 CHECK_AFTER = timedelta(seconds=0.5)
 """Time after which rank 0 looks whether a rank that has not accepted an offer joins anew."""
@@ -146,16 +146,20 @@ def _until(deadline: float) -> timedelta:
 def _await_all(store: Store, keys: list[str], timeout: timedelta) -> None:
     """Wait for the keys of all ranks; print once to stderr which ranks are missing. Raises TimeoutError."""
     try:
-        return store.wait(keys, min(timeout, WORD_AFTER))
+        return store.wait(keys, min(timeout, NOTICE_AFTER))
     except TimeoutError:
-        if timeout <= WORD_AFTER:
+        if timeout <= NOTICE_AFTER:
             raise
     missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     names = f"rank {', '.join(missing[:16])}" + (
         f" and {len(missing) - 16} more" if len(missing) > 16 else ""
     )
-    print(f"waits for {names} to join, up to {timeout.total_seconds():g} s", file=sys.stderr, flush=True)
-    store.wait(keys, timeout - WORD_AFTER)
+    print(
+        f"waits for {names} to join, up to {round(timeout.total_seconds(), 1):g} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    store.wait(keys, timeout - NOTICE_AFTER)
 
 
 def this_machine() -> str:

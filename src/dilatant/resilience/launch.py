@@ -1,4 +1,8 @@
-"""Launch a resilient run: one coordinator, and the nodes of this machine or the agents of several machines."""
+"""Train as configured: fail with the first lost rank, or recover from losses, on this machine or several machines.
+
+A run that recovers has one coordinator, which is started here, and an agent per node: this machine starts its own, and
+other machines' agents connect.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +26,26 @@ from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.store.server import StoreServer
 from dilatant.comm.store.token import fresh_token, shared_token
 from dilatant.config import Config, UserError
+from dilatant.config.environment import place_from
 from dilatant.config.files.durable import write_durably
 from dilatant.plan.plan import Plan
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import say, warn
 from dilatant.report.text.wording import counted
-from dilatant.resilience.history import PAGE, TRACE, write_history
+from dilatant.resilience.processes.agent_run import coordinator_port, launched_agent, run_agent
 from dilatant.resilience.processes.coordinator_process import STATE, known_record
-from dilatant.resilience.processes.messages import Job, TrainingStart, is_loopback
-from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart
+from dilatant.resilience.processes.messages import Job, Seat, TrainingStart, is_loopback
+from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart, end_process
 from dilatant.resilience.processes.supervisor import CoordinatorSupervisor
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
-from dilatant.resilience.worker.rank import FOLDER, Seat, train_rank_resiliently
+from dilatant.resilience.status import PAGE, TRACE, write_history
+from dilatant.resilience.worker.rank import FOLDER, train_rank_resiliently
 from dilatant.resilience.worker.worker_process import RESULT
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.rank import RunResult, Show, console_for
+from dilatant.training.run import Resilient
+from dilatant.training.run import train as train_once
 
 LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.05
@@ -56,6 +65,39 @@ class LeaderAddresses:
     port: int
     name: str
     trains_here: bool
+
+
+def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") -> RunResult:
+    """Train the model of a config, evaluate it on held-out data and export it into the run folder.
+
+    overwrite: start anew in an output_dir that holds a run. show: where progress is shown. Starts the ranks of the
+    layout, or is one of them under torchrun, Slurm or Kubernetes. With `resilience.enabled` a launcher starts one
+    process per machine instead: the first is the leader, the others are agents. Raises UserError for a mistake in
+    config, data or folder, WorkerFailed when a rank fails (with `resilience.enabled`: when no rank can continue),
+    RunStopped when a signal ends a run before it trains; after a later signal the run saves and returns.
+    """
+    if not config.resilience.enabled:
+        return train_once(config, overwrite=overwrite, show=show)
+    place, address = place_from(), config.resilience.address
+    if place is None and address is None:
+        if config.resilience.standby is not None:
+            raise UserError(
+                "resilience.standby: the run is on one machine, so there is nobody to lead it when that is gone; leave "
+                "it out, or set resilience.listen"
+            )
+        return train_once(config, overwrite=overwrite, show=show, resilient=Resilient(launch_resiliently))
+    if place is not None:
+        if place.rank:
+            code = run_agent(launched_agent(config, place))
+            return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)
+        address = (place.host if is_loopback(place.host) else ""), coordinator_port(place)
+    assert address is not None
+    name = address[0] if place is None else place.host
+    leading = LeaderAddresses(*address, name, trains_here=place is not None)
+    nodes = config.cluster.nodes if place is None else place.size
+    launcher = "resilience.listen" if place is None else place.launcher
+    resilient = Resilient(partial(run_leader, leading), nodes, launcher)
+    return train_once(config, overwrite=overwrite, show=show, resilient=resilient)
 
 
 def launch_resiliently(
@@ -122,8 +164,8 @@ def run_leader(
     warn_of_few_copies(config, plan_json, show)
     folder = fresh_folder(config)
     token = shared_token()
-    given = config.resilience
-    machines = ranks // given.ranks_per_node
+    workers = config.resilience.ranks_per_node
+    machines = ranks // workers
     settings = settings_of(config, machines)
     with ExitStack() as stack:
         store = StoreServer(LOOPBACK if is_loopback(leading.host) else "", 0, token)
@@ -133,11 +175,11 @@ def run_leader(
             TrainingStart(config.to_yaml(), plan_json, checkpoint, start.discards, show),
             store.port,
             is_loopback(leading.host),
-            given.ranks_per_node,
-            given.restarts,
+            workers,
+            config.resilience.restarts,
             str(folder.absolute()),
             settings,
-            given.standby or "",
+            config.resilience.standby or "",
         )
         coordinator = CoordinatorSupervisor(
             ProcessStart(leading.host, leading.port, token.hex(), settings, str(folder), job=job)
@@ -185,15 +227,7 @@ def _local_agent(leading: LeaderAddresses, stack: ExitStack) -> subprocess.Popen
         [sys.executable, "-P", "-m", "dilatant", "agent", "--coordinator", f"{host}:{leading.port}"],
         start_new_session=True,  # Ctrl-C goes to this process, which makes all ranks end
     )
-
-    def close() -> None:
-        try:
-            agent.wait(LEADER_LAST_SECONDS)
-        except subprocess.TimeoutExpired:
-            agent.kill()
-            agent.wait()
-
-    stack.callback(close)
+    stack.callback(end_process, agent, LEADER_LAST_SECONDS)
     return agent
 
 
@@ -222,14 +256,14 @@ def fresh_folder(config: Config) -> Path:
 
 def settings_of(config: Config, nodes: int) -> Settings:
     """Return the protocol settings of a run that begins with `nodes` nodes."""
-    given = config.resilience
+    limits = config.resilience
     return Settings(
-        lease_seconds=given.lease_seconds,
-        fence_seconds=given.fence_seconds,
-        build_seconds=given.progress_seconds,
-        drain_seconds=given.drain_seconds,
+        lease_seconds=limits.lease_seconds,
+        fence_seconds=limits.fence_seconds,
+        build_seconds=limits.progress_seconds,
+        drain_seconds=limits.drain_seconds,
         initial=nodes,
-        fewest=given.fewest_nodes,
+        fewest=limits.fewest_nodes,
     )
 
 
@@ -270,11 +304,10 @@ class _LocalNodes:
             self._agents += [self._agent(node, f"node{node}") for node in range(len(counts))]
             for node in range(len(counts)):
                 self.seats += self._seats_of(node, f"node{node}")
-        except RuntimeError as error:
+        except BaseException as error:
             self.close()
-            raise UserError(f"resilience.enabled: {error}; what it wrote is above") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, RuntimeError):
+                raise UserError(f"resilience.enabled: {error}; what it wrote is above") from None
             raise
         self._thread.start()
 
@@ -284,8 +317,9 @@ class _LocalNodes:
         if self._thread.ident is not None:
             self._thread.join()
         deadline = time.monotonic() + LAST_SECONDS
-        for child in (*self._agents, self.coordinator):
-            child.close(max(0.0, deadline - time.monotonic()))
+        for agent in self._agents:
+            agent.close(max(0.0, deadline - time.monotonic()))
+        self.coordinator.close(max(0.0, deadline - time.monotonic()))
 
     def restarted(self) -> list[tuple[int, list[Seat]]]:
         """Return the ranks whose processes must be restarted, each with the seats of all ranks."""

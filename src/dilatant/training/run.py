@@ -51,7 +51,7 @@ class RunStopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resilient:
-    """Launcher of a run that survives the loss of ranks: `resilience.launch` or `resilience.machines`, which are above
+    """Launcher of a run that survives the loss of ranks: `resilience.launch.launch_resiliently` or `run_leader`, above
     this package in the import order. nodes: machines to begin with, each with `resilience.ranks_per_node` ranks; None:
     this machine alone. launcher: name of what started, or asked for, this many."""
 

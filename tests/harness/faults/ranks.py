@@ -30,10 +30,10 @@ from dilatant.config.config import load_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import last_step
 from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS
-from dilatant.resilience.processes.messages import connect
+from dilatant.resilience.processes.messages import Seat, connect
 from dilatant.resilience.processes.process import AGENT, COORDINATOR, Child, ProcessStart
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
-from dilatant.resilience.worker.rank import FOLDER, LATER_SECONDS, Seat, train_seat
+from dilatant.resilience.worker.rank import FOLDER, LATER_SECONDS, train_seat
 from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.observer import Observer

@@ -22,7 +22,7 @@ ANSWER_SECONDS = 15.0
 """Time limit of the server's answer to a non-blocking request; added to the timeout of a blocking one."""
 
 
-WORD_SECONDS = 10.0
+NOTICE_SECONDS = 10.0
 """Time after which a client prints that it still waits for the store."""
 
 
@@ -186,7 +186,7 @@ def connect(
     """Connect to the store, which may not listen yet. Raises UserError if the tokens differ, or if nothing answers in
     time."""
     server = _Server(host, port, token, on_one_machine)
-    began, is_said = time.monotonic(), False
+    began, is_reported = time.monotonic(), False
     deadline = began + timeout_seconds
     while True:
         try:
@@ -198,8 +198,8 @@ def connect(
             ) from None
         except (OSError, ValueError) as error:
             now = time.monotonic()
-            if now > began + WORD_SECONDS and not is_said:
-                is_said = True
+            if now > began + NOTICE_SECONDS and not is_reported:
+                is_reported = True
                 where = f"{host}:{port} ({error}), up to {timeout_seconds:g} s"
                 print(f"waits for the store of the run at {where}", file=sys.stderr, flush=True)
             if now > deadline:

@@ -18,7 +18,7 @@ from dilatant.comm.wire.link import Connections, LinkClosed, Received, WireLink,
 from dilatant.config.files.durable import write_durably
 from dilatant.resilience.processes.coordinator_process import known_record
 from dilatant.resilience.processes.messages import MESSAGES, Hello, Job, JobRequest, StoreAt, Warm, connect
-from dilatant.resilience.processes.process import ProcessStart, end_with_parent, read_start, say
+from dilatant.resilience.processes.process import ProcessStart, end_with_parent, read_start
 from dilatant.resilience.protocol.agent import Agent, Command, Died, Event
 from dilatant.resilience.protocol.values import Order
 
@@ -253,7 +253,7 @@ def main() -> None:
     end_with_parent()
     service = AgentService(start)
     signal.signal(signal.SIGTERM, lambda *_: service.leave())
-    say(port=service.port, pid=os.getpid())
+    print(service.port, flush=True)
     service.serve()
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import secrets
 import shlex
 import socket
-import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dilatant.comm.store.token import REMEDY, shared_token
@@ -25,8 +23,8 @@ from dilatant.config.environment import LaunchPlace
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
 from dilatant.resilience.processes.agent_process import NO_COORDINATOR, AgentService
-from dilatant.resilience.processes.messages import Job, JobRequest, WorkerStart, connect
-from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, ProcessStart
+from dilatant.resilience.processes.messages import Job, JobRequest, Seat, StoreAt, WorkerStart, connect
+from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, Child, ProcessStart
 from dilatant.resilience.processes.standby import Standby
 from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
@@ -162,58 +160,34 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
 
 def _serve_as_node(options: AgentOptions, job: Job, node: str, token: bytes) -> AgentService:
     """Serve as a node until service ends; the workers have then exited."""
-    workers: list[subprocess.Popen[bytes]] = []
+    workers: list[Child] = []
 
     def ended_worker() -> int | None:
-        return next((index for index, each in enumerate(workers) if each.poll() is not None), None)
+        return next((index for index, each in enumerate(workers) if not each.is_alive), None)
 
+    settings, patience = job.settings, 4 * job.leader_patience_seconds if job.standby else 0.0
+    patience = max(PATIENCE_LEASES * settings.lease_seconds, patience)
     start = ProcessStart(
-        options.host,
-        options.port,
-        token.hex(),
-        job.settings,
-        job.folder,
-        node,
-        job.workers,
-        max(
-            PATIENCE_LEASES * job.settings.lease_seconds,
-            4 * job.leader_patience_seconds if job.standby else 0.0,
-        ),
-        job,
+        options.host, options.port, token.hex(), settings, job.folder, node, job.workers, patience, job
     )
     service = AgentService(start, ended_worker)
+    store_at = StoreAt(options.host, job.store_port)
     closed = threading.Event()
     # On SIGTERM or Ctrl-C the node leaves at the end of the step; a later signal acts as usual.
     with StopSignal(service.leave):
         threading.Thread(target=_watch_notice, args=(options, service, closed), daemon=True).start()
+        deadline = 0.0
         try:
             for index in range(job.workers):
-                worker = WorkerStart(job, node, index, service.port, options.host, token.hex())
-                workers.append(_started(worker))
+                seat = Seat(node, index, service.port, token, store_at, job.on_one_machine)
+                workers.append(Child(WORKER, WorkerStart(job, seat), stdout=None))
             service.serve()
             deadline = time.monotonic() + LAST_SECONDS
-            for each in workers:
-                with suppress(subprocess.TimeoutExpired):
-                    each.wait(max(0.0, deadline - time.monotonic()))
         finally:
             closed.set()
             for each in workers:
-                each.kill()
-                each.wait()
+                each.close(max(0.0, deadline - time.monotonic()))
     return service
-
-
-def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
-    """Start a worker, which ends with this process."""
-    worker = subprocess.Popen(
-        [sys.executable, "-P", "-u", "-m", WORKER],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C goes to this process only
-    )
-    assert worker.stdin is not None
-    worker.stdin.write(json.dumps(asdict(start)).encode() + b"\n")
-    worker.stdin.flush()
-    return worker
 
 
 def _watch_notice(options: AgentOptions, service: AgentService, closed: threading.Event) -> None:

@@ -22,7 +22,6 @@ from dilatant.resilience.processes.process import (
     ProcessStart,
     end_with_parent,
     read_start,
-    say,
 )
 from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.candidate import LeaderCandidate
@@ -210,7 +209,7 @@ def main() -> None:
         end_with_parent()
         signal.signal(signal.SIGTERM, lambda *_: service.end())
         write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
-        say(port=service.port, pid=os.getpid())
+        print(service.port, flush=True)
         service.serve()
     except (OSError, ValueError) as error:
         raise SystemExit(f"the coordinator cannot work: {error}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -102,15 +102,25 @@ connect = partial(link.connect, decoder=MESSAGES)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStart:
-    """An agent's data for a worker, on standard input. agent_port: on loopback. host: of coordinator and store."""
+class Seat:
+    """A worker's connection to its agent. index: among its node's workers. port: on loopback. store_at: the store's
+    address, if the worker is not connected yet (the leader may have changed). on_one_machine: all ranks of the store
+    are on this machine."""
 
-    job: Job
     node: str
     index: int
-    agent_port: int
-    host: str
-    token: str
+    port: int
+    token: bytes = field(repr=False)
+    store_at: StoreAt | None = None
+    on_one_machine: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """An agent's data for a worker, on standard input."""
+
+    job: Job
+    seat: Seat
 
 
 def address_of(text: str) -> tuple[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -11,12 +10,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import msgspec
 
-from dilatant.resilience.processes.messages import Job
+from dilatant.resilience.processes.messages import Job, WorkerStart
 from dilatant.resilience.protocol.values import Settings
 
 AGENT = "dilatant.resilience.processes.agent_process"
@@ -53,39 +51,51 @@ class ProcessStart:
     majority_seconds: float = 0.0
 
 
-class Child:
-    """A child process running `module`, as its parent sees it."""
+def end_process(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait up to `seconds` for a process to end, then kill it."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
-    def __init__(self, module: str, start: ProcessStart) -> None:
+
+class Child:
+    """A child process running `module`, as its parent sees it. stdout: None for this process's own."""
+
+    def __init__(
+        self, module: str, start: ProcessStart | WorkerStart, stdout: int | None = subprocess.PIPE
+    ) -> None:
         self._module = module
         self._pair, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module],
+                [sys.executable, "-P", "-u", "-m", module],
                 stdin=theirs.fileno(),
-                stdout=subprocess.PIPE,
+                stdout=stdout,
                 start_new_session=True,  # Ctrl-C goes to the parent only
             )
         with suppress(OSError):  # it has ended already
-            self._pair.sendall(json.dumps(asdict(start)).encode() + b"\n")
+            self._pair.sendall(msgspec.json.encode(start) + b"\n")
         self._pair.setblocking(False)
-        self._patience_seconds = max(ANSWER_SECONDS, 3 * start.settings.lease_seconds)
+        settings = start.settings if isinstance(start, ProcessStart) else start.job.settings
+        self._patience_seconds = max(ANSWER_SECONDS, 3 * settings.lease_seconds)
         self._ask_at = time.monotonic()
         self._asked_at: float | None = None
         self.has_answered = False
         """True once the process has answered `stands_still`, and so has started."""
-        self._said: dict[str, Any] | None = None
+        self._port: int | None = None
 
     @property
     def port(self) -> int:
         """The child's port, as soon as it listens. Raises RuntimeError if it ended before."""
-        if self._said is None:
+        if self._port is None:
             assert self.process.stdout is not None
             line = self.process.stdout.readline()
             if not line:
                 raise RuntimeError(f"{self._module} ended with exit code {self.process.wait()}")
-            self._said = json.loads(line)
-        return int(self._said["port"])
+            self._port = int(line)
+        return self._port
 
     @property
     def is_alive(self) -> bool:
@@ -110,11 +120,7 @@ class Child:
 
     def close(self, seconds: float = 0.0) -> None:
         """Wait up to `seconds` for the process to end, then kill it. May be called twice."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end_process(self.process, seconds)
         self._pair.close()
         if self.process.stdout is not None:
             self.process.stdout.close()
@@ -137,9 +143,3 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def say(**values: Any) -> None:
-    """Report values to the parent process."""
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()

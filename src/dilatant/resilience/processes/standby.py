@@ -41,15 +41,15 @@ class Standby:
         self._thread.join()
 
     def _watch(self) -> None:
-        spoke = time.monotonic()
+        answered_at = time.monotonic()
         while not self._closed.wait(self._job.leader_patience_seconds / 10):
             if self._answers():
-                spoke = time.monotonic()
-            elif time.monotonic() - spoke > self._job.leader_patience_seconds:
+                answered_at = time.monotonic()
+            elif time.monotonic() - answered_at > self._job.leader_patience_seconds:
                 record = known_record(self._folder)
                 if record.generation and not record.stopped:
                     self._lead()
-                spoke = time.monotonic()
+                answered_at = time.monotonic()
 
     def _lead(self) -> None:
         """Coordinate the run until it ends, another machine takes over, or most members fail to connect."""
@@ -58,15 +58,8 @@ class Standby:
         host = host if is_loopback(host) else ""
         store = StoreServer(host, 0, self._token)
         job = replace(self._job, store_port=store.port, standby="")
-        start = ProcessStart(
-            host,
-            port,
-            self._token.hex(),
-            job.settings,
-            job.folder,
-            job=job,
-            majority_seconds=MAJORITY_SECONDS,
-        )
+        begin = ProcessStart(host, port, self._token.hex(), job.settings, job.folder, job=job)
+        start = replace(begin, majority_seconds=MAJORITY_SECONDS)
         before, is_leading = known_record(self._folder).term, False
         coordinator = CoordinatorSupervisor(start)
         try:

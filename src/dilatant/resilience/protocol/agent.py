@@ -20,10 +20,14 @@ from dilatant.resilience.protocol.values import (
 )
 
 
-class Fence(ProtocolMessage, frozen=True):
-    """Stop computing, and answer with `Stopped`."""
+class GenerationMessage(ProtocolMessage, frozen=True):
+    """A message that concerns one generation."""
 
     generation: int
+
+
+class Fence(GenerationMessage, frozen=True):
+    """Stop computing, and answer with `Stopped`."""
 
 
 class Rebuild(Order, frozen=True):
@@ -32,16 +36,13 @@ class Rebuild(Order, frozen=True):
     first_rank: int = 0
 
 
-class Activate(ProtocolMessage, frozen=True):
+class Activate(GenerationMessage, frozen=True):
     """All nodes are ready: train."""
 
-    generation: int
 
-
-class Apply(ProtocolMessage, frozen=True):
+class Apply(GenerationMessage, frozen=True):
     """The step is committed: apply its update."""
 
-    generation: int
     step: int
 
 
@@ -58,62 +59,53 @@ class SaveAndEnd(ProtocolMessage, frozen=True):
     reason: str
 
 
-class HandOver(ProtocolMessage, frozen=True):
+class HandOver(GenerationMessage, frozen=True):
     """Stop computing, export the step's gradients for the other nodes, which continue as `generation` without this
     node, and answer with `HandedOver`."""
-
-    generation: int
 
 
 Command = Fence | Rebuild | Activate | Apply | SaveAndEnd | HandOver | End
 
 
-class Stopped(ProtocolMessage, frozen=True):
+class Stopped(GenerationMessage, frozen=True):
     """A worker has stopped; it holds generation `base`'s state after `applied` steps. prepared: a step that it could
     still apply."""
 
-    generation: int
     base: int
     applied: int
     prepared: int | None = None
 
 
-class Made(ProtocolMessage, frozen=True):
+class Made(GenerationMessage, frozen=True):
     """A worker has built its part of a generation and holds its state after `applied` steps."""
 
-    generation: int
     applied: int
 
 
-class Computing(ProtocolMessage, frozen=True):
+class Computing(GenerationMessage, frozen=True):
     """A worker has its inputs and begins to compute a step, which should not take longer than `limit_seconds`."""
 
-    generation: int
     step: int
     limit_seconds: float
 
 
-class Prepared(ProtocolMessage, frozen=True):
+class Prepared(GenerationMessage, frozen=True):
     """A worker has all gradients of a step. hashes: layer → hash of its gradients."""
 
-    generation: int
     step: int
     hashes: Mapping[str, int] = {}
 
 
-class Broken(ProtocolMessage, frozen=True):
+class Broken(GenerationMessage, frozen=True):
     """A worker cannot continue in this generation. accuses: the unresponsive node. fatal: no worker could continue."""
 
-    generation: int
     reason: str
     accuses: str | None = None
     fatal: bool = False
 
 
-class Done(ProtocolMessage, frozen=True):
+class Done(GenerationMessage, frozen=True):
     """A worker has finished."""
-
-    generation: int
 
 
 class Died(ProtocolMessage, frozen=True):
@@ -122,17 +114,14 @@ class Died(ProtocolMessage, frozen=True):
     reason: str
 
 
-class Slow(ProtocolMessage, frozen=True):
+class Slow(GenerationMessage, frozen=True):
     """A worker is `times` slower than others, which exceeds the limit; 0: it no longer does."""
 
-    generation: int
     times: float
 
 
-class HandedOver(ProtocolMessage, frozen=True):
+class HandedOver(GenerationMessage, frozen=True):
     """A worker has exported its gradients for this generation, of which it is not a member."""
-
-    generation: int
 
 
 Event = Stopped | Made | Computing | Prepared | Broken | Done | Died | Slow | HandedOver
@@ -323,10 +312,10 @@ class Agent:
             return [Activate(own.generation)]
         if own.phase is Phase.RUNNING and order.committed == own.applied + 1 and own.prepared == own.applied:
             self._prepared.clear()
-            unsaid = self.changed
+            was_changed = self.changed
             self._set(applied=order.committed, prepared=None, hashes={})
             # The coordinator decided this, so it can wait: the next status, one step later, has it.
-            self.changed = unsaid
+            self.changed = was_changed
             return [Apply(own.generation, order.committed - 1)]
         return []
 

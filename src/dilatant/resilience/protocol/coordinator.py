@@ -19,11 +19,11 @@ from dilatant.resilience.protocol.values import (
     Task,
 )
 
-DEAF_LEASES = 2
+HEEDING_LEASES = 2
 """Leases within which agents must acknowledge an order, which is repeated meanwhile."""
 RESEND_SECONDS = 1.0
 """Interval at which the last orders are sent again, since messages may be lost; agents ignore repetitions."""
-STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
+STOPPED_PHASES = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
 
 
 class Coordinator:
@@ -100,11 +100,9 @@ class Coordinator:
             return self._repeat(now)
         silent = {node for node, heard in self._heard.items() if now - heard > self.settings.lease_seconds}
         effects = self._without(silent, f"{', '.join(sorted(silent))}: silent", now) if silent else []
-        if not silent and now - self._ordered_at > DEAF_LEASES * self.settings.lease_seconds:
-            deaf = self._not_heeding()
-            effects += (
-                self._without(deaf, f"{', '.join(deaf)}: heard, but does not hear", now) if deaf else []
-            )
+        late = not silent and now - self._ordered_at > HEEDING_LEASES * self.settings.lease_seconds
+        if late and (unheeding := self._not_heeding()):
+            effects += self._without(unheeding, f"{', '.join(unheeding)}: heard, but does not hear", now)
         return effects + self._decide(now) + self._repeat(now)
 
     def stop(self, reason: str, now: float) -> list[Effect]:
@@ -158,8 +156,8 @@ class Coordinator:
         if broken and (blamed := self._blame(broken, now)) is not None:
             return self._without(blamed, self._why(broken), now)
         if self.task is Task.FENCE:
-            stand = all(s.generation == self.generation and s.phase in STANDING for s in own)
-            return self._rebuild(own, now) if stand and not self._handing_over else []
+            are_stopped = all(s.generation == self.generation and s.phase in STOPPED_PHASES for s in own)
+            return self._rebuild(own, now) if are_stopped and not self._handing_over else []
         if self.task is Task.REBUILD and all(self._is_ready(s) for s in own):
             return self._run(own, now)
         if self.task is Task.RUN:
@@ -197,11 +195,11 @@ class Coordinator:
         if not all(s.prepared == self.committed == s.applied for s in own):
             overdue = {s.node for s in own if s.overdue}
             return self._cut_short(overdue, now) if overdue and not self.ending else []
-        if odd := self._disagreeing(own):
+        if outliers := self._disagreeing(own):
             self._fruitless += 1
             self._doubts = True
-            blamed = odd if self._fruitless > self.settings.attempts else ()
-            return self._without(blamed, f"gradients differ on {', '.join(sorted(odd))}", now)
+            blamed = outliers if self._fruitless > self.settings.attempts else ()
+            return self._without(blamed, f"gradients differ on {', '.join(sorted(outliers))}", now)
         self.committed, self._ordered_at = self.committed + 1, now
         self._fruitless = 0
         self._doubts = False
@@ -347,28 +345,28 @@ class Coordinator:
         return set()
 
     def _why(self, broken: list[Status]) -> str:
-        told = [f"{s.node}: {s.broken or f'waits in vain for {s.accuses}'}" for s in broken]
-        return "; ".join(told[:4])
+        reasons = [f"{s.node}: {s.broken or f'waits in vain for {s.accuses}'}" for s in broken]
+        return "; ".join(reasons[:4])
 
     def _disagreeing(self, own: list[Status]) -> set[str]:
         """Return the nodes whose gradients of a layer differ from those of most of its holders."""
         if all(s.hashes == own[0].hashes for s in own):
             return set()
-        told: dict[str, int] = {}
-        if all(told.setdefault(layer, value) == value for s in own for layer, value in s.hashes.items()):
+        first: dict[str, int] = {}
+        if all(first.setdefault(layer, value) == value for s in own for layer, value in s.hashes.items()):
             return set()
         holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for s in own:
             for layer, value in s.hashes.items():
                 holders[layer][value].append(s.node)
-        odd: set[str] = set()
+        outliers: set[str] = set()
         for by_value in holders.values():
             if len(by_value) > 1:
                 most = max(map(len, by_value.values()))
                 groups = list(by_value.values())
                 sure = sum(len(group) == most for group in groups) == 1
-                odd.update(n for group in groups if not sure or len(group) < most for n in group)
-        return odd
+                outliers.update(n for group in groups if not sure or len(group) < most for n in group)
+        return outliers
 
     def _of_members(self) -> list[Status]:
         return [self.statuses[node] for node in self.members if node in self.statuses]

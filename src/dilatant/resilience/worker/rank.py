@@ -23,14 +23,13 @@ from dilatant.config.files.own_files import open_in_place
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.run_folder import RunFolder
-from dilatant.resilience.history import write_history
 from dilatant.resilience.partial_step.handover import delete_exported_gradients, export_gradients
 from dilatant.resilience.partial_step.inherited import adopt_gradients, inherit_state
-from dilatant.resilience.processes.messages import StoreAt
+from dilatant.resilience.processes.messages import Seat, StoreAt
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.state_transfer import StateLost
-from dilatant.resilience.status import REBUILDS, RebuildRecord
+from dilatant.resilience.status import REBUILDS, RebuildRecord, write_history
 from dilatant.resilience.worker.generation_plan import GenerationPlans, publish_plan
 from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoints.checkpoint import newest_valid
@@ -49,19 +48,6 @@ LATER_SECONDS = 1.0
 FOLDER = "resilience"
 _BEGUN = "resilience/begun"
 """Key in the run's store, set once the run has its own folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A worker's connection to its agent. index: among its node's workers. store_at: the store's address, if the worker
-    is not connected yet (the leader may have changed); on_one_machine: all ranks of the store are on this machine."""
-
-    node: str
-    index: int
-    port: int
-    token: bytes
-    store_at: StoreAt | None = None
-    on_one_machine: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -401,7 +387,7 @@ class _ResilientRank:
         """Interrupt everything that waits for other ranks in this generation; called by the link's thread."""
         is_joining = self._is_joining  # read before `_opened`: joining turns into open communication
         for comm in tuple(self._opened):  # in separate threads: the link must continue to receive
-            end = partial(comm.abort, "this generation is over", tell_others=False)
+            end = partial(comm.abort, "this generation is over", notify_others=False)
             threading.Thread(target=end, name="dilatant-end", daemon=True).start()
         if is_joining:
             with contextlib.suppress(Exception), contextlib.closing(self._store.clone()) as store:

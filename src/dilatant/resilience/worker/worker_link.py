@@ -73,7 +73,7 @@ class WorkerLink:
         self.store_at: StoreAt | None = None
         """The store's address, once it differs from the one at the start of the run."""
         self._closed = False
-        self._unsaid: tuple[Computing, float] | None = None
+        self._unreported: tuple[Computing, float] | None = None
         self._link.send(Hello(index, os.getpid()))
         threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
 
@@ -118,13 +118,13 @@ class WorkerLink:
         limit is reported only with the next heartbeat: most steps are over by then and cost no message."""
         computing = Computing(self._generation, step, limit_seconds)
         if limit_seconds > SOON_BEATS * self._beat_seconds:
-            self._unsaid = computing, time.monotonic()
+            self._unreported = computing, time.monotonic()
         else:
             self._send(computing)
 
     def propose(self, step: int, hashes: Mapping[str, int]) -> None:
         """Report that this worker has all gradients of a step. hashes: see `Prepared`."""
-        self._unsaid = None
+        self._unreported = None
         self._send(Prepared(self._generation, step, hashes))
 
     def await_commit(self) -> None:
@@ -164,8 +164,8 @@ class WorkerLink:
             if isinstance(command, Fence | HandOver):
                 self._commands.put(command)  # `await_rebuild` answers it
                 raise Fenced
-            of_now = not isinstance(command, End | SaveAndEnd) and command.generation == self._generation
-            if of_now and isinstance(command, wanted):
+            is_current = not isinstance(command, End | SaveAndEnd) and command.generation == self._generation
+            if is_current and isinstance(command, wanted):
                 return
 
     def _next(self) -> Command:
@@ -184,15 +184,15 @@ class WorkerLink:
 
     def _beat(self) -> None:
         """Send heartbeats; a process that is stopped, or whose interpreter is blocked, sends none."""
-        said: tuple[Computing, float] | None = None
+        reported: tuple[Computing, float] | None = None
         while True:
             time.sleep(self._beat_seconds)
             if self._closed or self.ended is not None:
                 return
             self._send(Beat())
-            if (unsaid := self._unsaid) is not None and unsaid is not said:
-                said = unsaid
-                computing, began = unsaid
+            if (unreported := self._unreported) is not None and unreported is not reported:
+                reported = unreported
+                computing, began = unreported
                 left = max(0.0, computing.limit_seconds - (time.monotonic() - began))
                 self._send(Computing(computing.generation, computing.step, left))
 

@@ -38,7 +38,7 @@ def main() -> None:
     try:
         train(start)
     except UserError as error:
-        print(printable(f"error: {start.node}: {error}"), file=sys.stderr)
+        print(printable(f"error: {start.seat.node}: {error}"), file=sys.stderr)
         code = 1
     except Exception:
         traceback.print_exc()
@@ -52,20 +52,16 @@ def main() -> None:
 
 def train(start: WorkerStart) -> None:
     """Train in one worker. Raises UserError for a mistake on this machine or in the run's configuration."""
-    job, begin = start.job, start.job.training
+    job, begin, seat = start.job, start.job.training, start.seat
     config = parse_config(read_yaml(begin.config), base=Path("/"))
     if config.train.device == "cpu":
         hide_gpus()
     from dilatant.comm.launch import worker_here
-    from dilatant.resilience.processes.messages import StoreAt
-    from dilatant.resilience.worker.rank import Seat, train_seat
+    from dilatant.resilience.worker.rank import train_seat
     from dilatant.resilience.worker.worker_link import RunEnded
     from dilatant.training.checkpoints.starting_point import StartingPoint
 
-    token = bytes.fromhex(start.token)
-    worker = worker_here(start.index, job.workers, start.index, job.workers, None)
-    at = StoreAt(start.host, job.store_port)
-    seat = Seat(start.node, start.index, start.agent_port, token, at, job.on_one_machine)
+    worker = worker_here(seat.index, job.workers, seat.index, job.workers, None)
     point = StartingPoint(Path(begin.checkpoint) if begin.checkpoint else None, begin.discards)
     try:
         result = train_seat(worker, config, begin.plan, point, cast("Show", begin.show), seat)

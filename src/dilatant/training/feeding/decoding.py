@@ -90,7 +90,7 @@ class RankSource:
                     pool = self._close_later.enter_context(closing(PersistentPool()))
                 address = pool.owner(datasets, encoding, workers, how).address
             if comm is not None and how.workers != 0:  # ranks may count free cores differently
-                address = comm.tell_machine(address)
+                address = comm.broadcast_on_machine(address)
             source = join(address, how.memory, report) if address else InlineSource(datasets, encoding)
         self._close_later.callback(source.close)
         self.ask, self.take, self.forget = source.ask, source.take, source.forget
