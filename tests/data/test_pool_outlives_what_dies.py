@@ -29,7 +29,7 @@ from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest
 from dilatant.data.workers.pool_source import join
-from dilatant.data.workers.pool_wire import PoolAsk, PoolHello, to_frame
+from dilatant.data.workers.pool_wire import PoolAsk, PoolFrames, PoolHello, to_frame
 from dilatant.data.workers.request_queue import Awake
 from harness.patience import HANG_SECONDS, wait_until
 
@@ -183,7 +183,7 @@ def test_a_worker_with_invalid_replies_keeps_slots_until_exit(pool, caplog) -> N
     source.ask(requests([0], nbytes=1 << 16))
     wait_until(lambda: source._arena._taken)
     with source.changed:
-        source._links[0].frames = pool_source.PoolFrames(1)
+        source._links[0].frames = PoolFrames(1)
     assert source.take("train", 100).id == "file:0"
     assert "was given up: it answered with what is no message" in caplog.text
     wait_until(lambda: not source._arena._taken)
@@ -348,6 +348,11 @@ def test_ranks_may_die_without_harm_to_others(pool, tmp_path: Path) -> None:
     assert owner.pids == pids
 
 
+class _Harmful:
+    def __reduce__(self):
+        return os.kill, (os.getppid(), signal.SIGKILL)
+
+
 def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
     owner, join_pool = pool(Numbered(), workers=1)
     pids = owner.pids
@@ -374,11 +379,7 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
                 with suppress(ConnectionError):
                     assert connection.recv(100) == b""
     arena = Arena(1 << 12)
-    harmful = (
-        pickle.dumps(Media("image", Path("x"), "x"))
-        .replace(b"pathlib", b"posix")
-        .replace(b"PosixPath", b"system")
-    )
+    harmful = pickle.dumps(_Harmful())
     with arena.view(0, len(harmful)) as slot:
         slot[:] = harmful
     for ticket, offset, space, packed in (

@@ -14,7 +14,7 @@ from typing import Any
 
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.listed_media import ListedMedia
-from dilatant.data.readers.messages import parse_pairs, parse_turns
+from dilatant.data.readers.messages import parse_pairs, parse_tools, parse_turns
 from dilatant.data.readers.record_fields import (
     ANSWER_COLUMNS,
     CHAT_COLUMNS,
@@ -28,7 +28,6 @@ from dilatant.data.readers.record_fields import (
     kind_of,
     scalar,
 )
-from dilatant.data.readers.tools import parse_tools
 from dilatant.data.sample import Sample, Turn
 
 CHOICE_COLUMNS = ("options", "choices")
@@ -139,7 +138,13 @@ def parse_record(
         turns = parse_pairs(fields, chat, listed)
     elif is_objects(fields.peek("prompt")) and fields.has("prompt") and fields.has("completion"):
         chat = "prompt"
-        turns = parse_turns(fields, fields.take(chat), listed) + _completion(fields, listed)
+        turns = parse_turns(fields, fields.take(chat), listed)
+        completion = fields.take("completion")
+        turns += (
+            (Turn("assistant", (completion,)),)
+            if isinstance(completion, str)
+            else parse_turns(fields, completion, listed)
+        )
     else:
         turns = _question_and_answer(fields, prompt, listed)
     tools = ""
@@ -229,13 +234,6 @@ def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -
                 f"is a conversation in {chat!r}, and has {name!r} besides",
                 f"name the one to use with 'columns' of the data source, for example {{messages: {chat}}}",
             )
-
-
-def _completion(fields: Fields, listed: ListedMedia) -> tuple[Turn, ...]:
-    completion = fields.take("completion")
-    if isinstance(completion, str):
-        return (Turn("assistant", (completion,)),)
-    return parse_turns(fields, completion, listed)
 
 
 def _question_and_answer(fields: Fields, prompt: str | None, listed: ListedMedia) -> tuple[Turn, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.readers.tools import CALLS
+from dilatant.data.readers.messages import CALLS
 from dilatant.data.text.chat_template import (
     PLAIN_TEMPLATE,
     PROBE,
@@ -144,8 +144,9 @@ class ChatTokenizer:
         for position, message in enumerate(messages):
             if message.role == "assistant":
                 earliest = spans[-1][1] if spans else 0
-                spans.append(self._answer_span(text, messages, position, for_generation, tools, earliest))
-        return text, _disjoint(spans)
+                start, end = self._answer_span(text, messages, position, for_generation, tools, earliest)
+                spans.append((max(start, earliest), end))
+        return text, spans
 
     def _answer_span(
         self,
@@ -378,11 +379,3 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, template: str) -> str:
             own = own.get("default")
         return own or PLAIN_TEMPLATE
     return read_template(template)
-
-
-def _disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans, each cut to start no earlier than the previous one ends."""
-    result: list[tuple[int, int]] = []
-    for start, end in spans:
-        result.append((max(start, result[-1][1]) if result else start, end))
-    return result

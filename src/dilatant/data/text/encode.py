@@ -18,8 +18,7 @@ from dilatant.data.sample import (
     content_digest,
 )
 from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
-from dilatant.data.text.media_places import place_media
-from dilatant.data.text.token_layout import Item, Layout, lay_out
+from dilatant.data.text.token_layout import Item, Layout, lay_out, place_media
 
 
 @dataclass(frozen=True, slots=True)

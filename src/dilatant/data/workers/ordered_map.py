@@ -133,7 +133,12 @@ class WorkerPool(Generic[T, R]):
                 self._send(worker, number, task)
                 started += 1
             if taken in done:
-                yield self._opened(done.pop(taken))
+                kind, value = done.pop(taken)
+                if kind == "mistake":
+                    raise value
+                if kind == "failure":
+                    raise WorkerError(f"a data worker failed:\n{value}")
+                yield value
                 taken += 1
                 continue
             if not more and taken == started:
@@ -180,15 +185,6 @@ class WorkerPool(Generic[T, R]):
         if code == fork_server.NO_GUARD_EXIT:
             return UnreadableFileError(fork_server.NO_GUARD)
         return WorkerError(f"{self._shown(worker)} {how_ended(code)}")
-
-    @staticmethod
-    def _opened(result: Any) -> Any:
-        kind, value = result
-        if kind == "value":
-            return value
-        if kind == "mistake":
-            raise value
-        raise WorkerError(f"a data worker failed:\n{value}")
 
     def close(self) -> None:
         """Kill the worker processes. Idempotent."""

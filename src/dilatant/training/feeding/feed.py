@@ -293,7 +293,7 @@ class StepPrefetcher(Generic[Step]):
                 collected.bad[draft.indices[number]] = str(sample)
                 continue
             if dict(sample.sizes) != dict(head.sizes) or (
-                TOKENS in wanted and _content(sample) != head.content
+                TOKENS in wanted and replace(sample, content=None).content_digest != head.content
             ):
                 raise UserError(
                     f"{head.id} is not what it was when its size was measured: its data changed while they are read; "
@@ -334,10 +334,6 @@ def _bytes_of(head: EncodedSample, parts: frozenset[str]) -> int:
     """Estimate the bytes of a sample's parts: ids and labels, and media by the encoder tokens that they become."""
     tokens = 16 * head.sizes[LANGUAGE] if parts & {TOKENS, QUESTION} else 0
     return tokens + MEDIA_BYTES * sum(head.sizes.get(unit, 0) for unit in parts)
-
-
-def _content(sample: EncodedSample) -> int:
-    return replace(sample, content=None).content_digest
 
 
 def gather_bad_samples(comm: Comm, found: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
