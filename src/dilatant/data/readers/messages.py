@@ -144,7 +144,7 @@ def parse_pairs(fields: Fields, name: str, listed: ListedMedia) -> tuple[Turn, .
             fields.refuse(f"entry {number} of {name!r} lacks 'user' or 'assistant'", "add it")
         for key in pair.keys() - set(PAIR):
             if not is_blank(pair[key]):
-                fields.note(f"{name}[].{key}")
+                fields.mark_unused(f"{name}[].{key}")
         turns += [Turn(role, (scalar(fields.record, role, pair[role]),)) for role in PAIR]
     return tuple(turns)
 
@@ -199,7 +199,7 @@ class _Message:
             try:
                 extras.append((key, json.dumps(without_null(value), default=_plain)))
             except (TypeError, ValueError):
-                self._fields.note(f"messages[].{key}")
+                self._fields.mark_unused(f"messages[].{key}")
         return tuple(extras)
 
     def _carries_loss(self, role: Role) -> bool:
@@ -263,7 +263,7 @@ class _Message:
     def _note_others(self, part: Mapping[str, Any], used: Sequence[str | None]) -> None:
         for key in part.keys() - set(used):
             if not is_blank(part[key]):
-                self._fields.note(f"messages[].content[].{key}")
+                self._fields.mark_unused(f"messages[].content[].{key}")
 
 
 def _plain(value: Any) -> str:

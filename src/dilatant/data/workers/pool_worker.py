@@ -65,7 +65,7 @@ class _RankLink:
         self.frames = wire.PoolFrames(wire.MAX_ASK_BYTES)
         self.arena: mmap.mmap | None = None
         self.note = 0
-        self.asked: deque[wire.PoolAsk] = deque()
+        self.requests: deque[wire.PoolAsk] = deque()
 
     def notes(self, ticket: int, since: float, sample: str = "") -> None:
         """Write the current request into the rank's arena, to be read after a crash. ticket: -1 for another rank's."""
@@ -75,7 +75,7 @@ class _RankLink:
 
     def close(self) -> None:
         self.connection.close()
-        self.asked.clear()
+        self.requests.clear()
         if self.arena is not None:
             self.arena.close()
 
@@ -97,7 +97,7 @@ class _Worker:
 
     def serve(self) -> None:
         while True:
-            busy = any(rank.asked for rank in self._ranks)
+            busy = any(rank.requests for rank in self._ranks)
             for key, _ in self._selector.select(0 if busy else None):
                 if key.data is None:
                     self._accept()
@@ -106,7 +106,7 @@ class _Worker:
             for _ in range(len(self._ranks)):
                 rank = self._ranks[0]
                 self._ranks.rotate(-1)
-                if rank.asked:
+                if rank.requests:
                     self._guarded(rank, self._answer)
                     break
 
@@ -149,21 +149,23 @@ class _Worker:
                         wire.to_frame(wire.Greeting(os.getpid(), self._decode_seconds, self._deaths))
                     )
                 elif isinstance(message, wire.Forget):
-                    rank.connection.sendall(wire.to_frame(wire.Forgotten([ask.ticket for ask in rank.asked])))
-                    rank.asked.clear()
+                    rank.connection.sendall(
+                        wire.to_frame(wire.Forgotten([ask.ticket for ask in rank.requests]))
+                    )
+                    rank.requests.clear()
                 elif rank.arena is None or not (
                     0 <= message.offset <= message.offset + message.space <= len(rank.arena)
                     and message.packed <= message.space
                 ):
                     raise wire.PoolProtocolError("a slot outside the arena")
                 else:
-                    rank.asked.append(message)
+                    rank.requests.append(message)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
     def _answer(self, rank: _RankLink) -> None:
-        ask, since = rank.asked.popleft(), time.monotonic()
+        ask, since = rank.requests.popleft(), time.monotonic()
         for other in self._ranks:
             other.notes(ask.ticket if other is rank else -1, since)
 

@@ -132,7 +132,7 @@ class RankInputs:
         self._comm = comm
         self._runtime = runtime
         self._skips = config.data.on_error == "skip"
-        self._needs = DecodeRequirements(runtime.model, runtime.plan, comm.rank)
+        self._requirements = DecodeRequirements(runtime.model, runtime.plan, comm.rank)
         self._data = {
             name: IndexedData(name, blend, sizes, sizes.refused(samples.encoding.max_length))
             for name, blend, sizes in (
@@ -215,7 +215,7 @@ class RankInputs:
         return self._runtime.plan_step(samples, forwards=True)
 
     def _needed(self, step: PreparedStep) -> dict[int, frozenset[str]]:
-        return self._needs.of(step)
+        return self._requirements.of(step)
 
     def _asked(self, step: PreparedStep) -> dict[int, frozenset[str]]:
         """Return decode requirements for questions, whose labels are those of the last answer."""
