@@ -18,12 +18,7 @@ from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.image_target import ImageTarget
-from dilatant.data.sample import (
-    Media,
-    MediaKind,
-    MediaUnit,
-    Sample,
-)
+from dilatant.data.sample import Media, MediaKind, MediaUnit, Sample
 from dilatant.data.text.chat import BREAK, MEDIA, RESERVED
 from dilatant.data.text.chat_template import TemplateMessage
 from dilatant.data.text.encoding import ESCAPE, IN_PIECES, NO_LOSS, Encoding, EncodingUnit
