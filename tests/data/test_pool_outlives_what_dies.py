@@ -25,11 +25,10 @@ from dilatant.data.errors import SampleError
 from dilatant.data.media import open_media
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.workers import pool_owner, pool_source
-from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest
 from dilatant.data.workers.pool_source import join
-from dilatant.data.workers.pool_wire import PoolAsk, PoolFrames, PoolHello, to_frame
+from dilatant.data.workers.pool_wire import Arena, PoolAsk, PoolFrames, PoolHello, to_frame
 from dilatant.data.workers.request_queue import Awake
 from harness.patience import HANG_SECONDS, wait_until
 

@@ -25,7 +25,6 @@ from msgspec import MsgspecError
 from dilatant.comm.fork_server import NO_GUARD
 from dilatant.data.errors import SampleError
 from dilatant.data.workers import pool_wire as wire
-from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import Waiting
 from dilatant.data.workers.pool_owner import REASON
@@ -97,7 +96,7 @@ class PoolSource(QueuedSource):
         paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
         self._folder = Path(address)
         notes = wire.NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
-        self._arena = Arena(notes + budget_bytes, notes)
+        self._arena = wire.Arena(notes + budget_bytes, notes)
         self._next_ticket = 0
         self._wake, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
