@@ -87,26 +87,22 @@ class ChatTokenizer:
         ids = np.array(self.backend.encode(_EDGE.join(pieces), add_special_tokens=False).ids, np.int64)
         at_edge = (ids == self.edge_id) | (ids == self.break_id)
         piece_of = np.cumsum(ids == self.edge_id)
-        answered_piece = np.zeros(len(pieces), bool)
-        silent_piece = np.zeros(len(pieces), bool)
+        by_piece = np.zeros((2, len(pieces)), bool)  # the assistant writes; it writes without loss
         for (start, end), carries_loss in zip(spans, self._carry_loss(messages, spans)):
-            answered_piece[edges[start] + 1 : edges[end] + 1] = True
-            silent_piece[edges[start] + 1 : edges[end] + 1] = not carries_loss
-        answered, silent = answered_piece[piece_of], silent_piece[piece_of]
+            by_piece[:, edges[start] + 1 : edges[end] + 1] = [[True], [not carries_loss]]
         ids[ids == self.media_id] = -1
-        ids, answered, silent = ids[~at_edge], answered[~at_edge] & (ids[~at_edge] != -1), silent[~at_edge]
-        if messages[-1].role == "assistant" and self.eos_id is not None and answered.any():
-            end = int(np.flatnonzero(answered)[-1]) + 1
+        ids, marks = ids[~at_edge], by_piece[:, piece_of[~at_edge]]
+        marks[0] &= ids != -1
+        if messages[-1].role == "assistant" and self.eos_id is not None and marks[0].any():
+            end = int(np.flatnonzero(marks[0])[-1]) + 1
             if not text[slice(*spans[-1])].rstrip().endswith((*self._ends, *self._special_tokens)):
                 # If the template writes no end-of-turn token, eos is added: the model must learn to stop.
-                ids, answered = np.insert(ids, end, self.eos_id), np.insert(answered, end, True)
-                silent = np.insert(silent, end, silent[end - 1])
+                ids = np.insert(ids, end, self.eos_id)
+                marks = np.insert(marks, end, [True, marks[1, end - 1]], axis=1)
         if not text.startswith(self.opening or OPEN):
             ids = np.concatenate([np.array(self.prefix, np.int64), ids])
-            answered, silent = (
-                np.concatenate([np.zeros(len(self.prefix), bool), mask]) for mask in (answered, silent)
-            )
-        return ChatTokens(ids, answered, silent)
+            marks = np.pad(marks, ((0, 0), (len(self.prefix), 0)))
+        return ChatTokens(ids, *marks)
 
     def _carry_loss(
         self, messages: Sequence[TemplateMessage], spans: Sequence[tuple[int, int]]
