@@ -357,7 +357,7 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
     pids = owner.pids
     ask = PoolAsk(0, "train", 0, 0, [], 0, 8)
     hello = to_frame(PoolHello(1 << 12, 0))
-    nested = b"\x82\xa4type\xa6forget\xa4more" + b"\x91" * 5000 + b"\xc0"
+    nested = b"\x82\xa4type\xa5hello\xa4more" + b"\x91" * 5000 + b"\xc0"
     with tempfile.TemporaryFile() as empty:
         for message, descriptors in [
             (b"GET / HTTP/1.1\r\n\r\n", []),

@@ -112,14 +112,6 @@ class PoolSource(QueuedSource):
             raise self.error
         self._thread.start()
 
-    def forget(self, dataset: str) -> None:
-        with self.changed:
-            super().forget(dataset)
-            if not self.entries:  # otherwise samples still being made are dropped on arrival
-                for link in self._links:
-                    if link.entries:
-                        self._send(link, wire.to_frame(wire.Forget()))
-
     # Called by both threads, with the lock held.
 
     def _place_of(self, entry: Entry) -> str:
@@ -239,10 +231,6 @@ class PoolSource(QueuedSource):
         if isinstance(message, wire.Greeting):
             link.pid, link.decode_seconds, link.ungreeted = message.pid, message.decode_seconds, 0
             self._retry_in_doubt(link, message)
-        elif isinstance(message, wire.Forgotten):
-            for ticket in message.tickets:
-                if ticket in link.entries:
-                    self._discharge(link.entries.pop(ticket))
         elif message.ticket in link.entries:
             self._finish(link.entries.pop(message.ticket), message)
 

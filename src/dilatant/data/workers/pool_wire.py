@@ -1,9 +1,8 @@
 """Wire protocol between a rank and a data worker: MessagePack frames, and the layout of a sample's arrays.
 
-A rank sends Hello (with the descriptor of its arena), then Ask and Forget. A worker answers Hello with Greeting, each
-Ask with Encoded, Refused or Failed, and Forget with the tickets that it will not answer. The worker notes its current
-ticket in the arena, where the rank can read it after the worker's death. Only the undecoded samples of streams are
-pickled, and only their few classes are unpickled.
+A rank sends Hello (with the descriptor of its arena), then Ask. A worker answers Hello with Greeting, and each Ask with
+Encoded, Refused or Failed. The worker notes its current ticket in the arena, where the rank can read it after the
+worker's death. Only the undecoded samples of streams are pickled, and only their few classes are unpickled.
 """
 
 from __future__ import annotations
@@ -128,10 +127,6 @@ class PoolAsk(Struct, tag="ask"):
     packed: Count = 0
 
 
-class Forget(Struct, tag="forget"):
-    """Cancel all requests of this rank that the worker has not begun."""
-
-
 class Death(Struct, array_like=True):
     """Cause of a worker's death. is_slow: it exceeded the time limit of a sample."""
 
@@ -146,10 +141,6 @@ class Greeting(Struct, tag="greeting"):
     pid: int
     decode_seconds: float
     deaths: list[Death]
-
-
-class Forgotten(Struct, tag="forgotten"):
-    tickets: list[int]
 
 
 class ArrayPlace(Struct, array_like=True):
@@ -193,8 +184,8 @@ class Failed(Struct, tag="failed"):
     is_withheld: bool = False
 
 
-ToWorker = PoolHello | PoolAsk | Forget
-ToRank = Greeting | Forgotten | Encoded | PoolRefused | Failed
+ToWorker = PoolHello | PoolAsk
+ToRank = Greeting | Encoded | PoolRefused | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 to_rank = msgspec.msgpack.Decoder(ToRank)

@@ -148,11 +148,6 @@ class _Worker:
                     rank.connection.sendall(
                         wire.to_frame(wire.Greeting(os.getpid(), self._decode_seconds, self._deaths))
                     )
-                elif isinstance(message, wire.Forget):
-                    rank.connection.sendall(
-                        wire.to_frame(wire.Forgotten([ask.ticket for ask in rank.requests]))
-                    )
-                    rank.requests.clear()
                 elif rank.arena is None or not (
                     0 <= message.offset <= message.offset + message.space <= len(rank.arena)
                     and message.packed <= message.space
