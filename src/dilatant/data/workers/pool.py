@@ -143,7 +143,7 @@ def make(
 ) -> EncodedSample:
     """Make the requested parts of a sample. read: called with the record before its media are decoded.
 
-    Raises UserError for a bad sample, and WithheldError for a file that cannot be read after several tries.
+    Raises UserError for a bad sample, and UnreadableFileError for a file that cannot be read after several tries.
     """
     name, began = request.name, time.perf_counter()
     for attempt in range(1, IO_TRIES + 1):

@@ -177,7 +177,8 @@ class PoolRefused(Struct, tag="refused"):
 
 
 class Failed(Struct, tag="failed"):
-    """A failure other than a bad sample. problem: message, or stack trace if unexpected. is_withheld: WithheldError."""
+    """A failure other than a bad sample. problem: message, or stack trace if unexpected. is_withheld: the file cannot be
+    read."""
 
     ticket: int
     problem: str
