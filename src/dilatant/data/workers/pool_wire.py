@@ -177,7 +177,7 @@ class PoolRefused(Struct, tag="refused"):
 
 
 class Failed(Struct, tag="failed"):
-    """A failure other than a bad sample. problem: message, or stack trace if unexpected. is_withheld: the file cannot be
+    """A failure other than a bad sample. problem: message, or stack trace if unexpected. is_withheld: no file could be
     read."""
 
     ticket: int
