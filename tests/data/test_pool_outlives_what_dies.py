@@ -170,7 +170,7 @@ def test_memory_of_a_stuck_worker_is_not_reused(pool, monkeypatch, caplog) -> No
     assert at_it[0] in owner.pids
     assert len(source._arena._taken) == 1
     assert caplog.text.count(f"(process {at_it[0]}) was given up: it has been at ") == 1
-    join_pool()._say_given_up(pool_source._WorkerLink(0, "", pid=at_it[0]), "again")  # by another rank
+    join_pool()._log_given_up(pool_source._WorkerLink(0, "", pid=at_it[0]), "again")  # by another rank
     assert caplog.text.count("was given up") == 1
     os.kill(at_it[0], signal.SIGCONT)  # it ends, by its deadline
     wait_until(lambda: not source._arena._taken)

@@ -66,7 +66,8 @@ def test_samples_of_a_stream_are_measured_and_executed_in_order(config_path: Pat
     sampler = open_blend([source]).sampler(0, 4)
     drawn = [[sample.id for sample in batch] for batch, _ in islice(sampler.batches(sampler.start()), 3)]
     config = load_config(config_path)
-    model = assemble_model(config, assemble_samples(config))
+    samples = assemble_samples(config)
+    model = assemble_model(config, samples.tokenizer, samples.encoding)
     own = ParallelSpec()
     parallel = parallelize(model, {"vision": own, "language": own}, colocated={"vision": "language"})
     with make_loader(model, [source], 4, steps=3, workers=0, max_length=64, parallel=parallel) as loader:
