@@ -28,7 +28,7 @@ from typing import Any
 from machine import machine
 
 from dilatant.config import DataSource
-from dilatant.data.array_file import SETTLED_NS
+from dilatant.data.cache import SETTLED_NS
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.order.blend import Blend, open_blend
 from dilatant.data.readers.json_records import scan_json

@@ -59,8 +59,8 @@ from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.feeding.decode_requirements import DecodeRequirements
 from dilatant.training.feeding.feed import StepPrefetcher
+from dilatant.training.feeding.inputs import DecodeRequirements
 from dilatant.training.feeding.step_data import IndexedData, draws
 
 BATCH = 32

@@ -11,8 +11,7 @@ import pytest
 
 from dilatant.config import UserError
 from dilatant.config.files.own_files import is_trusted_cache_file, open_in_place, read_text, require_plain
-from dilatant.data.array_file import Arrays
-from dilatant.data.cache import open_cache
+from dilatant.data.cache import Arrays, open_cache
 
 
 def test_a_folder_of_files_and_folders_is_plain(tmp_path: Path) -> None:

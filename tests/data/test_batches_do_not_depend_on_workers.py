@@ -165,7 +165,7 @@ from dilatant.data.workers.ordered_map import WorkerPool
 
 def main():
     pool = WorkerPool(time.sleep, 1)
-    print(pool._processes[0].pid, flush=True)
+    print(pool._workers[0].process.pid, flush=True)
     list(pool.map([100_000], 1))
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from cases.data_builders import image_bytes, wav_bytes, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.readers import arrow_records, json_records, tar_records
-from dilatant.data.readers.find_files import find_files
 from dilatant.data.readers.reader import open_source
+from dilatant.data.readers.source_files import find_files
 from dilatant.data.sample import FileSlice, Media
 
 ROW = {"question": "q", "answer": "a"}

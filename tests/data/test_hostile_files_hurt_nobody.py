@@ -130,7 +130,7 @@ def test_lint_names_every_bad_sample_and_no_other(blend, deep):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_training_leaves_them_out_where_it_may(blend, workers):
-    sampler = blend.sampler(0, len(blend), shuffle=False)
+    sampler = replace(blend.sampler(0, len(blend)), shuffle=False)
     with Loader(blend, ENCODING, sampler, steps=1, workers=workers, on_error="skip") as loader:
         (batch,) = loader
     assert [sample.id for sample in batch.samples] == ["x.jsonl:1", f"x.jsonl:{len(blend)}"]

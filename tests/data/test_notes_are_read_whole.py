@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dilatant.data.workers.arena import Arena
-from dilatant.data.workers.pool_wire import NOTE_BYTES, read_note, write_note
+from dilatant.data.workers.pool_wire import NOTE_BYTES, Arena, read_note, write_note
 
 READS = 3_000
 

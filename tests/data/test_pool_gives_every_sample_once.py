@@ -20,10 +20,10 @@ from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers import pool_source
-from dilatant.data.workers.arena import Arena
 from dilatant.data.workers.ordered_map import WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest, Waiting
 from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_wire import Arena
 from harness.patience import wait_until
 
 

@@ -19,8 +19,8 @@ import pytest
 
 from cases.data_builders import small_encoding, write_lines, write_tar
 from dilatant.config import DataSource, UserError
-from dilatant.data import array_file
-from dilatant.data.array_file import HEAD, MAGIC, Arrays, read_arrays, write_arrays
+from dilatant.data import cache as cache_module
+from dilatant.data.cache import HEAD, MAGIC, Arrays, read_arrays, write_arrays
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.order.blend import open_blend
 from dilatant.data.readers import json_records
@@ -66,13 +66,13 @@ def values(index):
 
 def settle(cache):
     """As if what is in the cache had been there for a while."""
-    array_file.SETTLED_NS, before = 0, array_file.SETTLED_NS
+    cache_module.SETTLED_NS, before = 0, cache_module.SETTLED_NS
     try:
         for path in cache.glob("*.arrays"):
             assert read_arrays(path) is not None
             assert path.with_suffix(".checked").exists()
     finally:
-        array_file.SETTLED_NS = before
+        cache_module.SETTLED_NS = before
     time.sleep(0.05)  # clocks of files tick in milliseconds
 
 
@@ -102,7 +102,7 @@ def test_opening_again_costs_the_same_for_any_number_of_samples(tmp_path, monkey
         opened(source, source)
     settle(cache)
     work = {"hashed": 0, "read": 0}
-    sha256 = array_file.hashlib.sha256
+    sha256 = cache_module.hashlib.sha256
 
     def hashing(data=b""):
         work["hashed"] += len(data)
@@ -129,9 +129,9 @@ def test_opening_again_costs_the_same_for_any_number_of_samples(tmp_path, monkey
 
         return Counted()
 
-    open_regular = array_file.open_regular
-    monkeypatch.setattr(array_file, "open_regular", reading)
-    monkeypatch.setattr(array_file.hashlib, "sha256", hashing)
+    open_regular = cache_module.open_regular
+    monkeypatch.setattr(cache_module, "open_regular", reading)
+    monkeypatch.setattr(cache_module.hashlib, "sha256", hashing)
     done = []
     for source in (small, large):
         work.update(hashed=0, read=0)

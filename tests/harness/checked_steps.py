@@ -17,7 +17,7 @@ from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.unit import Unit
 from dilatant.runtime.runtime import Runtime
-from dilatant.training.feeding.decode_requirements import DecodeRequirements
+from dilatant.training.feeding.inputs import DecodeRequirements
 from dilatant.training.optimizers.master_weights import make_masters
 from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import build_optimizer, expected

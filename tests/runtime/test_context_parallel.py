@@ -21,7 +21,7 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Action, Assignment, Schedule
-from dilatant.training.feeding.decode_requirements import DecodeRequirements
+from dilatant.training.feeding.inputs import DecodeRequirements
 from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 
+from cases.data_builders import image_bytes
 from cases.tiny_project import tiny_config, write_images
 from dilatant import ParallelSpec, UserError, load_config, make_loader, parallelize
+from dilatant.config import DataSource
 from dilatant.data.media.pixels import as_array
+from dilatant.data.order.blend import open_blend
 from dilatant.data.workers.loader import Loader
 from dilatant.planning.assemble import assemble_encoding, assemble_model, assemble_samples
 
@@ -45,6 +51,31 @@ def test_batches_are_those_of_the_config_and_can_be_executed(config_path: Path) 
             optimizer.zero_grad()
     parallel.close()
     assert list(cache.glob("sizes-*"))
+
+
+def test_samples_of_a_stream_are_measured_and_executed_in_order(config_path: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = [
+        {"image": {"bytes": image_bytes(seed=number), "path": None}, "question": "q", "answer": str(number)}
+        for number in range(10)
+    ]
+    (tmp_path / "hub").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub" / "train.parquet")
+    source = DataSource(id=str(tmp_path / "hub"), streaming=True)
+    sampler = open_blend([source]).sampler(0, 4)
+    drawn = [[sample.id for sample in batch] for batch, _ in islice(sampler.batches(sampler.start()), 3)]
+    config = load_config(config_path)
+    samples = assemble_samples(config)
+    model = assemble_model(config, samples.tokenizer, samples.encoding)
+    own = ParallelSpec()
+    parallel = parallelize(model, {"vision": own, "language": own}, colocated={"vision": "language"})
+    with make_loader(model, [source], 4, steps=3, workers=0, max_length=64, parallel=parallel) as loader:
+        for batch, names in zip(loader, drawn, strict=True):
+            assert [sample.id for sample in batch.samples] == names
+            assert all(len(sample.input_ids) == sample.sizes["language"] for sample in batch.samples)
+            assert np.isfinite(parallel.execute(batch.samples).loss)
+    parallel.close()
 
 
 def test_a_model_without_a_tokenizer_is_asked_for_one(config_path: Path) -> None:

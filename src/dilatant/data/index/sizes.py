@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
-from dilatant.data.array_file import Arrays
-from dilatant.data.cache import Cache, open_cache
+from dilatant.data.cache import Arrays, Cache, open_cache
 from dilatant.data.index.measure import SampleMeasurements, SampleSubset, file_state, measure
 from dilatant.data.order.blend import Blend, StreamBlend
 from dilatant.data.parallel_map import Progress

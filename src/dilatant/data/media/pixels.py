@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +55,7 @@ def concatenate_inputs(inputs: Sequence[EncoderInput]) -> EncoderInput:
         return inputs[0]
     alike = {each.normalization if isinstance(each, Pixels) else None for each in inputs}
     if len(alike) == 1 and None not in alike:
-        first, *_ = pixels = list(_pixels(inputs))
+        first, *_ = pixels = [each for each in inputs if isinstance(each, Pixels)]
         return Pixels(np.concatenate([each.values for each in pixels]), *first.normalization)
     return np.concatenate([as_array(each) for each in inputs])
 
@@ -63,7 +63,3 @@ def concatenate_inputs(inputs: Sequence[EncoderInput]) -> EncoderInput:
 def as_array(value: EncoderInput) -> NDArray:
     """Return the values that an encoder gets."""
     return value.normalized() if isinstance(value, Pixels) else value
-
-
-def _pixels(inputs: Sequence[EncoderInput]) -> Iterator[Pixels]:
-    yield from (each for each in inputs if isinstance(each, Pixels))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ class Fingerprinted:
     @property
     def fingerprint(self) -> str:
         """Changes with any setting."""
-        settings = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        settings = [getattr(self, field.name) for field in fields(cast(Any, self))]
         return digest_of([type(self).__name__, *(getattr(each, "fingerprint", each) for each in settings)])
 
 

@@ -75,10 +75,10 @@ class Blend:
         source = self.source_of(index)
         return self.readers[source], index - int(self._ends[source]) + self.lengths[source]
 
-    def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> Sampler:
+    def sampler(self, seed: int, global_batch_size: int) -> Sampler:
         """Return the sampler that gives the training order of these samples."""
         blocks = tuple(reader.blocks for reader in self.readers)
-        return Sampler(self.lengths, self.weights, seed, global_batch_size, shuffle, blocks)
+        return Sampler(self.lengths, self.weights, seed, global_batch_size, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,9 @@ class StreamBlend:
     def __getitem__(self, index: int) -> Sample:
         raise UserError("a streamed data set cannot be read by index; do not stream it here")
 
-    def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> StreamSampler:
+    def sampler(self, seed: int, global_batch_size: int) -> StreamSampler:
         """Return the sampler that gives the training order of these streams."""
-        block = StreamSampler.shuffle_block if shuffle else 1
-        return StreamSampler(self.streams, self.weights, seed, global_batch_size, block)
+        return StreamSampler(self.streams, self.weights, seed, global_batch_size)
 
 
 def open_blend(

@@ -14,16 +14,13 @@ from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import MOST_CHARACTERS, Blocks
-from dilatant.data.readers.source_files import RecordsOfFiles, Scan, SourceFiles
+from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 
 
 class ArrowRecords(RecordsOfFiles):
     """Rows of several Arrow files, in file order. Picklable: another process maps the same files."""
 
     blocks: Blocks | None = None
-
-    def __reduce__(self) -> tuple[type[ArrowRecords], tuple[SourceFiles]]:
-        return ArrowRecords, (self._files,)
 
     def read(self, index: int) -> FileRecord:
         file, row = self._files.locate(index)

@@ -200,7 +200,7 @@ def parse_media(
             raise SampleError(record.id, f"{name} has neither 'bytes' nor 'path'", "give one of them")
         for other in about.keys() - set(_SOURCES) - ITEM_OPTIONS - {"format"}:
             if not is_blank(about[other]):
-                fields.note(f"{kind}s[].{other}")
+                fields.mark_unused(f"{kind}s[].{other}")
         options |= {option: about[option] for option in ITEM_OPTIONS & about.keys()}
         value = about[key]
         if isinstance(about.get("path"), str) and about["path"]:

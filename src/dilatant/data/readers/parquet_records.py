@@ -103,9 +103,6 @@ class ParquetRecords(RecordsOfFiles):
         self._cache: OrderedDict[int, Any] = OrderedDict()
         self._open: OrderedDict[int, _Stream] = OrderedDict()
 
-    def __reduce__(self) -> tuple[type[ParquetRecords], tuple[SourceFiles]]:
-        return ParquetRecords, (self._files,)
-
     @cached_property
     def _runs(self) -> _Runs:
         return _Runs.of(self._files)
@@ -140,8 +137,12 @@ class ParquetRecords(RecordsOfFiles):
             if stream is None or stream.next > number:
                 stream = _Stream(_row_group(self._files.paths[block.file], block), group)
             while stream.next <= number:
-                self._keep(stream.next, next(stream.tables))
+                self._cache[stream.next] = next(stream.tables)
                 stream.next += 1
+                while (
+                    len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
+                ):
+                    self._cache.popitem(last=False)
         except (OSError, ValueError, ArrowException, StopIteration) as error:
             raise SampleError(
                 self._files.names[block.file],
@@ -153,11 +154,6 @@ class ParquetRecords(RecordsOfFiles):
             while len(self._open) > OPEN_GROUPS:
                 self._open.popitem(last=False)
         return self._cache[number]
-
-    def _keep(self, number: int, table: Any) -> None:
-        self._cache[number] = table
-        while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES:
-            self._cache.popitem(last=False)
 
 
 def scan_parquet(path: Path, name: str) -> Scan:

@@ -20,12 +20,11 @@ from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
 from dilatant.data.permutation import permute
 from dilatant.data.readers.arrow_records import ArrowRecords, scan_arrow
-from dilatant.data.readers.find_files import SUFFIXES, find_files
 from dilatant.data.readers.json_records import JsonRecords, scan_json
 from dilatant.data.readers.parquet_records import ParquetRecords, scan_parquet
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks, parse_record
-from dilatant.data.readers.source_files import Form, Scan, Scanner, SourceFiles
+from dilatant.data.readers.source_files import SUFFIXES, Form, Scan, Scanner, SourceFiles, find_files
 from dilatant.data.readers.tar_records import TarRecords, scan_tar
 from dilatant.data.sample import Sample
 
@@ -61,13 +60,8 @@ class HeldOutSplit:
 
 
 FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar", "arrow": "Arrow"}
-FORM_OF_FORMAT: Mapping[str, Form] = {
-    "parquet": "parquet",
-    "jsonl": "json",
-    "llava": "json",
-    "webdataset": "tar",
-    "arrow": "arrow",
-}
+FORM_OF_FORMAT: Mapping[str, Form] = {"jsonl": "json", "llava": "json", "webdataset": "tar"}
+"""Forms of the values of `format` that are no form themselves."""
 
 
 class Records(Protocol):
@@ -224,8 +218,8 @@ _SCAN: Mapping[Form, Callable[[Path, str], Scan]] = {
 
 def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form | None]) -> None:
     """Raise UserError if all files are empty or their formats differ."""
-    wanted = FORM_OF_FORMAT.get(source.format)
-    if wanted is not None:
+    wanted = FORM_OF_FORMAT.get(source.format, source.format)
+    if wanted in FORMS:
         for file, form in zip(files, forms):
             if form not in (wanted, None):
                 raise UserError(f"{str(file)!r} is {FORMS[form]}, but 'format' says {source.format!r}")

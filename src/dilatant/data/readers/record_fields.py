@@ -146,7 +146,7 @@ class Fields:
         self._used.update(there)
         return first
 
-    def note(self, inner: str) -> None:
+    def mark_unused(self, inner: str) -> None:
         """Record a key inside a column that is not used, such as `messages[].id`."""
         self._inner[inner] = None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.listed_media import ListedMedia
-from dilatant.data.readers.messages import parse_pairs, parse_turns
+from dilatant.data.readers.messages import parse_pairs, parse_tools, parse_turns
 from dilatant.data.readers.record_fields import (
     ANSWER_COLUMNS,
     CHAT_COLUMNS,
@@ -28,7 +28,6 @@ from dilatant.data.readers.record_fields import (
     kind_of,
     scalar,
 )
-from dilatant.data.readers.tools import parse_tools
 from dilatant.data.sample import Sample, Turn
 
 CHOICE_COLUMNS = ("options", "choices")
@@ -139,7 +138,13 @@ def parse_record(
         turns = parse_pairs(fields, chat, listed)
     elif is_objects(fields.peek("prompt")) and fields.has("prompt") and fields.has("completion"):
         chat = "prompt"
-        turns = parse_turns(fields, fields.take(chat), listed) + _completion(fields, listed)
+        turns = parse_turns(fields, fields.take(chat), listed)
+        completion = fields.take("completion")
+        turns += (
+            (Turn("assistant", (completion,)),)
+            if isinstance(completion, str)
+            else parse_turns(fields, completion, listed)
+        )
     else:
         turns = _question_and_answer(fields, prompt, listed)
     tools = ""
@@ -158,8 +163,8 @@ def parse_prompt(record: FileRecord) -> Sample:
     if question is None or any(map(fields.has, others)) or is_objects(fields.peek(question)):
         return parse_record(record)
     listed = ListedMedia(fields)
-    asked = _question(fields, None, take_choices(fields))
-    return _sample(fields, (*_history(fields, listed), Turn("user", (asked or "",))), listed)
+    question = _question(fields, None, take_choices(fields))
+    return _sample(fields, (*_history(fields, listed), Turn("user", (question or "",))), listed)
 
 
 def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools: str = "") -> Sample:
@@ -197,12 +202,12 @@ def _refuse_preferences(fields: Fields) -> None:
 
 
 def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
-    """Raise SampleError for answers that must not be learned as they are: KTO's `label: false` with an answer, and
+    """Raise SampleError for answers that must not be answer_text as they are: KTO's `label: false` with an answer, and
     texts with ms-swift's markers for `objects`, which each model writes in its own format."""
     for name in DESIRED_COLUMNS:
         if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
             fields.refuse(
-                f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
+                f"its answer is marked as undesired ({name}: false, as for KTO), and would be answer_text all the same",
                 "remove the record, or set 'data.on_error: skip'",
             )
     texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
@@ -218,24 +223,17 @@ def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -
     """Raise SampleError if a record is a conversation and also has a question or an answer that repeats no turn."""
     if fields.names_conversation:
         return
-    said = [part for turn in turns for part in turn.content if isinstance(part, str)]
+    texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
     used = {chat, "completion"} if chat == "prompt" else {chat}
     for name in (*CHAT_COLUMNS, "texts", *QUESTION_COLUMNS, "input", "history", *ANSWER_COLUMNS):
         if not fields.has(name) or name in used or name not in fields.unused():
             continue
         value = fields.take(name)
-        if not (isinstance(value, str) and any(value in text for text in said)):
+        if not (isinstance(value, str) and any(value in text for text in texts)):
             fields.refuse(
                 f"is a conversation in {chat!r}, and has {name!r} besides",
                 f"name the one to use with 'columns' of the data source, for example {{messages: {chat}}}",
             )
-
-
-def _completion(fields: Fields, listed: ListedMedia) -> tuple[Turn, ...]:
-    completion = fields.take("completion")
-    if isinstance(completion, str):
-        return (Turn("assistant", (completion,)),)
-    return parse_turns(fields, completion, listed)
 
 
 def _question_and_answer(fields: Fields, prompt: str | None, listed: ListedMedia) -> tuple[Turn, ...]:
@@ -244,22 +242,22 @@ def _question_and_answer(fields: Fields, prompt: str | None, listed: ListedMedia
     if answer is None:
         answer = _without_answer(fields)
     choices = take_choices(fields)
-    asked = _question(fields, prompt, choices)
+    question = _question(fields, prompt, choices)
     value = fields.take(answer)
     if is_list(value) and len(value) == 1:
         value = value[0]
     if choices:
-        learned = answer_among(fields, choices, answer, value)
+        answer_text = answer_among(fields, choices, answer, value)
     elif is_list(value):
-        fields.note(f"{answer}[1:]")
-        learned = scalar(fields.record, answer, value[0])
+        fields.mark_unused(f"{answer}[1:]")
+        answer_text = scalar(fields.record, answer, value[0])
     else:
-        learned = scalar(fields.record, answer, value)
+        answer_text = scalar(fields.record, answer, value)
     turns = _history(fields, listed)
-    reply = Turn("assistant", (learned,))
-    if asked is None and not has_media and not turns:
+    reply = Turn("assistant", (answer_text,))
+    if question is None and not has_media and not turns:
         return (reply,)
-    return (*turns, Turn("user", (asked,) if asked else ()), reply)
+    return (*turns, Turn("user", (question,) if question else ()), reply)
 
 
 def _without_answer(fields: Fields) -> str:
@@ -284,26 +282,26 @@ def _without_answer(fields: Fields) -> str:
 def _question(fields: Fields, prompt: str | None, choices: Mapping[str, str]) -> str | None:
     """Return a question's text: context and hint, question and input, and choices, a line each; None for no text."""
     name = fields.only(QUESTION_COLUMNS, "the question")
-    asked = prompt
+    question = prompt
     if name is not None:
-        asked = fields.text(name)
+        question = fields.text(name)
     elif any(fields.peek(column) == "" for column in QUESTION_COLUMNS):
-        asked = prompt or ""
+        question = prompt or ""
     if fields.has("input"):
         if name in ("question", "query") and not (fields.is_named("question") or fields.is_named("input")):
             fields.refuse(
                 f"has two columns for the question, {name!r} and 'input'",
                 "name the one to use with 'columns' of the data source",
             )
-        asked = fields.text("input") if name is None else f"{asked}\n{fields.text('input')}"
-    if asked is None and not choices:
+        question = fields.text("input") if name is None else f"{question}\n{fields.text('input')}"
+    if question is None and not choices:
         return None
     before = [
         fields.text(column)
         for column in CONTEXT_COLUMNS
         if isinstance(fields.peek(column), str) and fields.has(column)
     ]
-    lines = (*before, asked, choices_text(choices))
+    lines = (*before, question, choices_text(choices))
     return "\n".join(line for line in lines if line)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.readers.tools import CALLS
+from dilatant.data.readers.messages import CALLS
 from dilatant.data.text.chat_template import (
     PLAIN_TEMPLATE,
     PROBE,
@@ -87,26 +87,22 @@ class ChatTokenizer:
         ids = np.array(self.backend.encode(_EDGE.join(pieces), add_special_tokens=False).ids, np.int64)
         at_edge = (ids == self.edge_id) | (ids == self.break_id)
         piece_of = np.cumsum(ids == self.edge_id)
-        answered_piece = np.zeros(len(pieces), bool)
-        silent_piece = np.zeros(len(pieces), bool)
+        by_piece = np.zeros((2, len(pieces)), bool)  # the assistant writes; it writes without loss
         for (start, end), carries_loss in zip(spans, self._carry_loss(messages, spans)):
-            answered_piece[edges[start] + 1 : edges[end] + 1] = True
-            silent_piece[edges[start] + 1 : edges[end] + 1] = not carries_loss
-        answered, silent = answered_piece[piece_of], silent_piece[piece_of]
+            by_piece[:, edges[start] + 1 : edges[end] + 1] = [[True], [not carries_loss]]
         ids[ids == self.media_id] = -1
-        ids, answered, silent = ids[~at_edge], answered[~at_edge] & (ids[~at_edge] != -1), silent[~at_edge]
-        if messages[-1].role == "assistant" and self.eos_id is not None and answered.any():
-            end = int(np.flatnonzero(answered)[-1]) + 1
+        ids, marks = ids[~at_edge], by_piece[:, piece_of[~at_edge]]
+        marks[0] &= ids != -1
+        if messages[-1].role == "assistant" and self.eos_id is not None and marks[0].any():
+            end = int(np.flatnonzero(marks[0])[-1]) + 1
             if not text[slice(*spans[-1])].rstrip().endswith((*self._ends, *self._special_tokens)):
                 # If the template writes no end-of-turn token, eos is added: the model must learn to stop.
-                ids, answered = np.insert(ids, end, self.eos_id), np.insert(answered, end, True)
-                silent = np.insert(silent, end, silent[end - 1])
+                ids = np.insert(ids, end, self.eos_id)
+                marks = np.insert(marks, end, [True, marks[1, end - 1]], axis=1)
         if not text.startswith(self.opening or OPEN):
             ids = np.concatenate([np.array(self.prefix, np.int64), ids])
-            answered, silent = (
-                np.concatenate([np.zeros(len(self.prefix), bool), mask]) for mask in (answered, silent)
-            )
-        return ChatTokens(ids, answered, silent)
+            marks = np.pad(marks, ((0, 0), (len(self.prefix), 0)))
+        return ChatTokens(ids, *marks)
 
     def _carry_loss(
         self, messages: Sequence[TemplateMessage], spans: Sequence[tuple[int, int]]
@@ -144,8 +140,9 @@ class ChatTokenizer:
         for position, message in enumerate(messages):
             if message.role == "assistant":
                 earliest = spans[-1][1] if spans else 0
-                spans.append(self._answer_span(text, messages, position, for_generation, tools, earliest))
-        return text, _disjoint(spans)
+                start, end = self._answer_span(text, messages, position, for_generation, tools, earliest)
+                spans.append((max(start, earliest), end))
+        return text, spans
 
     def _answer_span(
         self,
@@ -378,11 +375,3 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, template: str) -> str:
             own = own.get("default")
         return own or PLAIN_TEMPLATE
     return read_template(template)
-
-
-def _disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans, each cut to start no earlier than the previous one ends."""
-    result: list[tuple[int, int]] = []
-    for start, end in spans:
-        result.append((max(start, result[-1][1]) if result else start, end))
-    return result

@@ -20,7 +20,7 @@ from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import open_regular
-from dilatant.data.readers.tools import CALLS
+from dilatant.data.readers.messages import CALLS
 from dilatant.data.sample import MediaKind
 from dilatant.data.text import template_engine, template_trial
 

@@ -11,15 +11,9 @@ from numpy.typing import NDArray
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media.pixels import EncoderInput, as_array, concatenate_inputs
 from dilatant.data.media_units.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
-from dilatant.data.sample import (
-    EncodedSample,
-    Media,
-    Sample,
-    content_digest,
-)
+from dilatant.data.sample import EncodedSample, Media, Sample, content_digest
 from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
-from dilatant.data.text.media_places import place_media
-from dilatant.data.text.token_layout import Item, Layout, lay_out
+from dilatant.data.text.token_layout import Item, Layout, lay_out, place_media
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,7 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
 from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
-from dilatant.data.sample import (
-    MediaKind,
-    MediaMarkup,
-    MediaUnit,
-    Role,
-)
+from dilatant.data.sample import MediaKind, MediaMarkup, MediaUnit, Role
 from dilatant.data.text.chat import ChatTokenizer
 
 NO_LOSS = -100

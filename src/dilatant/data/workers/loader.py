@@ -16,7 +16,7 @@ from dilatant.data.order.sampler import SamplerState
 from dilatant.data.sample import Dataset, EncodedSample, Sample
 from dilatant.data.text.encoding import TOKENS, Encoding
 from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
-from dilatant.data.workers.pool_owner import DECODE_SECONDS, PoolOwner
+from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import join
 
 MEMORY_BYTES = 512 << 20
@@ -132,8 +132,6 @@ class Loader:
     workers: processes that decode and tokenize; 0 works in the caller. prefetch: batches requested in advance.
     on_error: a corrupt sample raises UserError when its batch is due (`error`), or is omitted from its batch and
     reported (`skip`): the batch is then smaller, and the position advances as if the sample had been used.
-    sample_seconds: time limit of a worker for one sample. parts: the parts of every sample to load (see
-    `encode_sample`); None for all.
     """
 
     def __init__(
@@ -147,20 +145,17 @@ class Loader:
         workers: int = 0,
         prefetch: int = 2,
         on_error: Literal["error", "skip"] = "error",
-        sample_seconds: float = DECODE_SECONDS,
-        parts: frozenset[str] | None = None,
     ) -> None:
         self._sampler = sampler
         self._skip = on_error == "skip"
         datasets = {"train": samples}
-        self._owner = PoolOwner(datasets, encoding, workers, sample_seconds) if workers else None
+        self._owner = PoolOwner(datasets, encoding, workers) if workers else None
         self._source: SampleSource = (
             InlineSource(datasets, encoding)
             if self._owner is None
             else join(self._owner.address, MEMORY_BYTES)
         )
-        if parts is None:
-            parts = frozenset({TOKENS, *encoding.unit_names[1:]})
+        parts = frozenset({TOKENS, *encoding.unit_names[1:]})
         ahead = prefetch if workers else 0
         batches = read_batches(self._source, "train", sampler, sampler.resume(position), parts, ahead)
         self._batches = batches

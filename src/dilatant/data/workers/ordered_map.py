@@ -19,9 +19,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from dilatant.comm import fork_server
 from dilatant.config.environment import compute_in_one_thread
@@ -72,6 +73,24 @@ def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
     return max(1, min(cores - ranks, MOST_WORKERS_PER_RANK * ranks))
 
 
+@dataclass(eq=False)
+class _Worker(Generic[T]):
+    """A worker process. tasks: those that it holds; since: `time.monotonic` when it began the first of them."""
+
+    shown: str
+    process: Any
+    connection: Connection
+    tasks: deque[T] = field(default_factory=deque)
+    since: float = 0.0
+
+    def death(self) -> WorkerError:
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        if code == fork_server.NO_GUARD_EXIT:
+            return UnreadableFileError(fork_server.NO_GUARD)
+        return WorkerError(f"{self.shown} {how_ended(code)}")
+
+
 class WorkerPool(Generic[T, R]):
     """`workers` processes, each with its own copy of `job`.
 
@@ -88,11 +107,9 @@ class WorkerPool(Generic[T, R]):
     ) -> None:
         self._named = named
         self._task_seconds = task_seconds
-        self._tasks_of: list[deque[T]] = []
-        self._since: list[float] = []  # when each worker began its current task
-        self._connections: list[Connection] = []
-        self._processes: list[Any] = []
-        util.Finalize(self, _end, (self._processes, self._connections), exitpriority=0)
+        self._workers: list[_Worker[T]] = []
+        self.close = util.Finalize(self, _end, (self._workers,), exitpriority=0)
+        """Kill the worker processes. Idempotent."""
         context = multiprocessing.get_context("forkserver")
         warm_up()
         payload = pickle.dumps(job)
@@ -106,8 +123,8 @@ class WorkerPool(Generic[T, R]):
             )
             process.start()
             theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+            shown = f"data worker {number} (process {process.pid})"
+            self._workers.append(_Worker(shown, process, ours))
 
     def map(self, tasks: Iterable[T], ahead: int) -> Iterator[R]:
         """Yield the result of every task, in order. Raises the UserError of a job in its place.
@@ -117,23 +134,24 @@ class WorkerPool(Generic[T, R]):
         """
         source = enumerate(tasks)
         done: dict[int, Any] = {}
-        self._tasks_of = [deque() for _ in self._processes]
-        self._since = [0.0] * len(self._processes)
         started, taken, more = 0, 0, True
         while True:
             while more and started - taken < max(ahead, 1):
-                worker = min(range(len(self._tasks_of)), key=lambda number: len(self._tasks_of[number]))
-                if len(self._tasks_of[worker]) >= TASKS_PER_WORKER:
+                worker = min(self._workers, key=lambda each: len(each.tasks))
+                if len(worker.tasks) >= TASKS_PER_WORKER:
                     break
-                try:
-                    number, task = next(source)
-                except StopIteration:
+                if (task := next(source, None)) is None:
                     more = False
                     break
-                self._send(worker, number, task)
+                self._send(worker, *task)
                 started += 1
             if taken in done:
-                yield self._opened(done.pop(taken))
+                kind, value = done.pop(taken)
+                if kind == "mistake":
+                    raise value
+                if kind == "failure":
+                    raise WorkerError(f"a data worker failed:\n{value}")
+                yield value
                 taken += 1
                 continue
             if not more and taken == started:
@@ -141,58 +159,33 @@ class WorkerPool(Generic[T, R]):
             for number, *result in self._receive():
                 done[number] = result
 
-    def _send(self, worker: int, number: int, task: T) -> None:
-        if not self._tasks_of[worker]:
-            self._since[worker] = time.monotonic()
-        self._tasks_of[worker].append(task)
+    def _send(self, worker: _Worker[T], number: int, task: T) -> None:
+        if not worker.tasks:
+            worker.since = time.monotonic()
+        worker.tasks.append(task)
         try:
-            self._connections[worker].send((number, task))
+            worker.connection.send((number, task))
         except OSError:
-            raise self._death(worker) from None
+            raise worker.death() from None
 
     def _receive(self) -> Iterator[Any]:
         """Yield the results that have arrived; wait for the first one."""
-        busy = [worker for worker, tasks in enumerate(self._tasks_of) if tasks]
-        oldest = min(busy, key=lambda worker: self._since[worker])
-        left = self._since[oldest] + self._task_seconds - time.monotonic()
-        if left <= 0 and not self._connections[oldest].poll(GRACE_SECONDS):
+        oldest = min((each for each in self._workers if each.tasks), key=lambda each: each.since)
+        left = oldest.since + self._task_seconds - time.monotonic()
+        if left <= 0 and not oldest.connection.poll(GRACE_SECONDS):
             raise WorkerError(
-                f"{self._shown(oldest)} has been at {self._named(self._tasks_of[oldest][0])} for "
+                f"{oldest.shown} has been at {self._named(oldest.tasks[0])} for "
                 f"{self._task_seconds:g} s: it is stopped, or a file of that sample cannot be read to its end"
             )
-        for ready in wait(self._connections, max(left, 0)):
-            worker = self._connections.index(cast(Any, ready))
+        ready = wait([each.connection for each in self._workers], max(left, 0))
+        for worker in (each for each in self._workers if each.connection in ready):
             try:
-                result = self._connections[worker].recv()
+                result = worker.connection.recv()
             except (EOFError, OSError):
-                raise self._death(worker) from None
-            self._tasks_of[worker].popleft()
-            self._since[worker] = time.monotonic()
+                raise worker.death() from None
+            worker.tasks.popleft()
+            worker.since = time.monotonic()
             yield result
-
-    def _shown(self, worker: int) -> str:
-        return f"data worker {worker} (process {self._processes[worker].pid})"
-
-    def _death(self, worker: int) -> WorkerError:
-        process = self._processes[worker]
-        process.join(timeout=5)
-        code = process.exitcode
-        if code == fork_server.NO_GUARD_EXIT:
-            return UnreadableFileError(fork_server.NO_GUARD)
-        return WorkerError(f"{self._shown(worker)} {how_ended(code)}")
-
-    @staticmethod
-    def _opened(result: Any) -> Any:
-        kind, value = result
-        if kind == "value":
-            return value
-        if kind == "mistake":
-            raise value
-        raise WorkerError(f"a data worker failed:\n{value}")
-
-    def close(self) -> None:
-        """Kill the worker processes. Idempotent."""
-        _end(self._processes, self._connections)
 
 
 def how_ended(code: int | None) -> str:
@@ -203,15 +196,15 @@ def how_ended(code: int | None) -> str:
     return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
-def _end(processes: list[Any], connections: list[Connection]) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join(timeout=5)  # a process that waits for a dead file server exits when the server answers
-    for connection in connections:
-        connection.close()
-    processes.clear()
-    connections.clear()
+def _end(workers: list[_Worker[Any]]) -> None:
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join(
+            timeout=5
+        )  # it may wait for a dead file server, and exits when the server answers
+        worker.connection.close()
+    workers.clear()
 
 
 def begin_work() -> None:

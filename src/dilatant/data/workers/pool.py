@@ -98,14 +98,14 @@ class InlineSource:
 
     def __init__(self, datasets: Mapping[str, Dataset], encoding: Encoding) -> None:
         self._datasets, self._encoding = datasets, encoding
-        self._asked: dict[tuple[str, int], SampleRequest] = {}
+        self._requests: dict[tuple[str, int], SampleRequest] = {}
 
     def ask(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
-            add_once(self._asked, request, request)
+            add_once(self._requests, request, request)
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
-        request = self._asked.pop((dataset, draw), None)
+        request = self._requests.pop((dataset, draw), None)
         if request is None:
             raise unknown_request(dataset, draw)
         try:
@@ -116,11 +116,11 @@ class InlineSource:
             return refusal
 
     def forget(self, dataset: str) -> None:
-        for key in [key for key in self._asked if key[0] == dataset]:
-            del self._asked[key]
+        for key in [key for key in self._requests if key[0] == dataset]:
+            del self._requests[key]
 
     def close(self) -> None:
-        self._asked.clear()
+        self._requests.clear()
 
 
 def add_once(known: dict[tuple[str, int], T], request: SampleRequest, value: T) -> None:
@@ -143,7 +143,7 @@ def make(
 ) -> EncodedSample:
     """Make the requested parts of a sample. read: called with the record before its media are decoded.
 
-    Raises UserError for a bad sample, and WithheldError for a file that cannot be read after several tries.
+    Raises UserError for a bad sample, and UnreadableFileError for a file that cannot be read after several tries.
     """
     name, began = request.name, time.perf_counter()
     for attempt in range(1, IO_TRIES + 1):

@@ -24,30 +24,10 @@ from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import NO_GUARD
 from dilatant.data.errors import SampleError
-from dilatant.data.workers.arena import Arena
+from dilatant.data.workers import pool_wire as wire
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import Waiting
 from dilatant.data.workers.pool_owner import REASON
-from dilatant.data.workers.pool_wire import (
-    MAX_FRAME_BYTES,
-    NOTE_BYTES,
-    Encoded,
-    Failed,
-    Forget,
-    Forgotten,
-    Greeting,
-    Note,
-    PoolAsk,
-    PoolFrames,
-    PoolHello,
-    PoolProtocolError,
-    PoolRefused,
-    ToRank,
-    pack_undecoded,
-    read_note,
-    to_frame,
-    to_rank,
-)
 from dilatant.data.workers.request_queue import Entry, QueuedSource
 
 TASKS_PER_WORKER = 3
@@ -83,7 +63,7 @@ class _WorkerLink:
     number: int
     path: str
     connection: socket.socket | None = None
-    frames: PoolFrames = field(default_factory=lambda: PoolFrames(MAX_FRAME_BYTES))
+    frames: wire.PoolFrames = field(default_factory=lambda: wire.PoolFrames(wire.MAX_FRAME_BYTES))
     pid: int = 0
     decode_seconds: float = float("inf")
     entries: dict[int, Entry] = field(default_factory=dict)
@@ -115,8 +95,8 @@ class PoolSource(QueuedSource):
         super().__init__(budget_bytes, on_wait)
         paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
         self._folder = Path(address)
-        notes = NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
-        self._arena = Arena(notes + budget_bytes, notes)
+        notes = wire.NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
+        self._arena = wire.Arena(notes + budget_bytes, notes)
         self._next_ticket = 0
         self._wake, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
@@ -132,25 +112,17 @@ class PoolSource(QueuedSource):
             raise self.error
         self._thread.start()
 
-    def forget(self, dataset: str) -> None:
-        with self.changed:
-            super().forget(dataset)
-            if not self.entries:  # otherwise samples still being made are dropped on arrival
-                for link in self._links:
-                    if link.entries:
-                        self._send(link, to_frame(Forget()))
-
     # Called by both threads, with the lock held.
 
     def _place_of(self, entry: Entry) -> str:
         link: _WorkerLink | None = entry.holder
         return link.shown if link is not None and self._begun(link)[0] is entry else ""
 
-    def _begun(self, link: _WorkerLink) -> tuple[Entry | None, Note | None]:
+    def _begun(self, link: _WorkerLink) -> tuple[Entry | None, wire.Note | None]:
         """Return this rank's request that the worker is making, or was making when it died, and the worker's note;
         None if unknown."""
-        with self._arena.view(NOTE_BYTES * link.number, NOTE_BYTES) as buffer:
-            note = read_note(buffer)
+        with self._arena.view(wire.NOTE_BYTES * link.number, wire.NOTE_BYTES) as buffer:
+            note = wire.read_note(buffer)
         entry = link.entries.get(note.ticket) if note is not None else None
         if entry is not None and note is not None:
             entry.name = note.sample or entry.name
@@ -210,10 +182,16 @@ class PoolSource(QueuedSource):
             if entry is None:
                 return
             request = entry.request
-            packed = b"" if request.sample is None else pack_undecoded(request.sample)
+            packed = b"" if request.sample is None else wire.pack_undecoded(request.sample)
             self.enlarge(entry, len(packed))
-            entry.slot = self._arena.allocate(entry.charge)
-            if entry.slot is None and packed:  # it travels in the arena alone
+            space = entry.charge
+            entry.slot = self._arena.allocate(space)
+            if (
+                entry.slot is None
+            ):  # the answer may come inside the message, an undecoded sample travels in the arena
+                space = len(packed)
+                entry.slot = self._arena.allocate(space) if packed else None
+            if entry.slot is None and packed:
                 self.discharge(entry)
                 if len(packed) <= self.budget:
                     self.requeue(entry)
@@ -230,10 +208,9 @@ class PoolSource(QueuedSource):
             if packed:
                 with self._arena.view(entry.slot or 0, len(packed)) as slot:
                     slot[:] = packed
-            space = entry.charge if entry.slot is not None else 0
-            ask = PoolAsk(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
+            ask = wire.PoolAsk(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
                       entry.slot or 0, space, len(packed))  # fmt: skip
-            self._send(link, to_frame(ask))
+            self._send(link, wire.to_frame(ask))
 
     def _receive(self, link: _WorkerLink) -> None:
         assert link.connection is not None
@@ -243,26 +220,22 @@ class PoolSource(QueuedSource):
         try:
             for body in link.frames.feed(data):
                 with self.changed:
-                    self._handle(link, to_rank.decode(body))
-        except (PoolProtocolError, MsgspecError) as error:
+                    self._handle(link, wire.to_rank.decode(body))
+        except (wire.PoolProtocolError, MsgspecError) as error:
             problem = f"it answered with what is no message of a data worker ({error})"
         if not data or problem:
             with self.changed:
                 self._lose(link, problem)
 
-    def _handle(self, link: _WorkerLink, message: ToRank) -> None:
-        if isinstance(message, Greeting):
+    def _handle(self, link: _WorkerLink, message: wire.ToRank) -> None:
+        if isinstance(message, wire.Greeting):
             link.pid, link.decode_seconds, link.ungreeted = message.pid, message.decode_seconds, 0
             self._retry_in_doubt(link, message)
-        elif isinstance(message, Forgotten):
-            for ticket in message.tickets:
-                if ticket in link.entries:
-                    self._discharge(link.entries.pop(ticket))
         elif message.ticket in link.entries:
             self._finish(link.entries.pop(message.ticket), message)
 
-    def _finish(self, entry: Entry, message: Encoded | PoolRefused | Failed) -> None:
-        if not isinstance(message, Encoded) or entry.is_forgotten:
+    def _finish(self, entry: Entry, message: wire.Encoded | wire.PoolRefused | wire.Failed) -> None:
+        if not isinstance(message, wire.Encoded) or entry.is_forgotten:
             self.answered(entry, message, memoryview(b""))
         elif message.inline is not None:
             self.answered(entry, message, memoryview(message.inline))
@@ -290,7 +263,8 @@ class PoolSource(QueuedSource):
             return
         link.connection = connection
         self._selector.register(connection, selectors.EVENT_READ, link)
-        self._send(link, to_frame(PoolHello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
+        hello = wire.PoolHello(self._arena.nbytes, wire.NOTE_BYTES * link.number)
+        self._send(link, wire.to_frame(hello), [self._arena.fd])
 
     def _lose(self, link: _WorkerLink, why: str = "", is_late: bool = False) -> None:
         """Handle a lost worker; its place will get another process. why: reason, if it may live and is given up."""
@@ -315,7 +289,7 @@ class PoolSource(QueuedSource):
                 self._retry(entry, link, f"{link.shown} did not end", is_late=True)
             else:
                 link.in_doubt.append((entry, pid))
-        link.connection, link.pid, link.frames = None, 0, PoolFrames(MAX_FRAME_BYTES)
+        link.connection, link.pid, link.frames = None, 0, wire.PoolFrames(wire.MAX_FRAME_BYTES)
         link.is_down = link.ungreeted >= UNGREETED
         if not link.is_down:
             self._connect(link)
@@ -350,7 +324,7 @@ class PoolSource(QueuedSource):
             for slot in leaving.slots:
                 self._arena.release(slot)
 
-    def _retry_in_doubt(self, link: _WorkerLink, greeting: Greeting | None) -> None:
+    def _retry_in_doubt(self, link: _WorkerLink, greeting: wire.Greeting | None) -> None:
         """Retry the samples that dead workers of this place were making, now that the successor reports the causes."""
         deaths = {death.pid: death for death in greeting.deaths} if greeting is not None else {}
         in_doubt, link.in_doubt = link.in_doubt, []

@@ -1,17 +1,20 @@
 """Wire protocol between a rank and a data worker: MessagePack frames, and the layout of a sample's arrays.
 
-A rank sends Hello (with the descriptor of its arena), then Ask and Forget. A worker answers Hello with Greeting, each
-Ask with Encoded, Refused or Failed, and Forget with the tickets that it will not answer. The worker notes its current
-ticket in the arena, where the rank can read it after the worker's death. Only the undecoded samples of streams are
-pickled, and only their few classes are unpickled.
+A rank sends Hello (with the descriptor of its arena), then Ask. A worker answers Hello with Greeting, and each Ask with
+Encoded, Refused or Failed. The worker notes its current ticket in the arena, where the rank can read it after the
+worker's death. Only the undecoded samples of streams are pickled, and only their few classes are unpickled.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
+import os
 import pickle
 import struct
+import tempfile
 import zlib
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 from pathlib import PosixPath
 from typing import Annotated, Any, NamedTuple
@@ -23,7 +26,67 @@ from msgspec import Meta, Struct
 from dilatant.comm.wire.link import FrameError, FrameReader, framed
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.sample import EncodedSample, FileSlice, Frames, Media, Sample, Turn
-from dilatant.data.workers.arena import aligned
+
+ALIGNMENT = 64
+"""Alignment of every slot in bytes: one cache line."""
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Arena:
+    """An allocator in `nbytes` of shared memory, of which only written pages use RAM. Others map it by descriptor `fd`.
+
+    The first `reserved` bytes belong to no slot; a slot is placed in the first gap that fits. Not thread-safe.
+    """
+
+    def __init__(self, nbytes: int, reserved: int = 0) -> None:
+        self.nbytes = max(aligned(nbytes), aligned(reserved), mmap.PAGESIZE)
+        self.fd = _anonymous_file()
+        os.ftruncate(self.fd, self.nbytes)
+        self._memory = mmap.mmap(self.fd, self.nbytes)
+        self._free = [(aligned(reserved), self.nbytes)]  # (start, end), in order, never touching
+        self._taken: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Return the offset of a new slot, or None if no gap is long enough."""
+        wanted = max(aligned(nbytes), ALIGNMENT)
+        for number, (start, end) in enumerate(self._free):
+            if end - start >= wanted:
+                self._free[number : number + 1] = [(start + wanted, end)] if end - start > wanted else []
+                self._taken[start] = start + wanted
+                return start
+        return None
+
+    def release(self, offset: int) -> None:
+        """Free a slot. Raises KeyError if no slot starts at `offset`."""
+        start, end = offset, self._taken.pop(offset)
+        at = bisect_right(self._free, (start, end))
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == start:
+            start = self._free.pop(at - 1)[0]
+        insort(self._free, (start, end))
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return a view of a byte range; the caller must release the view before `close`."""
+        return memoryview(self._memory)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Unmap the memory and close its descriptor. Idempotent."""
+        if self.fd >= 0:
+            self._memory.close()
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("dilatant-samples")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
 
 MAX_FRAME_BYTES = 1 << 31
 MAX_ASK_BYTES = 1 << 20
@@ -64,10 +127,6 @@ class PoolAsk(Struct, tag="ask"):
     packed: Count = 0
 
 
-class Forget(Struct, tag="forget"):
-    """Cancel all requests of this rank that the worker has not begun."""
-
-
 class Death(Struct, array_like=True):
     """Cause of a worker's death. is_slow: it exceeded the time limit of a sample."""
 
@@ -82,10 +141,6 @@ class Greeting(Struct, tag="greeting"):
     pid: int
     decode_seconds: float
     deaths: list[Death]
-
-
-class Forgotten(Struct, tag="forgotten"):
-    tickets: list[int]
 
 
 class ArrayPlace(Struct, array_like=True):
@@ -122,15 +177,16 @@ class PoolRefused(Struct, tag="refused"):
 
 
 class Failed(Struct, tag="failed"):
-    """A failure other than a bad sample. problem: message, or stack trace if unexpected. is_withheld: WithheldError."""
+    """A failure other than a bad sample. problem: message, or stack trace if unexpected. is_withheld: no file could be
+    read."""
 
     ticket: int
     problem: str
     is_withheld: bool = False
 
 
-ToWorker = PoolHello | PoolAsk | Forget
-ToRank = Greeting | Forgotten | Encoded | PoolRefused | Failed
+ToWorker = PoolHello | PoolAsk
+ToRank = Greeting | Encoded | PoolRefused | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 to_rank = msgspec.msgpack.Decoder(ToRank)

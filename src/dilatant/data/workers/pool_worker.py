@@ -20,28 +20,9 @@ from msgspec import MsgspecError
 from dilatant.comm.fork_server import remove_orphaned_folder
 from dilatant.data.sample import Dataset, Sample
 from dilatant.data.text.encoding import Encoding
+from dilatant.data.workers import pool_wire as wire
 from dilatant.data.workers.ordered_map import WorkerError, begin_work, unpickle_job
 from dilatant.data.workers.pool import SampleRequest, answer
-from dilatant.data.workers.pool_wire import (
-    MAX_ASK_BYTES,
-    NOTE_BYTES,
-    Death,
-    Encoded,
-    Failed,
-    Forget,
-    Forgotten,
-    Greeting,
-    PoolAsk,
-    PoolFrames,
-    PoolHello,
-    PoolProtocolError,
-    pack_arrays,
-    to_frame,
-    to_worker,
-    unpack_undecoded,
-    write,
-    write_note,
-)
 
 PING, PONG, LEAVE = b"ping", b"pong", b"leave"
 STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
@@ -54,7 +35,7 @@ def work(
     job: bytes,
     folder: str,
     decode_seconds: float,
-    deaths: list[Death],
+    deaths: list[wire.Death],
     shared: str | None = None,
 ) -> None:
     """Run a worker. job: pickled (data sets by name, encoding). folder: the pool's socket folder, removed when the
@@ -81,27 +62,27 @@ class _RankLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.frames = PoolFrames(MAX_ASK_BYTES)
+        self.frames = wire.PoolFrames(wire.MAX_ASK_BYTES)
         self.arena: mmap.mmap | None = None
         self.note = 0
-        self.asked: deque[PoolAsk] = deque()
+        self.requests: deque[wire.PoolAsk] = deque()
 
     def notes(self, ticket: int, since: float, sample: str = "") -> None:
         """Write the current request into the rank's arena, to be read after a crash. ticket: -1 for another rank's."""
         if self.arena is not None:
-            with memoryview(self.arena) as arena, arena[self.note : self.note + NOTE_BYTES] as note:
-                write_note(note, ticket, since, sample)
+            with memoryview(self.arena) as arena, arena[self.note : self.note + wire.NOTE_BYTES] as note:
+                wire.write_note(note, ticket, since, sample)
 
     def close(self) -> None:
         self.connection.close()
-        self.asked.clear()
+        self.requests.clear()
         if self.arena is not None:
             self.arena.close()
 
 
 class _Worker:
     def __init__(
-        self, listener: socket.socket, job: bytes, decode_seconds: float, deaths: list[Death]
+        self, listener: socket.socket, job: bytes, decode_seconds: float, deaths: list[wire.Death]
     ) -> None:
         self._listener = listener
         self._listener.setblocking(False)
@@ -116,7 +97,7 @@ class _Worker:
 
     def serve(self) -> None:
         while True:
-            busy = any(rank.asked for rank in self._ranks)
+            busy = any(rank.requests for rank in self._ranks)
             for key, _ in self._selector.select(0 if busy else None):
                 if key.data is None:
                     self._accept()
@@ -125,7 +106,7 @@ class _Worker:
             for _ in range(len(self._ranks)):
                 rank = self._ranks[0]
                 self._ranks.rotate(-1)
-                if rank.asked:
+                if rank.requests:
                     self._guarded(rank, self._answer)
                     break
 
@@ -158,31 +139,28 @@ class _Worker:
             if not data:
                 raise ConnectionError("it left")
             for body in rank.frames.feed(data):
-                message = to_worker.decode(body)
-                if isinstance(message, PoolHello):
-                    if not 0 <= message.note <= message.arena_bytes - NOTE_BYTES:
-                        raise PoolProtocolError("a note outside the arena")
+                message = wire.to_worker.decode(body)
+                if isinstance(message, wire.PoolHello):
+                    if not 0 <= message.note <= message.arena_bytes - wire.NOTE_BYTES:
+                        raise wire.PoolProtocolError("a note outside the arena")
                     rank.arena = mmap.mmap(descriptors[0] if descriptors else -2, message.arena_bytes)
                     rank.note = message.note
                     rank.connection.sendall(
-                        to_frame(Greeting(os.getpid(), self._decode_seconds, self._deaths))
+                        wire.to_frame(wire.Greeting(os.getpid(), self._decode_seconds, self._deaths))
                     )
-                elif isinstance(message, Forget):
-                    rank.connection.sendall(to_frame(Forgotten([ask.ticket for ask in rank.asked])))
-                    rank.asked.clear()
                 elif rank.arena is None or not (
                     0 <= message.offset <= message.offset + message.space <= len(rank.arena)
                     and message.packed <= message.space
                 ):
-                    raise PoolProtocolError("a slot outside the arena")
+                    raise wire.PoolProtocolError("a slot outside the arena")
                 else:
-                    rank.asked.append(message)
+                    rank.requests.append(message)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
     def _answer(self, rank: _RankLink) -> None:
-        ask, since = rank.asked.popleft(), time.monotonic()
+        ask, since = rank.requests.popleft(), time.monotonic()
         for other in self._ranks:
             other.notes(ask.ticket if other is rank else -1, since)
 
@@ -191,10 +169,10 @@ class _Worker:
 
         rank.connection.sendall(self._answered(ask, rank, read))
 
-    def _answered(self, ask: PoolAsk, rank: _RankLink, read: Callable[[Sample], None]) -> bytes:
+    def _answered(self, ask: wire.PoolAsk, rank: _RankLink, read: Callable[[Sample], None]) -> bytes:
         sample = None
         if ask.packed and rank.arena is not None:
-            sample = unpack_undecoded(rank.arena[ask.offset : ask.offset + ask.packed])
+            sample = wire.unpack_undecoded(rank.arena[ask.offset : ask.offset + ask.packed])
         request = SampleRequest(ask.draw, ask.index, frozenset(ask.parts), ask.dataset, sample=sample)
         try:
             if self._encoding is None:
@@ -205,15 +183,15 @@ class _Worker:
                 message, arrays = answer(ask.ticket, request, self._datasets, self._encoding, read)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            if isinstance(message, Encoded):
+            if isinstance(message, wire.Encoded):
                 nbytes = message.nbytes
                 if nbytes <= ask.space and rank.arena is not None:
                     with memoryview(rank.arena) as arena, arena[ask.offset : ask.offset + nbytes] as slot:
-                        write(slot, message.places, arrays)
+                        wire.write(slot, message.places, arrays)
                 else:
-                    message.inline = pack_arrays(message, arrays)
-            return to_frame(message)
+                    message.inline = wire.pack_arrays(message, arrays)
+            return wire.to_frame(message)
         except WorkerError as error:
-            return to_frame(Failed(ask.ticket, f"a data worker failed: {error}"))
+            return wire.to_frame(wire.Failed(ask.ticket, f"a data worker failed: {error}"))
         except BaseException:
-            return to_frame(Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))
+            return wire.to_frame(wire.Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))

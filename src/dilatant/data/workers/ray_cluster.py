@@ -12,7 +12,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,14 +22,6 @@ from dilatant.config.errors import UserError
 INSTALL = 'pip install "dilatant[ray]"'
 LOCAL = "local"
 REACH_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class RayCluster:
-    """Address of a cluster (HOST:PORT), and the token of a cluster that the run started itself, for its other ranks."""
-
-    address: str
-    token: str = field(default="", repr=False)
 
 
 def cluster_address(configured: str | None) -> str:
@@ -64,7 +55,8 @@ class Connection:
     """Connection of this process to a cluster as a Ray driver, until `close`. One at a time per process.
 
     address: HOST:PORT, or `LOCAL` for a new cluster on this machine's loopback with `cpus` processors and `store_bytes`
-    of shared memory, which ends with this object or its process. Raises UserError if the connection fails.
+    of shared memory, which ends with this object or its process; address and token are then those for the run's other
+    ranks. Raises UserError if the connection fails.
     """
 
     def __init__(self, address: str, token: str = "", cpus: int = 1, store_bytes: int = 1 << 30) -> None:
@@ -93,7 +85,7 @@ class Connection:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"data.preprocess: no Ray cluster at {address}: {reason}") from None
         context = ray.get_runtime_context()
-        self.cluster = RayCluster(context.gcs_address, token)
+        self.address, self.token = context.gcs_address, token
         self.cpus = int(ray.cluster_resources().get("CPU", 1))
 
     def close(self) -> None:
@@ -109,9 +101,7 @@ class Connection:
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Restore signal handlers after Ray replaces SIGTERM's, with which a run saves and stops."""
-    kept = {}
-    for number in (signal.SIGTERM, signal.SIGINT):
-        kept[number] = signal.getsignal(number)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

@@ -133,12 +133,7 @@ class RaySource(QueuedSource):
                 self._scale_producers()
                 self._dispatch()
                 self._drop_late()
-                awaited = [
-                    ref
-                    for producer in self._producers
-                    for ref in (*producer.entries, producer.greeting)
-                    if ref
-                ]
+                awaited = [ref for each in self._producers for ref in (*each.entries, each.greeting) if ref]
                 if not awaited:
                     self.changed.wait(1.0)
                     continue
@@ -175,9 +170,9 @@ class RaySource(QueuedSource):
         """Send requests in order, as long as producers and budget permit."""
         while True:
             free = [
-                producer
-                for producer in self._producers
-                if not producer.greeting and len(producer.entries) < TASKS_PER_PRODUCER
+                each
+                for each in self._producers
+                if not each.greeting and len(each.entries) < TASKS_PER_PRODUCER
             ]
             entry = self.next() if free else None
             if entry is None:
@@ -186,17 +181,14 @@ class RaySource(QueuedSource):
             if not producer.entries:
                 producer.since = time.monotonic()
             request = entry.request
-            ref = producer.actor.make.remote(
-                request.draw, request.index, sorted(request.parts), request.dataset
-            )
+            parts = sorted(request.parts)
+            ref = producer.actor.make.remote(request.draw, request.index, parts, request.dataset)
             producer.entries[ref] = entry
             entry.holder = producer
 
     def _receive(self, ref: Any) -> None:
-        producer = next(
-            (producer for producer in self._producers if ref in producer.entries or producer.greeting == ref),
-            None,
-        )
+        holders = (each for each in self._producers if ref in each.entries or each.greeting == ref)
+        producer = next(holders, None)
         if producer is None:  # its producer was already lost
             return
         lost, how = False, ""
@@ -211,12 +203,8 @@ class RaySource(QueuedSource):
             if lost:
                 self._lose(producer, how)
             elif producer.greeting == ref:
-                producer.greeting, producer.name, producer.since, self._failed_starts = (
-                    None,
-                    value,
-                    time.monotonic(),
-                    0,
-                )
+                producer.greeting, producer.name, producer.since = None, value, time.monotonic()
+                self._failed_starts = 0
             else:
                 entry = producer.entries.pop(ref)
                 producer.since = time.monotonic()

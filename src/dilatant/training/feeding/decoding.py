@@ -104,7 +104,7 @@ class RankSource:
             try:
                 cpus = max(workers_of_machine(how.workers, ranks), ranks)
                 connection = Connection(address, cpus=cpus, store_bytes=2 * how.memory * ranks)
-                opened = [connection.cluster.address, connection.cluster.token, ""]
+                opened = [connection.address, connection.token, ""]
             except UserError as error:
                 opened[2] = str(error)
         address, token, problem = opened if comm is None else all_gather_object(comm, opened)[0]

@@ -61,7 +61,7 @@ class _PlannedStep(Generic[Step]):
     heads: tuple[EncodedSample, ...]
     problems: tuple[str, ...]
     step: Step
-    needs: Parts
+    parts: Parts
 
 
 @dataclass(slots=True)
@@ -123,10 +123,10 @@ class Prefetcher(Generic[T]):
 
 
 class StepPrefetcher(Generic[Step]):
-    """Iterator over the steps of `draws`, planned by `plan` and decoded from `source` as `needs` says.
+    """Iterator over the steps of `draws`, planned by `plan` and decoded from `source` as `requirements` says.
 
     plan: maps a step's samples, of which only sizes are known, and its number to what the runtime executes; the same on
-    every rank. needs: maps that to the parts that this rank uses. skips: samples that are refused, or that cannot be
+    every rank. requirements: maps that to the parts that this rank uses. skips: samples that are refused, or cannot be
     decoded, are left out by all ranks together (see `found`), instead of raising UserError when their step is due.
     left_out: index → why, of samples left out before.
     """
@@ -137,7 +137,7 @@ class StepPrefetcher(Generic[Step]):
         draws: Iterable[StepSamples],
         source: SampleSource,
         plan: Callable[[Sequence[EncodedSample], int], Step],
-        needs: Callable[[Step], Parts],
+        requirements: Callable[[Step], Parts],
         *,
         skips: bool = False,
         left_out: Mapping[int, str] | None = None,
@@ -147,7 +147,7 @@ class StepPrefetcher(Generic[Step]):
         self._draws = iter(draws)
         self._source = source
         self._plan = plan
-        self._needs = needs
+        self._requirements = requirements
         self._skips = skips
         self._look_ahead = data.look_ahead if look_ahead is None else look_ahead
         self.left_out: Mapping[int, str] = dict(left_out or {})
@@ -233,7 +233,7 @@ class StepPrefetcher(Generic[Step]):
         for draw in self._draws:
             with self._lock:
                 drafts.append(self._draft(draw))
-                self._ask(drafts[-1], drafts[-1].needs)
+                self._ask(drafts[-1], drafts[-1].parts)
             if len(drafts) > look_ahead:
                 yield self._collected(drafts.popleft())
                 given += 1
@@ -246,7 +246,7 @@ class StepPrefetcher(Generic[Step]):
             raise UserError(draft.problems[0])
         collected = _DecodedStep(draft)
         with self._lock:
-            self._take(collected, draft.needs)
+            self._take(collected, draft.parts)
         return collected
 
     def _draft(self, draw: StepSamples) -> _PlannedStep[Step]:
@@ -259,12 +259,12 @@ class StepPrefetcher(Generic[Step]):
             raise UserError(f"every sample of a batch is corrupt; the first: {problems[0]}")
         heads = tuple(self._data.head(index, number) for index, number in kept)
         step = self._plan(heads, draw.step)
-        needs = {
-            number: missing
-            for number, parts in self._needs(step).items()
-            if (missing := parts - self._data.known)
+        missing = {
+            number: rest
+            for number, parts in self._requirements(step).items()
+            if (rest := parts - self._data.known)
         }
-        return _PlannedStep(draw, tuple(index for index, _ in kept), heads, problems, step, needs)
+        return _PlannedStep(draw, tuple(index for index, _ in kept), heads, problems, step, missing)
 
     def _ask(self, draft: _PlannedStep[Step], parts: Parts) -> None:
         self._source.ask(
@@ -293,7 +293,7 @@ class StepPrefetcher(Generic[Step]):
                 collected.bad[draft.indices[number]] = str(sample)
                 continue
             if dict(sample.sizes) != dict(head.sizes) or (
-                TOKENS in wanted and _content(sample) != head.content
+                TOKENS in wanted and replace(sample, content=None).content_digest != head.content
             ):
                 raise UserError(
                     f"{head.id} is not what it was when its size was measured: its data changed while they are read; "
@@ -318,11 +318,11 @@ class StepPrefetcher(Generic[Step]):
         }
         again = _DecodedStep(draft)
         missing: dict[int, frozenset[str]] = {}
-        for number, wanted in draft.needs.items():
+        for number, wanted in draft.parts.items():
             before, sample = have.get(draft.heads[number].draw, (None, None))
             if sample is not None and before is not None:
                 again.loaded[number] = sample
-                wanted = wanted - collected.draft.needs[before]
+                wanted = wanted - collected.draft.parts[before]
             if wanted:
                 missing[number] = wanted
         self._ask(draft, missing)
@@ -334,10 +334,6 @@ def _bytes_of(head: EncodedSample, parts: frozenset[str]) -> int:
     """Estimate the bytes of a sample's parts: ids and labels, and media by the encoder tokens that they become."""
     tokens = 16 * head.sizes[LANGUAGE] if parts & {TOKENS, QUESTION} else 0
     return tokens + MEDIA_BYTES * sum(head.sizes.get(unit, 0) for unit in parts)
-
-
-def _content(sample: EncodedSample) -> int:
-    return replace(sample, content=None).content_digest
 
 
 def gather_bad_samples(comm: Comm, found: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:

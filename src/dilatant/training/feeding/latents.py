@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -20,7 +21,6 @@ from dilatant.data.media_units.image_target import ImageTarget, Latents, data_fi
 from dilatant.data.order.blend import Blend
 from dilatant.data.sample import Media
 from dilatant.data.text.encode import media_of
-from dilatant.data.text.encoding import Encoding
 from dilatant.models.generators.autoencoder import spread_of
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import inspect_denoiser, pretrained_autoencoder
@@ -129,14 +129,10 @@ def _all_items(samples: Samples, target: ImageTarget, place: int, ranks: int) ->
             continue
         having = np.flatnonzero(sizes.of(target.name))[place::ranks]
         for index in having.tolist():
-            yield from _items_of(blend, index, encoding, target.name)
-
-
-def _items_of(blend: Blend, index: int, encoding: Encoding, name: str) -> Iterator[Media]:
-    try:
-        yield from (media for _, _, media, unit in media_of(blend[index], encoding) if unit == name)
-    except UserError:
-        return
+            with suppress(UserError):
+                yield from (
+                    media for _, _, media, unit in media_of(blend[index], encoding) if unit == target.name
+                )
 
 
 def _keep(

@@ -19,9 +19,9 @@ from dilatant.models.families.media_units import media_unit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
-from dilatant.training.feeding.decode_requirements import DecodeRequirements
 from dilatant.training.feeding.decoding import Decoding, RankSource
 from dilatant.training.feeding.feed import StepPrefetcher, gather_bad_samples, merge_bad_samples
+from dilatant.training.feeding.inputs import DecodeRequirements
 from dilatant.training.feeding.step_data import IndexedData, StreamedData, draws
 
 

@@ -64,8 +64,9 @@ class IndexedData:
             self.samples.source_of(index),
         )
 
-    def undecoded(self, index: int) -> None:
+    def undecoded(self, index: int) -> Sample | None:
         """Return None: data workers read samples by index themselves."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
