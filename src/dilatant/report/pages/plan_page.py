@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from dilatant.plan.plan import PlacedStage
 from dilatant.report.gantt import GanttChart
 from dilatant.report.pages.model_graph import model_graph
 from dilatant.report.pages.page import pack_chart, render, write_page
@@ -136,8 +134,7 @@ def _model(report: PlanReport) -> Section:
     ]
     if any(unit.trainable_parameters == 0 for unit in report.units):
         notes.append("A dashed frame marks a frozen unit.")
-    users = Counter(rank for placed in report.plan.stages() for rank in placed.stage.ranks)
-    if any(count > 1 for count in users.values()):
+    if any(len(placed) > 1 for placed in report.plan.stages_of_rank.values()):
         notes.append("Dashed boxes share their devices with another unit.")
     graph: Part = "graph", model_graph(report)
     return Section("graph", "The model on the devices", " ".join(notes), [graph], "graph")
@@ -347,10 +344,7 @@ def _why_not(report: PlanReport) -> list[Section]:
 
 def _devices(report: PlanReport) -> Section:
     """Return, node by node, the stages of its ranks, grouped by the network port that they use."""
-    held: dict[int, list[PlacedStage]] = {}
-    for placed in report.plan.stages():
-        for rank in placed.stage.ranks:
-            held.setdefault(rank, []).append(placed)
+    held = report.plan.stages_of_rank
     rows = []
     for name_of_node, first, per_node, ports in _nodes(report, max(held, default=0)):
         by_port: dict[int, dict[str, list[int]]] = {}
