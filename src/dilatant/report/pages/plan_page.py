@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from dilatant.report.gantt import GanttChart
+from dilatant.report.pages.charts import histogram
 from dilatant.report.pages.model_graph import model_graph
 from dilatant.report.pages.page import pack_chart, render, write_page
 from dilatant.report.parts import (
@@ -42,8 +43,6 @@ from dilatant.report.text.wording import (
     seconds_text,
     unbroken,
 )  # fmt: skip
-
-_CHART = 480.0  # width of a histogram in figures.html
 
 
 def write_plan_page(report: PlanReport, path: str | Path) -> Path:
@@ -155,49 +154,16 @@ def _data(report: PlanReport) -> Section:
 
 
 def _histogram(report: PlanReport, sizes: SizeDistribution) -> dict[str, Any]:
-    low, high = sizes.edges[0], sizes.edges[-1]
-    span = (high - low) or 1.0
-    tallest = max(sizes.counts, default=0) or 1
-    bars = []
-    for left, right, count in zip(sizes.edges, sizes.edges[1:], sizes.counts):
-        x, width = _CHART * (left - low) / span, _CHART * (right - left) / span
-        height = 92 * count / tallest
-        title = f"{left:,.0f} to {right:,.0f} tokens: {count:,} samples"
-        bars.append(
-            {"x": x, "y": 110 - height, "width": max(width - 1, 0.5), "height": height, "title": title}
-        )
-    marks = []
-    for name, value, top in (("median", sizes.median, 2), ("95 %", sizes.p95, 14)):
-        x = _CHART * (value - low) / span
-        right = x < _CHART - 60
-        marks.append(
-            {
-                "name": name,
-                "x": x,
-                "top": top,
-                "shift": 4 if right else -4,
-                "anchor": "start" if right else "end",
-            }
-        )
     names = [unit.name for unit in report.plan.units]
     text = (
         f"{sizes.samples:,} samples: mean {count_text(sizes.mean)} tokens, median {count_text(sizes.median)}, "
         f"95 % below {count_text(sizes.p95)}, largest {count_text(sizes.largest)}"
     )
     return {
+        **histogram(sizes.edges, sizes.counts, {"median": sizes.median, "95 %": sizes.p95}),
         "title": sizes.unit,
         "label": text,
         "hue": (names.index(sizes.unit) if sizes.unit in names else len(names)) % HUES,
-        "tone": "F",
-        "width": round(_CHART),
-        "height": 132,
-        "left": 0,
-        "floor": 110,
-        "bars": bars,
-        "marks": marks,
-        "rows": [{"y": 110.5, "text": ""}],
-        "columns": [{"x": 0, "text": count_text(low)}, {"x": _CHART, "text": f"{count_text(high)} tokens"}],
-        "heights": sizes.counts,
         "facts": {},
         "text": text,
         "sentence": "",
