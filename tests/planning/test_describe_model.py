@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -169,7 +170,10 @@ def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_
     )
     # So few tokens are fitted without a square now and then, of which nothing is left to count.
     squared = {
-        kind: {degree: replace(cost, forward=replace(cost.forward, a=1e-9)) for degree, cost in own.items()}
+        kind: {
+            degree: replace(cost, forward=msgspec.structs.replace(cost.forward, a=1e-9))
+            for degree, cost in own.items()
+        }
         for kind, own in measured.layers.items()
     }
     assert not is_assumed(found, replace(measured, layers=squared))

@@ -93,20 +93,20 @@ def output_file(is_same: Same) -> Callable[[typer.CallbackParam, Path | None], P
     def check(option: typer.CallbackParam, path: Path | None) -> Path | None:
         if path is None:
             return None
-        given = f"{option.opts[0]} {str(path)!r}"
+        shown = f"{option.opts[0]} {str(path)!r}"
         if path.is_dir():
-            raise UserError(f"{given} is a folder; name a file in it")
+            raise UserError(f"{shown} is a folder; name a file in it")
         if not path.parent.is_dir():
-            raise UserError(f"{given}: folder {str(path.parent)!r} does not exist")
+            raise UserError(f"{shown}: folder {str(path.parent)!r} does not exist")
         if path.is_file() and not _replaceable(path, is_same):
-            raise UserError(f"{given} is there already and was not written by this option; name another file")
-        _check_writable(path, given)
+            raise UserError(f"{shown} is there already and was not written by this option; name another file")
+        _check_writable(path, shown)
         return path
 
     return check
 
 
-def _check_writable(path: Path, given: str) -> None:
+def _check_writable(path: Path, shown: str) -> None:
     """Raise UserError if the file cannot be written. An existing file stays unchanged."""
     there = path.exists()
     if there and not path.is_file():  # a pipe or a terminal
@@ -116,7 +116,7 @@ def _check_writable(path: Path, given: str) -> None:
         if not there:
             path.unlink()
     except OSError as error:
-        raise UserError(f"{given} cannot be written: {error.strerror}") from None
+        raise UserError(f"{shown} cannot be written: {error.strerror}") from None
 
 
 def _replaceable(path: Path, is_same: Same) -> bool:

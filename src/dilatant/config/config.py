@@ -259,8 +259,8 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "model_type":
         return f"{place} must be a section with keys such as {', '.join(_keys_at(problem['loc'])[:3])}"
     message = problem["msg"].removeprefix("Value error, ")
-    given = problem.get("input")
-    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
+    value = problem.get("input")
+    shown = f" (given: {value!r})" if isinstance(value, str | int | float | bool) else ""
     return f"{place}: {message}{shown}" if place else message
 
 

@@ -92,7 +92,7 @@ def place_from(environment: Mapping[str, str] = os.environ) -> LaunchPlace | Non
         ranks = get("RANK"), get("WORLD_SIZE"), get("LOCAL_RANK", "0"), get("LOCAL_WORLD_SIZE", "1")
         return _place(environment, "torchrun", ranks)
     for names in _OF_MPIRUN:
-        rank, size, local_rank, local_size = ranks = tuple(map(get, names))
+        rank, size, local_rank, local_size = map(get, names)
         if rank is not None and size is not None and local_rank is not None:
             return _place(
                 environment, "mpirun", (rank, size, local_rank, local_size or "1"),

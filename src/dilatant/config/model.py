@@ -64,8 +64,8 @@ class LanguageModelConfig(ModelSource):
     @property
     def media_see_as_text(self) -> bool:
         """Return True if the tokens of all media have the causal mask of text."""
-        said = self.media_attention
-        return said == "causal" or (isinstance(said, dict) and {*said.values()} <= {"causal"})
+        masks = self.media_attention
+        return masks == "causal" or (isinstance(masks, dict) and {*masks.values()} <= {"causal"})
 
 
 class EncoderConfig(ModelSource):
@@ -265,11 +265,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _whole_or_parts(self) -> Self:
-        given = [key for key in ("id", "config", "language_model") if getattr(self, key) is not None]
-        if len(given) != 1:
+        sources = [key for key in ("id", "config", "language_model") if getattr(self, key) is not None]
+        if len(sources) != 1:
             raise ValueError(
                 "give one of 'id' (a whole vision-language model), 'config' (one from scratch), or 'language_model' "
-                f"with 'encoders' (its parts); given: {', '.join(given) or 'none'}"
+                f"with 'encoders' (its parts); given: {', '.join(sources) or 'none'}"
             )
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("'config' needs 'model_type', for example model_type: llava")

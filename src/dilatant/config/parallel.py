@@ -86,11 +86,11 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
-        given = [name for name in ("auto", "units", "plan") if getattr(self, name) is not None]
-        if len(given) > 1:
+        layouts = [name for name in ("auto", "units", "plan") if getattr(self, name) is not None]
+        if len(layouts) > 1:
             raise ValueError(
                 "give one of 'auto' (planned here), 'units' (a layout for each unit) and 'plan' (a plan file), not "
-                + " and ".join(repr(name) for name in given)
+                + " and ".join(repr(name) for name in layouts)
             )
         if self.colocated and self.units is None:
             raise ValueError(

@@ -111,10 +111,10 @@ class TrainConfig(Section):
 
     @field_validator("report_to", mode="before")
     @classmethod
-    def _one_or_more(cls, given: object) -> object:
-        if given in (None, "none", ["none"]):
+    def _one_or_more(cls, value: object) -> object:
+        if value in (None, "none", ["none"]):
             return ()
-        return (given,) if isinstance(given, str) else given
+        return (value,) if isinstance(value, str) else value
 
 
 class EvaluationConfig(Section):
@@ -145,8 +145,8 @@ class EvaluationConfig(Section):
 
     @field_validator("metrics", mode="before")
     @classmethod
-    def _one_or_more(cls, given: object) -> object:
-        return (given,) if isinstance(given, str) else given
+    def _one_or_more(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _best_is_known(self) -> Self:

@@ -7,6 +7,7 @@ Reading order: `Plan` → `UnitPlan` → `Replica` → `Stage`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -138,6 +139,14 @@ class Plan:
     def ranks(self) -> tuple[int, ...]:
         """Every rank the plan uses, ascending."""
         return tuple(sorted({rank for placed in self.stages() for rank in placed.stage.ranks}))
+
+    @cached_property
+    def stages_of_rank(self) -> Mapping[int, tuple[PlacedStage, ...]]:
+        """The stages that each rank holds, in the order of `stages`."""
+        held: dict[int, tuple[PlacedStage, ...]] = dict.fromkeys(self.ranks, ())
+        for placed in self.stages():
+            held |= {rank: (*held[rank], placed) for rank in placed.stage.ranks}
+        return held
 
     def __hash__(self) -> int:
         return self._hash

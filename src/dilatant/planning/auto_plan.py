@@ -172,13 +172,13 @@ def _sign(store: Store) -> None:
 
 
 def _await(store: Store, timeout_seconds: float) -> bytes:
-    silent, signs = 0.0, 0
-    while silent < timeout_seconds:
+    waited, signs = 0.0, 0
+    while waited < timeout_seconds:
         try:
             store.wait([_KEY], timedelta(seconds=_LOOK_SECONDS))
         except TimeoutError:
             now = store.add(_SIGNS, 0)
-            silent, signs = (silent + _LOOK_SECONDS, signs) if now == signs else (0.0, now)
+            waited, signs = (waited + _LOOK_SECONDS, signs) if now == signs else (0.0, now)
             continue
         return store.get(_KEY)
     raise UserError(

@@ -141,26 +141,26 @@ CutFunction = Callable[[Specs, Mapping[str, str], Plan], Specs]
 def plan_from_config(
     config: Config,
     model: MultimodalModel,
-    made: TrainingPlan | None = None,
+    searched: TrainingPlan | None = None,
     cut: CutFunction | None = None,
 ) -> TrainingPlan:
     """Return the plan that the config asks for, proven to be able to train `model`, which may be on the meta device.
 
-    If the config names no plan, that is `made`, or without it a plan of one rank. Values of a plan file, or of `made`,
-    hold unless the config sets them. cut: for units without cuts; without it, their stages have equally many layers.
-    Raises UserError that lists every problem.
+    If the config names no plan, that is `searched`, or without it a plan of one rank. Values of a plan file, or of
+    `searched`, hold unless the config sets them. cut: for units without cuts; without it, their stages have equally
+    many layers. Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
     graph, parallel, zero = model.graph, config.parallel, config.train.zero
-    if made is None and not parallel.is_laid_out:
+    if searched is None and not parallel.is_laid_out:
         shared = {name: graph.anchor for name in layers if name != graph.anchor}
         plan = plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
         problems = _nothing_to_share(config, plan, model)
         if problems:
             raise list_problems("this plan cannot train:", problems)
         return TrainingPlan(plan, parallel.microbatches or 1, "serial", ASSIGNMENT, zero=zero or DEFAULT_ZERO)
-    if made is not None:
-        planned = made
+    if searched is not None:
+        planned = searched
     elif parallel.plan is None:
         plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
         goes_round = any(unit.chunks > 1 for unit in (parallel.units or {}).values())
@@ -174,11 +174,11 @@ def plan_from_config(
     problems += _ranks_left_out(planned.plan)
     if not problems:
         problems = layout_problems(planned.plan, model.units)
-    if not problems and made is None:  # a searched plan may share nothing
+    if not problems and searched is None:  # a searched plan may share nothing
         problems = _nothing_to_share(config, planned.plan, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)
-    if cut is not None and made is None and parallel.is_cut_here:
+    if cut is not None and searched is None and parallel.is_cut_here:
         specs = cut(_specs(parallel), parallel.colocated, planned.plan)
         planned = replace(planned, plan=plan_from_specs(layers, specs, graph.feeds, parallel.colocated))
     own = _recomputed(config, planned.plan, model)

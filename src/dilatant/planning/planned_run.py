@@ -200,17 +200,17 @@ def _decoding(planned: PlannedRun) -> list[str]:
     rate = planned.problem.global_batch / planned.result.winner.score.seconds
     needed = cost.processors(rate)
     keep = "keeps" if needed == 1 else "keep"
-    said = [
+    sentences = [
         f"Decoding takes {seconds_text(cost.seconds)} of a processor a sample (mean of {cost.samples}, measured here): "
         f"{counted(needed, 'processor')} {keep} up with {count_text(rate)} samples per second."
     ]
     machines = planned.problem.target.cluster.nodes if config.data.preprocess == "local" else 1
     if config.data.workers is not None and config.data.workers * machines < needed:
-        said.append(
+        sentences.append(
             f"data.workers allows only {config.data.workers * machines}: training would wait for data; raise it, or "
             "let other machines decode (data.preprocess: ray)."
         )
-    return said
+    return sentences
 
 
 def _warnings(planned: PlannedRun) -> list[str]:

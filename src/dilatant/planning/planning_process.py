@@ -78,14 +78,14 @@ def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> Chosen
     theirs.close()
     try:
         while True:
-            said = ours.recv()
-            if isinstance(said, ChosenPlan):
-                return said
-            if isinstance(said, UserError):
-                raise said
-            if isinstance(said, _Failure):
-                raise WorkerFailed(f"planning failed: {said.message}", said.details)
-            progress(said)
+            message = ours.recv()
+            if isinstance(message, ChosenPlan):
+                return message
+            if isinstance(message, UserError):
+                raise message
+            if isinstance(message, _Failure):
+                raise WorkerFailed(f"planning failed: {message.message}", message.details)
+            progress(message)
     except EOFError:
         process.join()
         if process.exitcode == NO_GUARD_EXIT:

@@ -91,11 +91,7 @@ def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart
     An action's samples are its part if it names one, else its whole microbatch. After the last action every rank waits
     `sync_seconds` for gradients, which counts as communication.
     """
-    placed = timeline.plan.stages()
-    held: dict[int, list[int]] = {rank: [] for rank in timeline.ranks}
-    for stage in placed:
-        for rank in stage.stage.ranks:
-            held[rank].append(stage.index)
+    placed, held = timeline.plan.stages(), timeline.plan.stages_of_rank
 
     def samples(action: Action) -> tuple[int, ...]:
         if action.samples is not None:
@@ -106,7 +102,11 @@ def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart
     members: dict[tuple[tuple[int, ...], bytes, bytes], list[int]] = {}
     for index, rank in enumerate(timeline.ranks):
         rows = slice(int(timeline.offsets[index]), int(timeline.offsets[index + 1]))
-        key = (tuple(held[rank]), timeline.start[rows].tobytes(), timeline.end[rows].tobytes())
+        key = (
+            tuple(stage.index for stage in held[rank]),
+            timeline.start[rows].tobytes(),
+            timeline.end[rows].tobytes(),
+        )
         members.setdefault(key, []).append(index)
     lanes: list[Lane] = []
     lines: list[GanttRow] = []
@@ -147,14 +147,8 @@ def measured_chart(
         max(one.end for one in actions),
     )
     waited = {one.rank: one.seconds for one in waits}
-    held: dict[int, list[int]] = {rank: [] for rank in plan.ranks}
-    unit_of: dict[int, str] = {}
-    places: dict[int, set[tuple[str, int]]] = {rank: set() for rank in plan.ranks}
-    for placed in plan.stages():
-        for rank in placed.stage.ranks:
-            held[rank].append(placed.index)
-            places[rank].add((placed.unit, placed.position))
-            unit_of.setdefault(rank, placed.unit)
+    held = plan.stages_of_rank
+    places = {rank: {(placed.unit, placed.position) for placed in own} for rank, own in held.items()}
     everything = set().union(*places.values())
     of_rank: dict[int, list[MeasuredAction]] = {rank: [] for rank in plan.ranks}
     for one in sorted(actions, key=lambda action: action.start):
@@ -168,7 +162,7 @@ def measured_chart(
         first = BETWEEN if places[rank] == everything else WARM_UP
         for number, one in enumerate(own):
             causes[BETWEEN if number else first] += max(one.start - before, 0.0)
-            awaited = one.unit if one.waited_for is None else unit_of[one.waited_for]
+            awaited = one.unit if one.waited_for is None else held[one.waited_for][0].unit
             causes[IMBALANCE if awaited == one.unit else waiting_for(awaited)] += one.waited_seconds
             before = one.end
             start = one.start + one.waited_seconds - begin
@@ -185,5 +179,5 @@ def measured_chart(
             )
         causes[DRAIN] += end - before
         idle.append({cause: seconds for cause, seconds in causes.items() if seconds > 0.0})
-    lanes = tuple(Lane((rank,), tuple(stages)) for rank, stages in held.items())
+    lanes = tuple(Lane((rank,), tuple(placed.index for placed in own)) for rank, own in held.items())
     return GanttChart(end - begin, lanes, tuple(rows), tuple(idle))

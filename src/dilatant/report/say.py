@@ -87,7 +87,7 @@ def warnings_as_lines(console: Console) -> Iterator[None]:
     if sys.warnoptions:
         yield
         return
-    said = set[str]()
+    shown = set[str]()
 
     def show(
         message: Warning | str,
@@ -98,8 +98,8 @@ def warnings_as_lines(console: Console) -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         text = " ".join(str(message).split())
-        if text not in said:
-            said.add(text)
+        if text not in shown:
+            shown.add(text)
             warn(console, text)
 
     with warnings.catch_warnings():

@@ -125,10 +125,7 @@ def memory_use(
     plan, peaks = ranked.plan, ranked.score.peak_bytes
     if not peaks:
         return ()
-    held: dict[int, list[PlacedStage]] = {rank: [] for rank in plan.ranks}
-    for placed in plan.stages():
-        for rank in placed.stage.ranks:
-            held[rank].append(placed)
+    held = plan.stages_of_rank
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for rank, peak in zip(plan.ranks, peaks, strict=True):
         groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)

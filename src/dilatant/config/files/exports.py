@@ -24,15 +24,15 @@ def is_export_of_parts(folder: str | Path) -> bool:
 def encoders_of_export(folder: str | Path) -> dict[str, dict[str, Any]]:
     """Return the `encoders` section for an export of parts. Raises UserError."""
     folder = Path(folder)
-    said = read_object(folder / CONVERSATION)["encoders"] if (folder / CONVERSATION).is_file() else {}
+    conversation = read_object(folder / CONVERSATION)["encoders"] if (folder / CONVERSATION).is_file() else {}
     found: dict[str, dict[str, Any]] = {}
     for name, entry in read_object(folder / MANIFEST)["encoders"].items():
-        hears = "num_mel_bins" in read_object(folder / name / "config.json")
-        talk = said.get(name, {})
+        is_audio = "num_mel_bins" in read_object(folder / name / "config.json")
+        settings = conversation.get(name, {})
         found[name] = {
             "id": str(folder / name),
-            "kind": talk.get("kind", "audio" if hears else "image"),
-            "placeholder": talk.get("marker", ""),
+            "kind": settings.get("kind", "audio" if is_audio else "image"),
+            "placeholder": settings.get("marker", ""),
             "features": entry["features"],
             "merge": entry["merge"],
             "projector": str(folder),

@@ -37,9 +37,9 @@ def require_trust(config: Path, tree: dict[str, Any], overrides: Iterable[str]) 
 
     tree: the whole config as plain values. overrides: `--set` options of this command, whose keys are trusted.
     """
-    said = [override.partition("=")[0] for override in overrides]
+    keys = [override.partition("=")[0] for override in overrides]
     for key, what in _named_code(tree):
-        by_override = any(f"{key}.".startswith(f"{own}.") or own.startswith(f"{key}.") for own in said)
+        by_override = any(f"{key}.".startswith(f"{own}.") or own.startswith(f"{key}.") for own in keys)
         if not by_override and not _is_valid_record(_record_path(config.parent, key, what)):
             raise UserError(
                 f"{str(config)!r} names code to run in {key!r} ({what}), and may be somebody else's; look at it, then "

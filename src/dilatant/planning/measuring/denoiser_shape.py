@@ -46,9 +46,9 @@ def denoiser_layer_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
         pixels = torch.randn(1, *model.pixels, device="meta")
         with torch.no_grad():
             encoded, _, _ = _counted(lambda: model.encode(pixels), model)
-    given_on = 0 if layer == last else hollow.rows_between * hollow.boundary(layer + 1, unit.unit).width
+    passed_on = 0 if layer == last else hollow.rows_between * hollow.boundary(layer + 1, unit.unit).width
     shape = _shape_of_item(unit, layer, products, kept, calls)
-    return replace(shape, output_width=given_on // items, forward_only=encoded // items)
+    return replace(shape, output_width=passed_on // items, forward_only=encoded // items)
 
 
 def connector_shape(unit: GeneratorUnit) -> LayerShape:

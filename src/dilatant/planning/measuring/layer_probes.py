@@ -59,8 +59,8 @@ def _dense(
         return None
 
     def together(count: int) -> tuple[tuple[Tensor], dict[str, Any]]:
-        value, given = unit.packed_example(entry.index, (count - count // 2, count // 2), device)
-        return (value.to(dtype),), given
+        value, keywords = unit.packed_example(entry.index, (count - count // 2, count // 2), device)
+        return (value.to(dtype),), keywords
 
     return DenseProbe(tuple(tokens), together)
 
@@ -72,17 +72,17 @@ class OneLayer(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, value: Tensor, **given: Any) -> Tensor:
+    def forward(self, value: Tensor, **keywords: Any) -> Tensor:
         """Run the layer on hidden states, or what the unit's first layer takes; return hidden states or a head's
         loss."""
-        return self.stage.one_layer(value, **given)
+        return self.stage.one_layer(value, **keywords)
 
 
 def _before_head(layer: nn.Module) -> Callable[..., Tensor]:
     stage = cast(LanguageStage, cast(OneLayer, layer).stage)
 
-    def run(value: Tensor, labels: Tensor, **given: Any) -> Tensor:
-        return stage.hidden_states(None, None, value, **given)
+    def run(value: Tensor, labels: Tensor, **keywords: Any) -> Tensor:
+        return stage.hidden_states(None, None, value, **keywords)
 
     return run
 
@@ -160,5 +160,5 @@ class _Done:
 def _inputs(
     entry: LayerType, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[Tensor], dict[str, Any]]:
-    value, given = entry.unit.example(entry.index, tokens, device)
-    return (value.to(dtype) if value.is_floating_point() else value,), given
+    value, keywords = entry.unit.example(entry.index, tokens, device)
+    return (value.to(dtype) if value.is_floating_point() else value,), keywords

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import nn
 
@@ -175,13 +175,7 @@ def describe_model(
     )
 
 
-class _TrainedFields(TypedDict):
-    trainable: bool
-    fixed: int
-    largest: int
-
-
-def _trained_fields(weights: Sequence[tuple[str, nn.Parameter]]) -> _TrainedFields:
+def _trained_fields(weights: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
     """Return the fields of `LayerSpec` that depend on which of a layer's weights train."""
     trained = [parameter.numel() for _, parameter in weights if parameter.requires_grad]
     fixed = sum(parameter.numel() for _, parameter in weights) - sum(trained)

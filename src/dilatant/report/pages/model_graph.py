@@ -146,7 +146,6 @@ def _boxes(
     """Return the stages of each kind of replica, and the numbers of equal replicas beside them."""
     stages, load = report.plan.stages(), _busy_by_stage(report)
     place = {(placed.unit, placed.replica, placed.position): placed.index for placed in stages}
-    users = Counter(rank for placed in stages for rank in placed.stage.ranks)
     boxes, badges = [], []
     for row, (shape, copies) in enumerate(list(_alike(unit).items())[:_SHAPES_SHOWN]):
         first = next(i for i, replica in enumerate(unit.replicas) if _shape(replica) == shape)
@@ -168,7 +167,7 @@ def _boxes(
                     below=grid if wide >= 62.0 else "",
                     title=f"{unit.name} stage {position}: layers {layers}, ranks {ranks_text(stage.ranks)}, "
                     f"{grid}, computes {percent_text(busy)} of the step",
-                    colocated=any(users[rank] > 1 for rank in stage.ranks),
+                    colocated=any(len(report.plan.stages_of_rank[rank]) > 1 for rank in stage.ranks),
                 )
             )
         badges.append((x + width - _PADDING, top + _BOX / 2.0, f"× {copies}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,12 +72,11 @@ def trace_events(
 ) -> dict[str, Any]:
     """Return the document that `write_timeline` writes; times are microseconds since the first action or wait."""
     placed = plan.stages()
-    held: dict[int, list[str]] = defaultdict(list)
-    for stage in placed:
-        for rank in stage.stage.ranks:
-            held[rank].append(f"{stage.unit} {stage.replica}.{stage.position}")
+    tracks = {
+        rank: f"rank {rank}: {', '.join(f'{one.unit} {one.replica}.{one.position}' for one in held)}"
+        for rank, held in plan.stages_of_rank.items()
+    }
     origin = min([*(one.start for one in actions), *(one.start for one in waits)], default=0.0)
-    tracks = {rank: f"rank {rank}: {', '.join(held[rank])}" for rank in plan.ranks}
     trace = _Trace("one training step", tracks, origin)
     for wait in waits:
         slowest = {"slowest samples": dict(wait.slowest)}

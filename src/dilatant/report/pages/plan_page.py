@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from dilatant.plan.plan import PlacedStage
 from dilatant.report.gantt import GanttChart
+from dilatant.report.pages.charts import histogram
 from dilatant.report.pages.model_graph import model_graph
 from dilatant.report.pages.page import pack_chart, render, write_page
 from dilatant.report.parts import (
@@ -44,8 +43,6 @@ from dilatant.report.text.wording import (
     seconds_text,
     unbroken,
 )  # fmt: skip
-
-_CHART = 480.0  # width of a histogram in figures.html
 
 
 def write_plan_page(report: PlanReport, path: str | Path) -> Path:
@@ -136,8 +133,7 @@ def _model(report: PlanReport) -> Section:
     ]
     if any(unit.trainable_parameters == 0 for unit in report.units):
         notes.append("A dashed frame marks a frozen unit.")
-    users = Counter(rank for placed in report.plan.stages() for rank in placed.stage.ranks)
-    if any(count > 1 for count in users.values()):
+    if any(len(placed) > 1 for placed in report.plan.stages_of_rank.values()):
         notes.append("Dashed boxes share their devices with another unit.")
     graph: Part = "graph", model_graph(report)
     return Section("graph", "The model on the devices", " ".join(notes), [graph], "graph")
@@ -158,49 +154,16 @@ def _data(report: PlanReport) -> Section:
 
 
 def _histogram(report: PlanReport, sizes: SizeDistribution) -> dict[str, Any]:
-    low, high = sizes.edges[0], sizes.edges[-1]
-    span = (high - low) or 1.0
-    tallest = max(sizes.counts, default=0) or 1
-    bars = []
-    for left, right, count in zip(sizes.edges, sizes.edges[1:], sizes.counts):
-        x, width = _CHART * (left - low) / span, _CHART * (right - left) / span
-        height = 92 * count / tallest
-        title = f"{left:,.0f} to {right:,.0f} tokens: {count:,} samples"
-        bars.append(
-            {"x": x, "y": 110 - height, "width": max(width - 1, 0.5), "height": height, "title": title}
-        )
-    marks = []
-    for name, value, top in (("median", sizes.median, 2), ("95 %", sizes.p95, 14)):
-        x = _CHART * (value - low) / span
-        right = x < _CHART - 60
-        marks.append(
-            {
-                "name": name,
-                "x": x,
-                "top": top,
-                "shift": 4 if right else -4,
-                "anchor": "start" if right else "end",
-            }
-        )
     names = [unit.name for unit in report.plan.units]
     text = (
         f"{sizes.samples:,} samples: mean {count_text(sizes.mean)} tokens, median {count_text(sizes.median)}, "
         f"95 % below {count_text(sizes.p95)}, largest {count_text(sizes.largest)}"
     )
     return {
+        **histogram(sizes.edges, sizes.counts, {"median": sizes.median, "95 %": sizes.p95}),
         "title": sizes.unit,
         "label": text,
         "hue": (names.index(sizes.unit) if sizes.unit in names else len(names)) % HUES,
-        "tone": "F",
-        "width": round(_CHART),
-        "height": 132,
-        "left": 0,
-        "floor": 110,
-        "bars": bars,
-        "marks": marks,
-        "rows": [{"y": 110.5, "text": ""}],
-        "columns": [{"x": 0, "text": count_text(low)}, {"x": _CHART, "text": f"{count_text(high)} tokens"}],
-        "heights": sizes.counts,
         "facts": {},
         "text": text,
         "sentence": "",
@@ -347,10 +310,7 @@ def _why_not(report: PlanReport) -> list[Section]:
 
 def _devices(report: PlanReport) -> Section:
     """Return, node by node, the stages of its ranks, grouped by the network port that they use."""
-    held: dict[int, list[PlacedStage]] = {}
-    for placed in report.plan.stages():
-        for rank in placed.stage.ranks:
-            held.setdefault(rank, []).append(placed)
+    held = report.plan.stages_of_rank
     rows = []
     for name_of_node, first, per_node, ports in _nodes(report, max(held, default=0)):
         by_port: dict[int, dict[str, list[int]]] = {}

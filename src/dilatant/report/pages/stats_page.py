@@ -11,18 +11,13 @@ from rich.console import Console
 
 from dilatant.data.index.stats import DataStats, JointHistogram, UnitStats
 from dilatant.data.sample import Example, ExampleSpan
+from dilatant.report.pages.charts import HEIGHT, LEFT, TOP, WIDTH, frame, histogram, scale, span_text, ticks
 from dilatant.report.pages.page import render, write_page
 from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, number, plain_bar, summary, tiles
 from dilatant.report.printed_parts import print_parts
 from dilatant.report.text.stats_summary import StatsReport, constant_text, summarize_stats
 from dilatant.report.text.wording import count_text, counted, percent_text, unbroken
 
-_WIDTH, _HEIGHT, _LEFT, _TOP = 480.0, 150.0, 44.0, 14.0
-_FOOT = 22.0
-_WIDEST = 28.0
-"""Maximum width of a bar: two distinct lengths appear as two bars, not as blocks."""
-_LOWEST = 1.5
-"""Minimum height of a bar: a single sample beside a thousand stays visible."""
 _LONGEST_TEXT = 1_600
 """Maximum characters shown of one run of text."""
 _MEDIA_SHOWN = 6
@@ -114,44 +109,10 @@ def _unit(unit: UnitStats, hue: int) -> dict[str, Any]:
     elif unit.minimum == unit.maximum:
         text = constant_text(unit)
         sentence = f"{text[0].upper()}{text[1:]}."
-    chart = {} if sentence else {**_histogram(unit), "heights": unit.histogram.counts}
+    medians = {"median": unit.percentiles[50], "95 %": unit.percentiles[95]}
+    chart = {} if sentence else histogram(unit.histogram.edges, unit.histogram.counts, medians)
     label = f"Samples by {unit.unit} tokens"
     return {"title": unit.unit, "label": label, "hue": hue, "facts": facts, "sentence": sentence, **chart}
-
-
-def _histogram(unit: UnitStats) -> dict[str, Any]:
-    """Return bars with both axes: marks at round numbers of samples and of tokens."""
-    edges, counts = unit.histogram.edges, unit.histogram.counts
-    top = _round_up(max(counts))
-    x, y = _scale(edges[0], edges[-1], _LEFT, _WIDTH), _scale(0.0, top, _TOP + _HEIGHT, _TOP)
-    bars = []
-    for left, right, count in zip(edges, edges[1:], counts, strict=False):
-        if count:
-            wide = min(max(x(right) - x(left) - 1.0, 0.5), _WIDEST)
-            bars.append(
-                {
-                    "x": round((x(left) + x(right) - wide) / 2, 2),
-                    "width": wide,
-                    "y": min(y(count), _TOP + _HEIGHT - _LOWEST),
-                    "height": max(_TOP + _HEIGHT - y(count), _LOWEST),
-                    "title": f"{_span_text(left, right)} tokens: {counted(count, 'sample')}",
-                }
-            )
-    medians = [(50, "median"), (95, "95 %")]
-    # A bin of width 1 stands for one number, which is marked at the middle of its bar.
-    middle = 0.5 if edges[1] - edges[0] == 1.0 else 0.0
-    last = edges[-1] - 2 * middle
-    marks = [
-        {"x": x(unit.percentiles[percent] + middle), "name": name, "top": _TOP, "anchor": ""}
-        for percent, name in medians
-    ]
-    return {
-        **_frame("F"),
-        "bars": bars,
-        "marks": marks,
-        "rows": [{"y": y(value), "text": count_text(value)} for value in _ticks(0.0, top)],
-        "columns": [{"x": x(value + middle), "text": count_text(value)} for value in _ticks(edges[0], last)],
-    }
 
 
 def _ratios(stats: DataStats, hues: dict[str, int]) -> Section:
@@ -181,8 +142,8 @@ def _ratios(stats: DataStats, hues: dict[str, int]) -> Section:
 
 def _joint_chart(joint: JointHistogram, hue: int) -> dict[str, Any]:
     """Return samples by tokens of both units; darker cells have more samples."""
-    x = _scale(joint.to_edges[0], joint.to_edges[-1], _LEFT, _WIDTH)
-    y = _scale(joint.edges[0], joint.edges[-1], _TOP + _HEIGHT, _TOP)
+    x = scale(joint.to_edges[0], joint.to_edges[-1], LEFT, WIDTH)
+    y = scale(joint.edges[0], joint.edges[-1], TOP + HEIGHT, TOP)
     most = max(max(row) for row in joint.counts) or 1
     cells = []
     for column, row in enumerate(joint.counts):
@@ -198,12 +159,12 @@ def _joint_chart(joint: JointHistogram, hue: int) -> dict[str, Any]:
                     "width": x(right) - x(left),
                     "height": y(low) - y(high),
                     "opacity": round(0.15 + 0.85 * (count / most) ** 0.5, 3),
-                    "title": f"{_span_text(left, right)} {joint.to} tokens, {_span_text(low, high)} {joint.unit} "
+                    "title": f"{span_text(left, right)} {joint.to} tokens, {span_text(low, high)} {joint.unit} "
                     f"tokens: {counted(count, 'sample')}",
                 }
             )
     return {
-        **_frame("B"),
+        **frame("B"),
         "title": f"{joint.unit} tokens against {joint.to} tokens",
         "label": f"Samples by {joint.to} tokens (across) and {joint.unit} tokens (up)",
         "hue": hue,
@@ -213,11 +174,11 @@ def _joint_chart(joint: JointHistogram, hue: int) -> dict[str, Any]:
         "bars": cells,
         "rows": [
             {"y": y(value), "text": count_text(value)}
-            for value in _ticks(*joint.edges[:: len(joint.edges) - 1])
+            for value in ticks(*joint.edges[:: len(joint.edges) - 1])
         ],
         "columns": [
             {"x": x(value), "text": count_text(value)}
-            for value in _ticks(*joint.to_edges[:: len(joint.to_edges) - 1])
+            for value in ticks(*joint.to_edges[:: len(joint.to_edges) - 1])
         ],
     }
 
@@ -328,39 +289,3 @@ def _span(span: ExampleSpan, hues: dict[str, int]) -> dict[str, Any]:
         ],
         "length": 1.5 * len(span.peaks),
     }
-
-
-def _frame(tone: str) -> dict[str, Any]:
-    return {
-        "tone": tone,
-        "text": "",
-        "width": _WIDTH,
-        "height": _TOP + _HEIGHT + _FOOT,
-        "left": _LEFT,
-        "floor": _TOP + _HEIGHT,
-    }
-
-
-def _scale(low: float, high: float, start: float, end: float) -> Any:
-    span = (high - low) or 1.0
-    return lambda value: round(start + (value - low) / span * (end - start), 2)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return four to eight round numbers from `low` to `high`."""
-    step = _round_up((high - low) / 5.0 or 1.0)
-    first = -(-low // step)
-    return [(first + number) * step for number in range(int((high - first * step) // step) + 1)]
-
-
-def _round_up(value: float) -> float:
-    """Return the next of 1, 2, 5, 10, 20, ...; at least 1, because samples and tokens are whole numbers."""
-    power = 1.0
-    while 10.0 * power <= value:
-        power *= 10.0
-    return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= value)
-
-
-def _span_text(low: float, high: float) -> str:
-    """Return the whole numbers `low <= n < high` as text."""
-    return f"{low:,.0f}" if high - low <= 1.0 else f"{low:,.0f} to {high - 1:,.0f}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from dilatant.plan import Plan
 from dilatant.plan.plan import PlacedStage
@@ -95,7 +95,7 @@ def idle_section(timeline: GanttChart, plan: Plan, tones: Mapping[str, str]) -> 
     )
 
 
-def stage_name(placed: list[PlacedStage]) -> str:
+def stage_name(placed: Sequence[PlacedStage]) -> str:
     """Return the names of the stages on a device: "vision 0 + language 1"."""
     return " + ".join(dict.fromkeys(f"{stage.unit} {stage.position}" for stage in placed)) or "other"
 

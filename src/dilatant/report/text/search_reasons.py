@@ -174,9 +174,9 @@ def _sharing(result: SearchResult) -> list[str]:
         f"zero {zero} {seconds_text(seconds)}" for zero, seconds in found.items() if seconds is not None
     ]
     takes = f"takes {seconds_text(result.seconds)}"
-    said = [f"{takes}, the best step with {listed(slower)}"] if slower else [takes]
-    said += [f"with zero {zero} no plan that was simulated fits" for zero in others if found[zero] is None]
-    return [f"Optimizer state is {_SHARED_BY[own]}: zero {own} {'; '.join(said)}."]
+    clauses = [f"{takes}, the best step with {listed(slower)}"] if slower else [takes]
+    clauses += [f"with zero {zero} no plan that was simulated fits" for zero in others if found[zero] is None]
+    return [f"Optimizer state is {_SHARED_BY[own]}: zero {own} {'; '.join(clauses)}."]
 
 
 def recomputation_text(plan: Plan) -> str:

@@ -61,13 +61,7 @@ class Timeline {
       this.root.style.outlineColor = "";
       return colour;
     };
-    this.ink = resolve("--ink");
-    this.soft = resolve("--soft");
-    this.line = resolve("--line");
-    this.card = resolve("--card");
-    this.idle = resolve("--idle");
-    this.faint = resolve("--faint");
-    this.accent = resolve("--accent");
+    for (const name of ["ink", "soft", "line", "card", "idle", "accent"]) this[name] = resolve(`--${name}`);
   }
 
   shade(row) {
