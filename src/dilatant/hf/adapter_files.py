@@ -80,7 +80,7 @@ def write_adapter(adapted: AdaptedModel, lora: LoraConfig, folder: Path) -> None
 def adapter_keys(
     adapted: AdaptedModel, files: Iterable[str], lora: LoraConfig, folder: Path
 ) -> dict[str, str]:
-    """Return stored key → logical name for a peft folder. files: its stored keys. Raises UserError if the adapter is
+    """Return logical name → stored key for a peft folder. files: its stored keys. Raises UserError if the adapter is
     not the model's."""
     settings = adapter_settings(folder)
     own: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA"}
@@ -98,7 +98,7 @@ def adapter_keys(
     if wrong:
         more = [f"and {len(wrong) - 8} more"] if len(wrong) > 8 else []
         raise list_problems(f"model.lora.adapter: {str(folder)!r} does not fit:", [*wrong[:8], *more])
-    return {key: keys[key] for key in stored}
+    return {keys[key]: key for key in stored}
 
 
 def adapter_settings(folder: Path) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.masks.mask import visible
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.files.exports import is_export_of_parts
 from dilatant.config.model import LANGUAGE
 from dilatant.config.signatures import require_call
@@ -41,8 +41,7 @@ from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.language.media_attention import MediaMasks, in_words, read_media_attention
 from dilatant.models.language.merge import prepend_placeholders
-from dilatant.models.saving import load_model, save_model
-from dilatant.models.saving_generators import read_connectors
+from dilatant.models.saving import load_model, read_connectors, save_model
 from dilatant.models.sources import load_language_model, load_pretrained_config
 
 _KEYWORDS = (
@@ -372,9 +371,8 @@ class MultimodalModel(nn.Module):
             try:
                 model[name].projector.load_state_dict(state, assign=True)
             except RuntimeError as error:
-                reason = " ".join(str(error).split())[:300]
                 raise UserError(
-                    f"{str(folder)!r}: {name}: the file does not hold the projector's weights: {reason}"
+                    f"{str(folder)!r}: {name}: the file does not hold the projector's weights: {one_line(error)}"
                 ) from None
         return model
 

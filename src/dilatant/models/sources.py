@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
 from dilatant.models.core.structure import DEPTH_KEYS
 from dilatant.models.families.families import FAMILIES
@@ -80,14 +80,14 @@ def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
     try:
         return config_class(**settings)
     except Exception as error:
-        raise UserError(f"{where}: {model_type} refuses these settings: {_one_line(error)}") from None
+        raise UserError(f"{where}: {model_type} refuses these settings: {one_line(error)}") from None
 
 
 def _plain_config(path: Path, where: str) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {str(path)!r} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{where}: {str(path)!r} cannot be read: {one_line(error)}") from None
 
 
 def _refuse_absurd(settings: Any, where: str) -> None:
@@ -161,7 +161,7 @@ def _on_meta(
         with torch.device("meta"):
             return construct(config, attn_implementation=attn_implementation, dtype=dtype or torch.float32)
     except Exception as error:
-        raise UserError(f"{where}: {config.model_type} cannot be built: {_one_line(error)}") from None
+        raise UserError(f"{where}: {config.model_type} cannot be built: {one_line(error)}") from None
 
 
 def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrainedModel:
@@ -240,11 +240,11 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
     except OSError:
         _require_on_hub(name, where)
     except Exception as error:
-        raise UserError(f"{where}: {name!r} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{where}: {name!r} cannot be read: {one_line(error)}") from None
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"{where}: {name!r} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{where}: {name!r} cannot be read: {one_line(error)}") from None
 
 
 def _require_on_hub(name: str, where: str) -> None:
@@ -267,7 +267,7 @@ def _require_on_hub(name: str, where: str) -> None:
     except RepositoryNotFoundError:
         raise UserError(f"{absent}, and the hub has no such model (or it is private: set HF_TOKEN)") from None
     except Exception as error:
-        raise UserError(f"{absent}, and the hub cannot be reached ({_one_line(error)}); {remedy}") from None
+        raise UserError(f"{absent}, and the hub cannot be reached ({one_line(error)}); {remedy}") from None
 
 
 def _from_pretrained(
@@ -288,7 +288,7 @@ def _from_pretrained(
                 **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
             )
     except Exception as error:
-        raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {_one_line(error)}") from None
+        raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {one_line(error)}") from None
     finally:
         transformers_logging.set_verbosity(before)
     return model, sorted(found["missing_keys"])
@@ -328,7 +328,3 @@ def _check_encoder(model: PreTrainedModel, where: str) -> None:
             f"{where}: {type(model).__name__} reads {model.main_input_name!r}, so it is not an encoder of images or "
             "audio"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

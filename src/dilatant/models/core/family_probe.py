@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, one_line
 
 
 @torch.random.fork_rng(devices=[])
@@ -25,9 +25,8 @@ def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> in
         with torch.no_grad():  # some count patches with tensors of the default device, which need values
             return model(**{input_name: row}).last_hidden_state.shape[1]
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"model_type {config.model_type!r} cannot be used as an image encoder: {reason}"
+            f"model_type {config.model_type!r} cannot be used as an image encoder: {one_line(error, 200)}"
         ) from None
 
 

@@ -168,6 +168,10 @@ class EncoderUnit(Unit, EncoderStage):
 
     parts = ("model", "projector")
     stage_type: type[EncoderStage] = EncoderStage
+    has_blocks = True
+    """False for a transformers model that is one layer, as modules of other libraries are."""
+    tail = "norm"
+    """The layer of the modules after the blocks."""
     model: nn.Module
     projector: nn.Module
     geometry: EncoderGeometry
@@ -183,17 +187,15 @@ class EncoderUnit(Unit, EncoderStage):
         skip_tokens: int = 0,
         adapter: Adapter | None = None,
     ) -> None:
-        unused: frozenset[str] = frozenset()
-        if isinstance(model, PreTrainedModel):
+        structure = None
+        if isinstance(model, PreTrainedModel) and self.has_blocks:
             structure = find_structure(model)
             adapter = adapter or ADAPTERS.get(model.config.model_type)
             blocks = (f"layers.{i}" for i in range(structure.num_blocks))
-            layers = ("embedding", *blocks, *(("norm",) if structure.after else ()), "projector")
-            weights = name_weights(name, model, structure, "norm", projector)
-            # Pooling heads and mask tokens do not influence the output tokens: they never get a gradient.
-            unused = unused_parameters(model, geometry.input_name, geometry.row_shape)
+            layers = ("embedding", *blocks, *((self.tail,) if structure.after else ()), "projector")
+            weights = name_weights(name, model, structure, self.tail, projector)
         else:
-            structure, layers = None, ("encoder", "projector")
+            layers = ("encoder", "projector")
             weights = name_module_weights(
                 name, {"encoder": ("model", model), "projector": ("projector", projector)}
             )
@@ -211,10 +213,16 @@ class EncoderUnit(Unit, EncoderStage):
         self.structure = structure
         self.width = geometry.width
         self.width_out = width_out
-        self.unused = frozenset(
-            weight.name for weight in weights if weight.part == "model" and adapted_key(weight.key) in unused
-        )
+        self.unused = self._unused(model)
         self._freeze_at_start(self.unused)
+
+    def _unused(self, model: nn.Module) -> frozenset[str]:
+        """Return the weights that do not influence the output tokens (pooling heads, mask tokens) and therefore never
+        get a gradient."""
+        if not isinstance(model, PreTrainedModel):
+            return frozenset()
+        keys = unused_parameters(model, self.geometry.input_name, self.geometry.row_shape)
+        return frozenset(w.name for w in self.weights if w.part == "model" and adapted_key(w.key) in keys)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make a batch of whole items with about `tokens` tokens."""

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.signatures import require_call
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry, Features, encoder_geometry
 from dilatant.models.core.stage import StageInputs
 from dilatant.models.encoders.encoder import Callbacks, EncoderUnit
 from dilatant.models.encoders.encoder_adapters import Adapter
-from dilatant.models.encoders.patch_merger import patch_merger_encoder, refuse_options
+from dilatant.models.encoders.native_encoder import native_encoder, width_of_merged
 from dilatant.models.encoders.projector import build_projector
+from dilatant.models.encoders.sound_encoder import SoundEncoderUnit
 from dilatant.models.sources import load_encoder
 
 _CALLED = {
@@ -103,23 +104,30 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
 def _build_patch_merger(
     name: str, tower: PreTrainedModel, encoder: Encoder, hidden_size: int, where: str
 ) -> EncoderUnit:
+    """Build the unit of a Qwen-VL or Qwen-Audio encoder: items of different sizes are packed in one row, and the
+    encoder itself merges tokens before a new projector takes them."""
     _refuse_stated(encoder, where)
     assert encoder.placeholder_id is not None
-    refuse_options(
-        where,
-        **{key: getattr(encoder, key) is not None for key in (*_CALLED, "adapter", "tokens_per_row")},
-        **{"merge: prepend": encoder.merge == "prepend", "features: patch": encoder.features == "patch"},
-    )
-
-    def projector(width: int) -> nn.Module:
-        given = encoder.projector
-        if isinstance(given, nn.Module):
-            _check_projector(given, 1, width, hidden_size, where)
-            return given
+    options = {key: getattr(encoder, key) is not None for key in (*_CALLED, "adapter", "tokens_per_row")}
+    options |= {"merge: prepend": encoder.merge == "prepend", "features: patch": encoder.features == "patch"}
+    problems = [
+        f"{option}: its items are of unlike sizes, which this needs to be one; leave it out"
+        for option, is_given in options.items()
+        if is_given
+    ]
+    if problems:
+        raise list_problems(f"{where} cannot have:", problems)
+    is_audio = PATCH_MERGER_ENCODERS[tower.config.model_type] == "audio"
+    width = int(tower.config.d_model) if is_audio else width_of_merged(tower.config)
+    projector = encoder.projector
+    if isinstance(projector, str):
         with torch.device("meta"):
-            return build_projector(given, width, hidden_size, where)
-
-    return patch_merger_encoder(name, tower, projector, hidden_size, encoder.placeholder_id)
+            projector = build_projector(projector, width, hidden_size, where)
+    else:
+        _check_projector(projector, 1, width, hidden_size, where)
+    if is_audio:
+        return SoundEncoderUnit(name, tower, projector, hidden_size, encoder.placeholder_id)
+    return native_encoder(name, tower, projector, hidden_size)
 
 
 def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
@@ -191,9 +199,8 @@ def _check_projector(projector: nn.Module, tokens: int, width: int, hidden_size:
     try:
         given = projector(rows).shape[-1]
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{where}: the projector does not take the encoder's width {width}: {reason}"
+            f"{where}: the projector does not take the encoder's width {width}: {one_line(error, 200)}"
         ) from None
     if given != hidden_size:
         raise UserError(f"{where}: the projector gives width {given}, the language model takes {hidden_size}")

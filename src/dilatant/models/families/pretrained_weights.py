@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, one_line
 from dilatant.models.adapters.lora import adapted_key, is_adapter, merged_state, plain_key
 from dilatant.models.core.materialize import allocate_meta_tensors, excluded_from_init, models_of, seeded
 from dilatant.models.core.unit import Unit
@@ -48,8 +48,7 @@ def load_pretrained_weights(whole: PretrainedModel, source: str) -> dict[str, Te
             loader: Any = type(whole.composite())
             model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the weights of {source!r} cannot be loaded: {reason}") from None
+        raise UserError(f"the weights of {source!r} cannot be loaded: {one_line(error)}") from None
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
@@ -75,3 +74,33 @@ def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: PretrainedModel)
                 owners[id(module)]._init_weights(module)
     device: Any = given[0].device  # transformers types `to` wrongly
     return composite.to(device)
+
+
+def stored_keys(whole: PretrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Map keys of the composite's state to the keys under which they are stored, without weights that transformers
+    computes from several stored ones. If its conversion table cannot be read, only equal keys are mapped."""
+    model = whole.composite()
+    own = dict(model.state_dict())
+    keys = list(stored)
+    found = {key: key for key in keys if key in own}
+    inner = "thinker."  # of Omni's files, which also hold the speech model
+    listens = any(key.startswith(inner) for key in keys)
+    try:
+        # No public API: if it changes, the caller loads the whole model instead.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        table: list[Any] = get_model_conversion_mapping(model)
+        renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+        for key in keys:
+            if key not in own and (key.startswith(inner) or not listens):
+                plain = key.removeprefix(inner)
+                name, converted = rename_source_key(
+                    plain, renamings, converters, model.base_model_prefix, own
+                )
+                if converted is None and name in own:
+                    found[name] = key
+    except (ImportError, AttributeError, TypeError, ValueError):
+        pass
+    return found

@@ -19,7 +19,7 @@ from dilatant.models.core.stage import Boundary, Loss, Stage, StageOutput, StepD
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights
 from dilatant.models.generators.connector import TransformerConnector, build_connector
-from dilatant.models.generators.denoiser_cuts import BLOCKS, DenoiserCut, net_width
+from dilatant.models.generators.denoiser_families import BLOCKS, DenoiserCut, net_width
 from dilatant.models.generators.denoiser_slice import DenoiserSlice, rows_between
 from dilatant.models.generators.diffusion import Diffusion
 
