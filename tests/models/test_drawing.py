@@ -162,7 +162,7 @@ def test_flux_is_given_what_its_pipeline_gives_it() -> None:
             guidance=torch.ones(2),
         ).sample
         wanted = pipeline._unpack_latents(said, 32, 32, 8)
-        assert torch.equal(net.say(seen, times, rows), wanted)
+        assert torch.equal(net.predict(seen, times, rows), wanted)
 
 
 @pytest.mark.parametrize("settings", [SD3, PIXART], ids=["persistent", "not persistent"])

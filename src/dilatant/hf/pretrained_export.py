@@ -23,8 +23,12 @@ from dilatant.config.files.exports import read_object, write_object
 from dilatant.hf.stored_weights import INDEX, Layout, pretrained_files, tensor_files
 from dilatant.models.adapters.lora import main_dtype, tied_keys
 from dilatant.models.core.materialize import seeded
-from dilatant.models.families.pretrained import PretrainedModel
-from dilatant.models.families.pretrained_weights import load_pretrained_weights, stored_keys, weights_of
+from dilatant.models.families.pretrained import (
+    PretrainedModel,
+    load_pretrained_weights,
+    stored_keys,
+    weights_of,
+)
 from dilatant.models.multimodal import MultimodalModel
 
 _UNREAD = "model-unread.safetensors"

@@ -27,7 +27,7 @@ from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, ma
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
 from dilatant.models.encoders.projector import misfit, stored_projector
-from dilatant.models.families.pretrained_weights import load_pretrained_weights, stored_keys
+from dilatant.models.families.pretrained import load_pretrained_weights, stored_keys
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import pretrained_weights
 from dilatant.models.multimodal import MultimodalModel

@@ -32,9 +32,8 @@ from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder, build_encoder
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.pretrained import PretrainedModel, composite_of, load_pretrained_weights
 from dilatant.models.families.pretrained_answers import PretrainedGeneration
-from dilatant.models.families.pretrained_weights import composite_of, load_pretrained_weights
 from dilatant.models.families.training_proof import prove
 from dilatant.models.generators.generator import Generator, GeneratorUnit
 from dilatant.models.language.language import LanguageUnit

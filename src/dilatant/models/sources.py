@@ -48,14 +48,23 @@ def load_language_model(source: Any, where: str = "language_model", **options: A
     saved from an id), attn_implementation (default: sdpa if the family has it, else eager), trust_remote_code. Raises
     UserError that begins with `where`.
     """
-    return _load(
-        source, where, _build_language_model, _pretrained_language_model, _check_language_model, options
-    )
+    model = _load(source, where, _build_language_model, _pretrained_language_model, options)
+    if model.get_input_embeddings() is None or model.get_output_embeddings() is None:
+        raise UserError(
+            f"{where}: {type(model).__name__} has no language-model head; give a ...ForCausalLM model"
+        )
+    return model
 
 
 def load_encoder(source: Any, where: str = "encoder", **options: Any) -> PreTrainedModel:
     """Load an encoder; of a composite model, only the vision or audio part. See `load_language_model`."""
-    return _load(source, where, _build_encoder, _pretrained_encoder, _check_encoder, options)
+    model = _load(source, where, _build_encoder, _pretrained_encoder, options)
+    if model.main_input_name not in _ENCODER_INPUTS and model.config.model_type not in PATCH_MERGER_ENCODERS:
+        raise UserError(
+            f"{where}: {type(model).__name__} reads {model.main_input_name!r}, so it is not an encoder of images or "
+            "audio"
+        )
+    return model
 
 
 def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
@@ -115,21 +124,16 @@ def _load(
     where: str,
     build: Callable[..., PreTrainedModel],
     pretrained: Callable[..., PreTrainedModel],
-    check: Callable[[PreTrainedModel, str], None],
     options: Mapping[str, Any],
 ) -> PreTrainedModel:
     if isinstance(source, PreTrainedModel):
-        model = source
-    elif isinstance(source, PreTrainedConfig):
-        model = build(source, where, **options)
-    elif isinstance(source, Mapping):
-        model = build(parse_config(source, where), where, **options)
-    elif isinstance(source, str | Path):
-        model = pretrained(str(source), where, **options)
-    else:
-        raise UserError(f"{where}: give a transformers model, a config or an id, not {type(source).__name__}")
-    check(model, where)
-    return model
+        return source
+    if isinstance(source, PreTrainedConfig | Mapping):
+        config = source if isinstance(source, PreTrainedConfig) else parse_config(source, where)
+        return build(config, where, **options)
+    if isinstance(source, str | Path):
+        return pretrained(str(source), where, **options)
+    raise UserError(f"{where}: give a transformers model, a config or an id, not {type(source).__name__}")
 
 
 def _build_language_model(config: PreTrainedConfig, where: str, **options: Any) -> PreTrainedModel:
@@ -187,17 +191,21 @@ def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrai
 def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedModel:
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
     tower = encoder_config(config)
-    if tower is not config:
-        return _load_with_missing_weights_warning(_class_of(tower, where), name, where, tower, options)
-    if type(config) not in MODEL_MAPPING and config.model_type in _UNLISTED:
-        return _load_with_missing_weights_warning(_class_of(config, where), name, where, config, options)
-    if not config.is_encoder_decoder:
-        return _load_with_missing_weights_warning(AutoModel, name, where, config, options)
-    with torch.device("meta"):
-        encoder_class = type(AutoModel.from_config(config).get_encoder())
-    if encoder_class.__name__ in (config.architectures or ()):
-        return _load_with_missing_weights_warning(encoder_class, name, where, config, options)
-    return _load_with_missing_weights_warning(AutoModel, name, where, config, options).get_encoder()
+    loader: Any = AutoModel
+    if tower is not config or (type(config) not in MODEL_MAPPING and config.model_type in _UNLISTED):
+        loader = _class_of(tower, where)
+    elif config.is_encoder_decoder:
+        with torch.device("meta"):
+            encoder_class = type(AutoModel.from_config(config).get_encoder())
+        if encoder_class.__name__ in (config.architectures or ()):
+            loader = encoder_class
+    model, missing = _from_pretrained(loader, name, where, tower, options)
+    if missing:  # often an unused pooler
+        warnings.warn(
+            f"{where}: {name!r} lacks {len(missing)} weights of its encoder ({missing[0]}, ...); they begin at random",
+            stacklevel=2,
+        )
+    return model.get_encoder() if loader is AutoModel and config.is_encoder_decoder else model
 
 
 def _class_of(config: PreTrainedConfig, where: str) -> Any:
@@ -208,19 +216,6 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
         raise UserError(f"{where}: {config.model_type!r} is not an encoder that transformers can build alone")
     module, name = _UNLISTED[config.model_type]
     return getattr(importlib.import_module(module), name)
-
-
-def _load_with_missing_weights_warning(
-    loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
-) -> PreTrainedModel:
-    """Load an encoder, and warn once about weights that its files lack (often an unused pooler)."""
-    model, missing = _from_pretrained(loader, name, where, config, options)
-    if missing:
-        warnings.warn(
-            f"{where}: {name!r} lacks {len(missing)} weights of its encoder ({missing[0]}, ...); they begin at random",
-            stacklevel=2,
-        )
-    return model
 
 
 def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -313,18 +308,3 @@ def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the vision or audio config inside a composite config (CLIP, SigLIP); otherwise the config itself."""
     towers = [getattr(config, key) for key in _ENCODER_CONFIG_KEYS if getattr(config, key, None) is not None]
     return towers[0] if towers else config
-
-
-def _check_language_model(model: PreTrainedModel, where: str) -> None:
-    if model.get_input_embeddings() is None or model.get_output_embeddings() is None:
-        raise UserError(
-            f"{where}: {type(model).__name__} has no language-model head; give a ...ForCausalLM model"
-        )
-
-
-def _check_encoder(model: PreTrainedModel, where: str) -> None:
-    if model.main_input_name not in _ENCODER_INPUTS and model.config.model_type not in PATCH_MERGER_ENCODERS:
-        raise UserError(
-            f"{where}: {type(model).__name__} reads {model.main_input_name!r}, so it is not an encoder of images or "
-            "audio"
-        )

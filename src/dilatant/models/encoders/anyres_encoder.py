@@ -32,7 +32,7 @@ from dilatant.models.encoders.encoder import EncoderStage
 from dilatant.models.encoders.fixed_tower import FixedTower, Projection, used_part
 from dilatant.models.encoders.media import frame_choice, resized_frames
 from dilatant.models.encoders.packed_encoder import StagedEncoderUnit
-from dilatant.models.encoders.tower import ClipOptions, HostModel
+from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors
 
 
 class AnyresStage(EncoderStage):
@@ -165,9 +165,7 @@ class AnyresTower(FixedTower):
         unit.shape, unit.placeholder_id = shape, host.placeholder_id
         return unit
 
-    def media_unit(
-        self, host: HostModel, settings: Mapping[str, Any] | None, written: MediaMarkup
-    ) -> AnyresImageUnit:
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> AnyresImageUnit:
         if settings is None or "image_processor_type" not in settings:
             raise UserError(
                 f"model.processor is missing: {host.config.model_type} cuts images into tiles as its own processor "
@@ -185,13 +183,11 @@ class AnyresTower(FixedTower):
         place = image.name, image.placeholder_id, image.tokens_per_tile
         return AnyresClipUnit(*place, image.shape, frames, choice, written=options.written)
 
-    def forward_inputs(
-        self, host: HostModel, ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         """Tiles of images and frames of clips are unlike inputs, and have unlike tokens."""
         shape, shapes = shape_of(host.config), inputs[SHAPES].tolist()
         kinds = [kind for _, _, kind in shapes]
-        tiles = inputs["pixel_values"].to(dtype).split([shape.tiles_of(each) for each in shapes])
+        tiles = inputs["pixel_values"].split([shape.tiles_of(each) for each in shapes])
         images = [number for number, kind in enumerate(kinds) if kind != CLIP]
         clips = [tile for tile, kind in zip(tiles, kinds, strict=True) if kind == CLIP]
         found: dict[str, Tensor] = {}

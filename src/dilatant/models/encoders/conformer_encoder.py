@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from dilatant.models.encoders.sound_encoder import (
     SoundTower,
     sound_geometry,
 )
-from dilatant.models.encoders.tower import HostModel
+from dilatant.models.encoders.tower import HostModel, Settings, Tensors
 
 EMBEDDING = "subsample_conv_projection"
 PADDED = 0.25
@@ -127,16 +127,12 @@ class ConformerTower(SoundTower):
     blocks = (EMBEDDING, "layers", "output_proj")
     unit_type = ConformerEncoderUnit
 
-    def media_unit(
-        self, host: HostModel, settings: Mapping[str, Any] | None, written: MediaMarkup
-    ) -> MediaUnit:
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         usm = usm_processor(settings, mel_bins_of(host.config.audio_config))
         return UsmSoundUnit(host.name, host.placeholder_id, usm, written=written)
 
-    def forward_inputs(
-        self, host: HostModel, ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         frames, padded = inputs[FRAMES].T.tolist()
-        features = nn.utils.rnn.pad_sequence(inputs[FEATURES].to(dtype).split(padded), batch_first=True)
+        features = nn.utils.rnn.pad_sequence(inputs[FEATURES].split(padded), batch_first=True)
         is_there = torch.arange(features.shape[1]) < torch.tensor(frames)[:, None]
         return {FEATURES: features, "input_features_mask": is_there.to(features.device)}

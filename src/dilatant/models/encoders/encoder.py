@@ -1,4 +1,9 @@
-"""Encoders: a transformers encoder, or any module, with the projector to the language model's width."""
+"""Encoders: a transformers encoder, or any module, with the projector to the language model's width.
+
+A slice without its embedding normally runs the family's own forward with hidden states in place of the input. This
+fails if the forward itself processes the input (checks its length, convolves it). Then an `Adapter` runs the slice
+from hidden states by calling the model's own modules.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key
 from dilatant.models.core.family_probe import unused_parameters
-from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.geometry import EncoderGeometry, height_and_width
 from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.slicing import slice_model
 from dilatant.models.core.stage import (
@@ -33,7 +38,6 @@ from dilatant.models.core.stage import (
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
-from dilatant.models.encoders.encoder_adapters import ADAPTERS, Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,58 @@ class Callbacks:
     before_encoder: Callable[[StageInputs], StageInputs] | None = None
     after_encoder: Callable[[StageInputs, Tensor], Tensor] | None = None
     after_projector: Callable[[StageInputs, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Runs slices of one family. resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows,
+    tokens, width] both. embed: embeds a slice's input [rows, ...] in families whose forward would change the rows; by
+    default the forward runs."""
+
+    resume: Callable[[nn.Module, Tensor], Tensor]
+    embed: Callable[[nn.Module, Tensor], Tensor] | None = None
+
+
+def _resume_whisper(model: Any, hidden: Tensor) -> Tensor:
+    for layer in model.layers:
+        # Whisper's encoder may skip layers in training (LayerDrop).
+        if not (model.training and model.layerdrop > 0 and torch.rand([]) < model.layerdrop):
+            hidden = layer(hidden, None)
+    return model.layer_norm(hidden)
+
+
+def _resume_idefics(model: Any, hidden: Tensor) -> Tensor:
+    # The forward would derive a patch mask from the pixel size; here all patches are visible.
+    return model.post_layernorm(model.encoder(inputs_embeds=hidden).last_hidden_state)
+
+
+def _resume_dinov3(model: Any, hidden: Tensor) -> Tensor:
+    # The forward would derive positions from the pixel size.
+    size = height_and_width(model.config.image_size)
+    places = model.rope_embeddings(torch.empty(1, 1, *size, device=hidden.device))
+    return model.norm(model.model(hidden, position_embeddings=places).last_hidden_state)
+
+
+def _embed_pixtral(model: Any, pixels: Tensor) -> Tensor:
+    return model.ln_pre(model.patch_conv(pixels).flatten(2).transpose(1, 2))
+
+
+def _resume_pixtral(model: Any, hidden: Tensor) -> Tensor:
+    # The forward would concatenate all images in one row with a mask per image.
+    patch = height_and_width(model.config.patch_size)
+    rows, columns = (s // p for s, p in zip(height_and_width(model.config.image_size), patch, strict=True))
+    grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(hidden.device)
+    places = model.patch_positional_embedding(hidden, grid)
+    return model.transformer(hidden, attention_mask=None, position_embeddings=places).last_hidden_state
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "whisper": Adapter(_resume_whisper),
+    "idefics3_vision": Adapter(_resume_idefics),
+    "smolvlm_vision": Adapter(_resume_idefics),
+    "dinov3_vit": Adapter(_resume_dinov3),
+    "pixtral": Adapter(_resume_pixtral, _embed_pixtral),
+}
 
 
 class EncoderStage(Stage):

@@ -14,8 +14,7 @@ from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.signatures import require_call
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry, Features, encoder_geometry
 from dilatant.models.core.stage import StageInputs
-from dilatant.models.encoders.encoder import Callbacks, EncoderUnit
-from dilatant.models.encoders.encoder_adapters import Adapter
+from dilatant.models.encoders.encoder import Adapter, Callbacks, EncoderUnit
 from dilatant.models.encoders.native_encoder import native_encoder, width_of_merged
 from dilatant.models.encoders.projector import build_projector
 from dilatant.models.encoders.sound_encoder import SoundEncoderUnit
@@ -37,7 +36,7 @@ class Encoder:
     [rows, ...] to [rows, tokens, width]. projector: "linear", "mlp", "identity", or a module from the encoder's width
     to the language model's. placeholder_id: the id of the text token that one encoder token replaces; by default an id
     outside the vocabulary, so that any tokenizer works. merge: at the placeholders, or in front of the text. features:
-    "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `encoder_adapters`. processor:
+    "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `Adapter`. processor:
     saved with the model.
 
     Other modules also need: kind, "image", "audio" or a name of your own, which the built-in readers do not support;

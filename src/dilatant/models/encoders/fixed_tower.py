@@ -24,7 +24,7 @@ from dilatant.models.core.structure import find_structure
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.media import frame_choice, media_unit, resized_frames
-from dilatant.models.encoders.tower import ClipOptions, HostModel, Tower
+from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 
 _NORMED_LAST = ("internvl",)
 """Families whose last feature layer (-1) is the normalised output instead of the last block's."""
@@ -51,9 +51,7 @@ class FixedTower(Tower):
     def key_of(self, weight: Weight) -> str:
         return plain_key(weight.key) if weight.part == "projector" else Tower.key_of(self, weight)
 
-    def media_unit(
-        self, host: HostModel, settings: Mapping[str, Any] | None, written: MediaMarkup
-    ) -> MediaUnit:
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         geometry = self.build(host).geometry
         if settings is not None and "image_processor_type" in settings:
             settings = {**settings, **self.settings}
@@ -93,11 +91,8 @@ class FixedTower(Tower):
             )
         return FramedClipUnit(image, choice, self.clips, written=options.written)
 
-    def forward_inputs(
-        self, host: HostModel, ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        cast_inputs = {k: t.to(dtype) if t.is_floating_point() else t for k, t in inputs.items()}
-        return {key: tensor[None] if self.batched else tensor for key, tensor in cast_inputs.items()}
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
+        return {name: tensor[None] if self.batched else tensor for name, tensor in inputs.items()}
 
 
 class Projection(nn.Module):

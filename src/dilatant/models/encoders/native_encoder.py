@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -29,7 +28,7 @@ from dilatant.models.encoders.packed_encoder import (
     TowerProjector,
     rows_of_unit,
 )
-from dilatant.models.encoders.tower import ClipOptions, HostModel, Tower
+from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 
 MERGERS = ("merger", "deepstack_merger_list")
 """Encoder modules that merge patches into rows of the text."""
@@ -256,9 +255,7 @@ class NativeTower(Tower):
         _, encoder = self.in_model(host)
         return native_encoder(host.name, encoder)
 
-    def media_unit(
-        self, host: HostModel, settings: Mapping[str, Any] | None, written: MediaMarkup
-    ) -> NativeImageUnit:
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> NativeImageUnit:
         patches = patches_of(host.config.vision_config, settings or {})
         return NativeImageUnit(host.name, host.placeholder_id, patches, written=written)
 
@@ -278,11 +275,9 @@ class NativeTower(Tower):
         """Return the positions per second of a clip; None if positions follow its frames."""
         return float(attrgetter(self.seconds)(config)) if self.seconds else None
 
-    def forward_inputs(
-        self, host: HostModel, ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         """Clips, which have several frames, are other inputs than images, and have other tokens."""
-        grids, patches = inputs[GRID], inputs["pixel_values"].to(dtype).flatten(1)
+        grids, patches = inputs[GRID], inputs["pixel_values"].flatten(1)
         is_clip = grids[:, 0] > 1
         if not bool(is_clip.any()):
             return {"pixel_values": patches, GRID: grids}

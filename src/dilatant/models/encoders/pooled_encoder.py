@@ -4,7 +4,7 @@ before projection."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.media import COUNTS, SOFT_TOKENS_OF_FRAMES, frame_choice
 from dilatant.models.encoders.native_encoder import NativeEncoderUnit, NativeStage
 from dilatant.models.encoders.packed_encoder import NamedModule
-from dilatant.models.encoders.tower import ClipOptions, HostModel, Tower
+from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 
 BUFFERS = ("std_bias", "std_scale")
 """Buffers that the end of an encoder uses."""
@@ -132,9 +132,7 @@ class PooledTower(Tower):
             return f"{self.path}.{key.removeprefix(OF_END)}"
         return Tower.key_of(self, weight)
 
-    def media_unit(
-        self, host: HostModel, settings: Mapping[str, Any] | None, written: MediaMarkup
-    ) -> NativeImageUnit:
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> NativeImageUnit:
         vision = host.config.vision_config
         processor = soft_token_processor(
             settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
@@ -157,11 +155,9 @@ class PooledTower(Tower):
         choice = frame_choice("timed", saved, options.requested)
         return FramedClipUnit(frame, choice, "timed", written=options.written)
 
-    def forward_inputs(
-        self, host: HostModel, ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         """Images are padded to equally many patches."""
-        pixels, grids = inputs["pixel_values"].to(dtype), inputs[GRID]
+        pixels, grids = inputs["pixel_values"], inputs[GRID]
         side = host.config.vision_config.pooling_kernel_size
         places = [_places(grid, side, pixels.device) for grid in grids.tolist()]
         images = pixels.movedim(1, -1).flatten(1).split(grids.prod(1).tolist())

@@ -32,7 +32,7 @@ from dilatant.models.encoders.packed_encoder import (
     PackedEncoderUnit,
     rows_of_unit,
 )
-from dilatant.models.encoders.tower import HostModel, Tower
+from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
 
 FEATURES = "input_features"
 TYPICAL_FRAMES = 1000
@@ -205,19 +205,15 @@ class SoundTower(Tower):
         held = NamedModule(name, projector, encoder)
         return self.unit_type(host.name, encoder, held, host.text_width, host.placeholder_id)
 
-    def media_unit(
-        self, host: HostModel, settings: Mapping[str, Any] | None, written: MediaMarkup
-    ) -> MediaUnit:
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         config = host.config.audio_config
         return sound_unit(host.name, host.placeholder_id, config, settings, written=written)
 
-    def forward_inputs(
-        self, host: HostModel, ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         """Sounds are padded to one length, which is a fixed window if the encoder needs one."""
         config = host.config.audio_config
         frames, padded = inputs[FRAMES].T.tolist()
-        sounds = list(inputs[FEATURES].to(dtype).split(padded))
+        sounds = [*inputs[FEATURES].split(padded)]
         window = max(padded) if hasattr(config, "n_window") else 2 * config.max_source_positions
         sounds.append(sounds[0].new_zeros(window, sounds[0].shape[1]))
         features = nn.utils.rnn.pad_sequence(sounds, batch_first=True)[:-1]

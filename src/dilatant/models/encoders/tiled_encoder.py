@@ -28,7 +28,7 @@ from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.stage import in_dtype_of
 from dilatant.models.encoders.encoder import EncoderStage
 from dilatant.models.encoders.packed_encoder import NamedModule, StagedEncoderUnit
-from dilatant.models.encoders.tower import HostModel, Tower
+from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
 
 
 class TiledStage(EncoderStage):
@@ -97,9 +97,7 @@ class TiledTower(Tower):
     def cross_attention(self, host: HostModel) -> CrossAttentionLayout:
         return cross_attention_layout(host.config, host.name, host.placeholder_id)
 
-    def media_unit(
-        self, host: HostModel, settings: Mapping[str, Any] | None, written: MediaMarkup
-    ) -> AspectImageUnit:
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> AspectImageUnit:
         if settings is None or "image_processor_type" not in settings:
             raise UserError(
                 f"model.processor is missing: {host.config.model_type} cuts images into tiles as its own says"
@@ -109,9 +107,7 @@ class TiledTower(Tower):
         tokens = geometry.encoder_tokens
         return AspectImageUnit(host.name, host.placeholder_id, tokens, cutting, "<image>", written)
 
-    def forward_inputs(
-        self, host: HostModel, ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         """All prompts must have equally many images."""
         by_sample = {name: tensor.unflatten(0, (len(ids), -1)) for name, tensor in inputs.items()}
         seen = [
@@ -119,7 +115,7 @@ class TiledTower(Tower):
             for row, tiles in zip(ids, by_sample[TILES], strict=True)
         ]
         return {
-            "pixel_values": by_sample["pixel_values"].to(dtype),
+            "pixel_values": by_sample["pixel_values"],
             RATIOS: by_sample[RATIOS].squeeze(-1),
             TILES: by_sample[TILES],
             "cross_attention_mask": torch.from_numpy(np.stack(seen)).long().to(ids.device),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,6 +22,8 @@ from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.media import COUNTS
 
+Settings = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
 Clips = Literal["patches", "patches apart", "pooled", "counted", "timed", "introduced"]
 """A clip's layout in the text: temporal patches as one item (Qwen), or apart with text between them; frames whose
 neighbouring patches are pooled to one row (LLaVA-OneVision); or frames as separate images, with the texts of this name
@@ -50,8 +51,8 @@ class ClipOptions:
     """Options of clips. requested: the user's processor settings, including those of images. saved: the clip settings
     in the model's files. written: the clip's form in texts."""
 
-    requested: Mapping[str, Any]
-    saved: Mapping[str, Any]
+    requested: Settings
+    saved: Settings
     written: MediaMarkup
 
 
@@ -86,17 +87,13 @@ class Tower(ABC):
         """Build the unit of the encoder and its projector, on the meta device."""
 
     @abstractmethod
-    def media_unit(
-        self, host: HostModel, settings: Mapping[str, Any] | None, written: MediaMarkup
-    ) -> MediaUnit:
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         """Build the media unit. settings: the processor's. Raises UserError."""
 
     @abstractmethod
-    def forward_inputs(
-        self, host: HostModel, ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Return keywords of transformers' own forward for the unit's `inputs`, floating ones in `dtype`. ids: int64
-        [batch, tokens], returned as `input_ids` if the forward needs others. Raises UserError."""
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
+        """Return keywords of transformers' own forward for the unit's `inputs`. ids: int64 [batch, tokens], returned as
+        `input_ids` if the forward needs others. Raises UserError."""
 
     def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> MediaUnit:
         """Build the media unit of clips that matches the unit of images. Raises UserError."""

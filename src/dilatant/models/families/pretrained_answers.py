@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dilatant.config.errors import UserError, one_line
+from dilatant.data.media_units.native_image_unit import STEP
 from dilatant.models.adapters.lora import merged_by_peft
 from dilatant.models.families.pretrained import PretrainedModel
 
@@ -66,7 +67,8 @@ def composite_inputs(
     """Return the keywords, without the mask, for `input_ids` [batch, tokens]; floating ones in `dtype`."""
     keywords = {"input_ids": input_ids}
     for name, inputs in encoder_inputs.items():
-        keywords |= whole.family.towers[name].forward_inputs(whole.host(name), input_ids, inputs, dtype)
+        inputs = {k: t.to(dtype) if t.is_floating_point() and k != STEP else t for k, t in inputs.items()}
+        keywords |= whole.family.towers[name].forward_inputs(whole.host(name), input_ids, inputs)
     kinds = torch.zeros_like(input_ids)
     for name, placeholder in whole.placeholder_ids.items():
         if whole.family.towers[name].kind == "image":
