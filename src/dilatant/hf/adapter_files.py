@@ -83,12 +83,12 @@ def adapter_keys(
     """Return logical name → stored key for a peft folder. files: its stored keys. Raises UserError if the adapter is
     not the model's."""
     settings = adapter_settings(folder)
-    own: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA"}
-    own |= {"use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
+    settings_here: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA"}
+    settings_here |= {"use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
     settings = {"use_rslora": False, "use_dora": False, **settings}
     wrong = [
         f"{key} is {settings.get(key)!r} there and {value!r} here"
-        for key, value in own.items()
+        for key, value in settings_here.items()
         if settings.get(key) != value
     ]
     keys = {_stored(key): weight.name for _, weight, key in _weights(adapted)}

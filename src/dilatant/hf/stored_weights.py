@@ -134,10 +134,10 @@ def read_pretrained(
 
     Pass the result to `Runtime(weights=...)`, for a model whose units are all on the meta device. Raises UserError.
     """
-    given, held = held, _with_whole_rows(held)
+    requested, held = held, _with_whole_rows(held)
     if config.is_whole:
         whole = {} if config.id is None else read_pretrained_vlm(model, config.id, held)
-        own = _with_magnitudes(whole, given)
+        own = _with_magnitudes(whole, requested)
         return own | _read_generators(model, config, held) | read_adapters(model, config, held)
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
@@ -166,7 +166,7 @@ def read_pretrained(
                 if w.part == "model" and w.name in wanted
             }
         weights |= found
-    weights = _with_magnitudes(weights, given)
+    weights = _with_magnitudes(weights, requested)
     return weights | _read_generators(model, config, held) | read_adapters(model, config, held)
 
 
@@ -339,10 +339,10 @@ def _read(tensors: Any, stored: str, box: Box | None) -> Tensor:
         return tensors.get_tensor(stored)
     whole = Box.of(box.name, box.whole)
     reads = {cell: view[whole.place(cell)] for cell in box.cells()}
-    own = next(iter(reads.values())).new_empty(box.shape)
+    part = next(iter(reads.values())).new_empty(box.shape)
     for cell, read in reads.items():
-        own[box.place(cell)] = read
-    return own
+        part[box.place(cell)] = read
+    return part
 
 
 def open_tensors(file: Path) -> safe_open:

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -42,11 +43,6 @@ from dilatant.models.language.media_attention import MediaMasks, in_words, read_
 from dilatant.models.language.merge import prepend_placeholders
 from dilatant.models.saving import load_model, read_connectors, save_model
 from dilatant.models.sources import load_language_model, load_pretrained_config
-
-_KEYWORDS = (
-    *("input_ids", "encoder_inputs", "position_ids", "attention_mask", "labels", "loss_denominator"),
-    *("return_logits", "sample_ids", "lengths", "attention_kwargs"),
-)
 
 
 class MultimodalModel(nn.Module):
@@ -431,16 +427,17 @@ class MultimodalModel(nn.Module):
 
     def _refuse_keywords(self, keywords: Mapping[str, Any]) -> None:
         problems = []
+        known = [*signature(self.forward).parameters][:-2]  # without transformers' alias, and unknown ones
         for keyword in keywords:
             takers = [n for n in self.encoders if self[n].geometry.input_name == keyword]
             if takers:
                 right = " or ".join(f"encoder_inputs={{{name!r}: {{{keyword!r}: ...}}}}" for name in takers)
                 problems.append(f"{keyword!r} is an encoder's input; give {right}")
                 continue
-            near = difflib.get_close_matches(keyword, _KEYWORDS, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
             problems.append(
                 f"{keyword!r} is not one of them; "
-                + (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(_KEYWORDS)}")
+                + (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}")
             )
         if problems:
             raise list_problems("the model is called with unknown keywords:", problems)

@@ -75,9 +75,9 @@ class AnyresEncoderUnit(StagedEncoderUnit):
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make a sample of several images, which have one tile each."""
-        value, given = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
+        value, inputs = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
         side = self.geometry.height
-        return value, {**given, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
+        return value, {**inputs, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
 
     def reads(self, first: int, end: int) -> frozenset[str]:
         if first == 0:

@@ -42,8 +42,8 @@ class ConformerStage(SoundStage):
         rows: dict[int, Tensor] = {}
         for group in _alike(counts):
             padded = nn.utils.rnn.pad_sequence([sounds[number] for number in group], batch_first=True)
-            own = torch.tensor([counts[number] for number in group], device=padded.device)
-            is_there = torch.arange(padded.shape[1], device=padded.device) < own[:, None]
+            lengths = torch.tensor([counts[number] for number in group], device=padded.device)
+            is_there = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
             output = _around(model, is_hidden)(padded, is_there).last_hidden_state
             for number, sound in zip(group, output, strict=True):
                 rows[number] = sound[: counts[number] if is_hidden else conformer_rows(counts[number])]
@@ -75,11 +75,11 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         """Make sounds of the typical length, and one shorter sound from the remainder."""
         one = self.geometry.encoder_tokens
         rows = [one] * (tokens // one) + ([tokens % one] if tokens % one else [])
-        given = {FRAMES: torch.tensor([[4 * each] * 2 for each in rows], device=device)}
+        inputs = {FRAMES: torch.tensor([[4 * each] * 2 for each in rows], device=device)}
         if layer == 0:
-            return torch.randn(4 * sum(rows), self.geometry.mel_bins, device=device), given
+            return torch.randn(4 * sum(rows), self.geometry.mel_bins, device=device), inputs
         width = self.width_projected if layer == len(self.layers) - 1 else self.width
-        return torch.randn(sum(rows), width, device=device), given
+        return torch.randn(sum(rows), width, device=device), inputs
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         last = len(self.layers)

@@ -154,28 +154,28 @@ class EncoderStage(Stage):
     def items(self, sizes: Mapping[str, int]) -> int:
         return sizes.get(self.unit, 0) // self.geometry.encoder_tokens
 
-    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **given}) if self.is_first else self(None, value)
+    def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
+        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(None, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode. The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones
         `hidden`. Returns [encoder rows, tokens, width]; after the projector, width is that of the language model."""
-        given: StageInputs = dict(inputs or {})
+        fed: StageInputs = dict(inputs or {})
         if self.is_first and self.callbacks.before_encoder is not None:
-            given = self.callbacks.before_encoder(given)
+            fed = self.callbacks.before_encoder(fed)
         if self.is_first:
-            self._check_rows(given)
+            self._check_rows(fed)
         if self.model is not None:
-            hidden = self._encode(self.model, given, hidden)
+            hidden = self._encode(self.model, fed, hidden)
         assert hidden is not None
         if self.projector is None:
             return hidden
         hidden = hidden[:, self.skip_tokens :] if self.skip_tokens else hidden
         if self.callbacks.after_encoder is not None:
-            hidden = self.callbacks.after_encoder(given, hidden)
+            hidden = self.callbacks.after_encoder(fed, hidden)
         hidden = self.projector(in_dtype_of(self.projector, hidden))
         if self.callbacks.after_projector is not None:
-            hidden = self.callbacks.after_projector(given, hidden)
+            hidden = self.callbacks.after_projector(fed, hidden)
         return hidden
 
     def recording(self, model: nn.Module, fed: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -130,27 +130,31 @@ def _build_patch_merger(
 
 
 def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
-    kind, own = encoder.kind or "", encoder.example
+    kind, example = encoder.kind or "", encoder.example
     usual = {"image": "pixel_values", "audio": "input_features"}
-    name = next(iter(own), None) if own else encoder.input_name or usual.get(kind)
-    shape = encoder.row_shape if own is None else tuple(next(iter(own.values()), torch.empty(0)).shape[1:])
+    name = next(iter(example), None) if example else encoder.input_name or usual.get(kind)
+    shape = (
+        encoder.row_shape
+        if example is None
+        else tuple(next(iter(example.values()), torch.empty(0)).shape[1:])
+    )
     problems = [
         f"{key} is missing; {what}"
-        for key, what, said in (
+        for key, what, stated in (
             ("kind", "'image', 'audio' or a word of your own", encoder.kind),
             ("row_shape", "of one encoder row: (channels, height, width) or (mel_bins, frames)", shape),
             ("input_name", "the keyword of its forward", name or not kind),
             ("width", "of one output token", encoder.width),
             ("tokens_per_row", "how many tokens one row gives", encoder.tokens_per_row),
         )
-        if not said and said != ()
+        if not stated and stated != ()
     ]
-    if own is not None:
+    if example is not None:
         if encoder.row_shape is not None or encoder.input_name is not None:
             problems.append("row_shape and input_name are told by the example; leave them out")
         problems += [
             f"the example of {key!r} is no tensor of one row: [1, ...]"
-            for key, row in own.items()
+            for key, row in example.items()
             if not isinstance(row, Tensor) or not row.shape or row.shape[0] != 1
         ]
     dimensions = {"image": 3, "audio": 2}.get(kind)
@@ -174,7 +178,7 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
         encoder_tokens=encoder.tokens_per_row,
         leading_tokens=0,
         width=encoder.width,
-        example=own if own is not None or of_kind else {name: torch.zeros(1, *shape)},
+        example=example if example is not None or of_kind else {name: torch.zeros(1, *shape)},
         **dict(zip(of_kind, shape)),
     )
 
@@ -196,10 +200,12 @@ def _check_projector(projector: nn.Module, tokens: int, width: int, hidden_size:
     weight = next(projector.parameters(), torch.empty(0))
     rows = torch.zeros(1, tokens, width, dtype=weight.dtype, device=weight.device)
     try:
-        given = projector(rows).shape[-1]
+        width_out = projector(rows).shape[-1]
     except Exception as error:
         raise UserError(
             f"{where}: the projector does not take the encoder's width {width}: {one_line(error, 200)}"
         ) from None
-    if given != hidden_size:
-        raise UserError(f"{where}: the projector gives width {given}, the language model takes {hidden_size}")
+    if width_out != hidden_size:
+        raise UserError(
+            f"{where}: the projector gives width {width_out}, the language model takes {hidden_size}"
+        )

@@ -100,13 +100,13 @@ class NativeStage(PackedEncoderStage):
         hidden = output.last_hidden_state
         if full is not None:
             hidden = _in_order(tower, hidden, grid)
-        made = [*(getattr(output, "deepstack_features", None) or ())]
+        tapped = [*(getattr(output, "deepstack_features", None) or ())]
         if self.shards is not None:  # after the last block all tokens are gathered already
-            made = [
+            tapped = [
                 each if block + 1 == self.end_block else self.shards.join_beside(each, hidden.shape[:-1])
-                for block, each in zip(self.taps, made, strict=True)
+                for block, each in zip(self.taps, tapped, strict=True)
             ]
-        return torch.cat([hidden, *taps, *made], dim=-1)
+        return torch.cat([hidden, *taps, *tapped], dim=-1)
 
 
 class NativeEncoderUnit(PackedEncoderUnit):

@@ -82,7 +82,7 @@ class PooledStage(NativeStage):
         alike: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
             alike.setdefault(len(part), []).append(number)
-        made: dict[int, Tensor] = {}
+        encoded: dict[int, Tensor] = {}
         for numbers in alike.values():
             hidden = torch.stack([parts[number] for number in numbers])
             places = torch.stack([_places(grids[number], side, fed.device) for number in numbers])
@@ -92,8 +92,8 @@ class PooledStage(NativeStage):
             output = tower.encoder(
                 inputs_embeds=in_dtype_of(model, hidden), attention_mask=None, pixel_position_ids=places
             )
-            made |= dict(zip(numbers, output.last_hidden_state, strict=True))
-        return torch.cat([made[number] for number in range(len(parts))])
+            encoded |= dict(zip(numbers, output.last_hidden_state, strict=True))
+        return torch.cat([encoded[number] for number in range(len(parts))])
 
 
 class PooledEncoderUnit(NativeEncoderUnit):

@@ -131,10 +131,10 @@ def _halved(unit: str, placeholder_id: int, sample: EncodedSample) -> int:
 
 def _convolved(model: Any, features: Tensor, lengths: Tensor) -> Tensor:
     """Embed [frames, mel bins] to [rows, width]."""
-    own, given = lengths.T.tolist()
-    chunk = 2 * model.n_window if hasattr(model, "n_window") else max(given)
+    real_frames, padded_frames = lengths.T.tolist()
+    chunk = 2 * model.n_window if hasattr(model, "n_window") else max(padded_frames)
     pieces, rows = [], []
-    for sound, frames in zip(features.split(given), own, strict=True):
+    for sound, frames in zip(features.split(padded_frames), real_frames, strict=True):
         parts = sound.split(chunk)
         pieces += parts
         rows += [rows_of(min(len(part), frames - chunk * number)) for number, part in enumerate(parts)]

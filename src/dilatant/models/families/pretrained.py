@@ -154,10 +154,10 @@ class PretrainedModel:
     @property
     def media_attention(self) -> MediaAttention:
         """The default mask among the tokens of an item (see `families.Family`)."""
-        own = self.family.media_attention
-        if own == "in_windows" and not self.config.get_text_config().use_bidirectional_attention:
+        mask = self.family.media_attention
+        if mask == "in_windows" and not self.config.get_text_config().use_bidirectional_attention:
             return "causal"
-        return own
+        return mask
 
     @property
     def reads_as_text(self) -> bool:
@@ -283,13 +283,13 @@ def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: PretrainedModel)
     state, _ = weights_of(weights, whole)
     composite.load_state_dict(state, strict=False, assign=True)
     composite.tie_weights()
-    given = [parameter for parameter in composite.parameters() if not parameter.is_meta]
+    held = [parameter for parameter in composite.parameters() if not parameter.is_meta]
     owners = models_of(composite)
-    with seeded(0, "unread"), excluded_from_init(given):  # also computed buffers, such as rotary frequencies
+    with seeded(0, "unread"), excluded_from_init(held):  # also computed buffers, such as rotary frequencies
         for module in reversed([*composite.modules()]):
             if allocate_meta_tensors(module):
                 owners[id(module)]._init_weights(module)
-    device: Any = given[0].device  # transformers types `to` wrongly
+    device: Any = held[0].device  # transformers types `to` wrongly
     return composite.to(device)
 
 
@@ -297,9 +297,9 @@ def stored_keys(whole: PretrainedModel, stored: Iterable[str]) -> dict[str, str]
     """Map keys of the composite's state to the keys under which they are stored, without weights that transformers
     computes from several stored ones. If its conversion table cannot be read, only equal keys are mapped."""
     model = whole.composite()
-    own = dict(model.state_dict())
+    state = dict(model.state_dict())
     keys = list(stored)
-    found = {key: key for key in keys if key in own}
+    found = {key: key for key in keys if key in state}
     inner = "thinker."  # of Omni's files, which also hold the speech model
     listens = any(key.startswith(inner) for key in keys)
     try:
@@ -311,12 +311,12 @@ def stored_keys(whole: PretrainedModel, stored: Iterable[str]) -> dict[str, str]
         renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
         for key in keys:
-            if key not in own and (key.startswith(inner) or not listens):
+            if key not in state and (key.startswith(inner) or not listens):
                 plain = key.removeprefix(inner)
                 name, converted = rename_source_key(
-                    plain, renamings, converters, model.base_model_prefix, own
+                    plain, renamings, converters, model.base_model_prefix, state
                 )
-                if converted is None and name in own:
+                if converted is None and name in state:
                     found[name] = key
     except (ImportError, AttributeError, TypeError, ValueError):
         pass

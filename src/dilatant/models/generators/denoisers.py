@@ -98,17 +98,17 @@ def _draw_nothing(net: nn.Module, family: DenoiserFamily, shape: tuple[int, int,
     pooled = family.pooled(config)
     with torch.device("meta"):
         rows = torch.empty(1, 1, family.width(config))
-        told = None if pooled is None else torch.empty(1, pooled)
+        pooled_row = None if pooled is None else torch.empty(1, pooled)
         try:
-            said = family.predict(net, torch.empty(1, *shape), torch.empty(1), rows, told)
+            drawn = family.predict(net, torch.empty(1, *shape), torch.empty(1), rows, pooled_row)
         except Exception as error:
             raise UserError(
                 f"{where}: {type(net).__name__} with these settings cannot draw pictures of its sample_size "
                 f"{list(shape[1:])}: {one_line(error)}"
             ) from None
-    if tuple(said.shape[2:]) != shape[1:]:
+    if tuple(drawn.shape[2:]) != shape[1:]:
         raise UserError(
-            f"{where}: {type(net).__name__} with these settings draws {list(said.shape[2:])}, but its sample_size is "
+            f"{where}: {type(net).__name__} with these settings draws {list(drawn.shape[2:])}, but its sample_size is "
             f"{list(shape[1:])}"
         )
 
@@ -226,15 +226,15 @@ def _first_half(predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> Any:
     kind = _class_of(settings, where, known)
-    given = {key: value for key, value in settings.items() if not key.startswith("_")}
+    values = {key: value for key, value in settings.items() if not key.startswith("_")}
     allowed = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
     problems = []
-    for key in given:
+    for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"{key!r} is not a setting of {kind.__name__}{hint}")
-    for key, value in given.items():
+    for key, value in values.items():
         if "layers" in key and isinstance(value, int) and value > MOST_BLOCKS:
             raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
     if problems and "_diffusers_version" not in settings:  # diffusers knows the settings that it wrote

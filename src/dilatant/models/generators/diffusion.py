@@ -232,9 +232,9 @@ class Diffusion(nn.Module):
             for module in pool.modules():
                 if isinstance(module, nn.Linear):
                     module.reset_parameters()
-        for part, module in (("net", net), ("encoder", encoder), ("pool", pool)):
-            if module is not None:
-                for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+        for part, built in (("net", net), ("encoder", encoder), ("pool", pool)):
+            if built is not None:
+                for key, tensor in (*built.named_parameters(), *built.named_buffers()):
                     if names is None or f"{part}.{key}" in names:
                         tensors[f"{part}.{key}"].copy_(tensor)
 
