@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key
-from dilatant.models.core.family_probe import unused_parameters
 from dilatant.models.core.geometry import EncoderGeometry, height_and_width
 from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.slicing import slice_model
@@ -35,7 +34,7 @@ from dilatant.models.core.stage import (
     in_dtype_of,
     media_of,
 )
-from dilatant.models.core.structure import find_structure
+from dilatant.models.core.structure import find_structure, unused_parameters
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
 

@@ -176,7 +176,6 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
         input_name=name,
         tokens_per_row=encoder.tokens_per_row,
         encoder_tokens=encoder.tokens_per_row,
-        leading_tokens=0,
         width=encoder.width,
         example=example if example is not None or of_kind else {name: torch.zeros(1, *shape)},
         **dict(zip(of_kind, shape)),

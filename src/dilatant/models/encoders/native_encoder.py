@@ -139,7 +139,6 @@ class NativeEncoderUnit(PackedEncoderUnit):
             input_name="pixel_values",
             tokens_per_row=typical**2 // merged,
             encoder_tokens=typical**2,
-            leading_tokens=0,
             width=width,
             height=typical * config.patch_size,
             row_width=typical * config.patch_size,

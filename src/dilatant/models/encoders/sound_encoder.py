@@ -111,7 +111,6 @@ def sound_geometry(rows: int, merged: int, width: int, mel_bins: int) -> Encoder
         input_name=FEATURES,
         tokens_per_row=merged,
         encoder_tokens=rows,
-        leading_tokens=0,
         width=width,
         mel_bins=mel_bins,
         frames=TYPICAL_FRAMES,

@@ -60,7 +60,6 @@ class TiledEncoderUnit(StagedEncoderUnit):
             input_name="pixel_values",
             tokens_per_row=rows,
             encoder_tokens=rows,
-            leading_tokens=0,
             width=config.vision_output_dim,
             height=config.image_size,
             row_width=config.image_size,
