@@ -43,7 +43,11 @@ class DenoiserSlice(nn.Module):
         super().__init__()
         net: Any = whole.net
         tokens, self.rows = rows
-        self.net = _shell(net, cut, first, end, enters, leaves)
+        # Blocks keep their numbers, and so their keys.
+        blocks = nn.ModuleDict({str(number): getattr(net, BLOCKS)[number] for number in range(first, end)})
+        self.net = shell_of(
+            net, {BLOCKS: blocks}, lambda name: leaves if name in cut.last else enters or name == BLOCKS
+        )
         self.pool = whole.pool if enters else None
         self.encoder = whole.encoder if enters else None
         self.enters, self.leaves = enters, leaves
@@ -119,11 +123,3 @@ def _pieces(dtype: torch.dtype) -> int:
     """Return the number of summands of a dtype that represent the 24 bits of a float32."""
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return math.ceil(24 / bits)
-
-
-def _shell(net: Any, cut: DenoiserCut, first: int, end: int, enters: bool, leaves: bool) -> nn.Module:
-    """Copy the denoiser without the modules of other slices; blocks keep their numbers, and so their keys."""
-    blocks = nn.ModuleDict({str(number): getattr(net, BLOCKS)[number] for number in range(first, end)})
-    return shell_of(
-        net, {BLOCKS: blocks}, lambda name: leaves if name in cut.last else enters or name == BLOCKS
-    )
