@@ -45,7 +45,7 @@ class AsModule(nn.Module):
         self.register_buffer("positions", torch.arange(tokens)[None], persistent=False)
 
     def forward(self, given: Tensor) -> Tensor:
-        if self.stage.is_first:
+        if self.stage.span.is_first:
             output = self.stage(given, {}, position_ids=self.positions)
         else:
             output = self.stage(hidden=given, position_ids=self.positions)

@@ -187,6 +187,16 @@ def test_dropout_within_other_modules_is_refused_before_a_step(random: nn.Module
         with_tower(random)
 
 
+def test_frozen_modules_may_have_dropout_without_keys() -> None:
+    text = {"model_type": "llama", **TEXT, "num_hidden_layers": 1}
+    stated = {"kind": "image", "row_shape": (3, 8, 8), "width": 12, "tokens_per_row": 4}
+    model = MultimodalModel(
+        {"vision": Encoder(Tower(nn.AlphaDropout(0.5)), **stated)}, text, seed=0, device="cpu"
+    )
+    model.freeze(["vision.encoder"])
+    alone(model).close()
+
+
 def test_dropout_by_functions_of_transformers_is_refused_by_key() -> None:
     settings = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 30}
     opt = {"model_type": "opt", "ffn_dim": 16, "word_embed_proj_dim": 16, "dropout": 0.1, **settings}

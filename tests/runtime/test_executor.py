@@ -379,14 +379,18 @@ def _gradients_of_frozen_rows(worker: Worker) -> list[bool]:
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(build_model(case, "meta"), PLAN, comm, seed=5)
     wanted: list[bool] = []
+
+    def watch(module: Any) -> None:
+        run = module.run
+
+        def watched(data: Any, samples: Any, inbound: Any) -> Any:
+            wanted.extend(rows.requires_grad for name, rows in inbound.items() if name != module.unit)
+            return run(data, samples, inbound)
+
+        module.run = watched
+
     for module in runtime.modules.values():
-        module.register_forward_pre_hook(
-            lambda _, given: (
-                wanted.extend(rows.requires_grad for rows in (given[1] or {}).values())
-                if len(given) == 3
-                else None
-            )
-        )
+        watch(module)
     _execute(runtime, build_samples(case), CASE.assignment, _schedule(runtime))
     runtime.close()
     comm.close()

@@ -108,7 +108,7 @@ def save_model(
         _write_tensors(unit.projector.state_dict(), folder / "projectors" / f"{name}.safetensors")
         entries[name] = {
             "projector": encoder.projector if isinstance(encoder.projector, str) else None,
-            "placeholder_id": language.placeholder_ids[name],
+            "placeholder_id": language.text.placeholder_ids[name],
             "merge": encoder.merge,
             "features": encoder.features,
             "tokens_per_row": encoder.tokens_per_row,
@@ -200,7 +200,7 @@ def save_generators(
         write_object(folder / name / "scheduler" / "scheduler_config.json", settings)
         weights = _weights_between(language, name, unit, unit.model)
         _write_tensors(weights, folder / "connectors" / f"{name}.safetensors")
-        has_queries = language.queries is not None and name in language.queries.counts
+        has_queries = "queries" in language.parts and name in language.queries.counts
         entries[name] = {
             "connector": given.connector if isinstance(given.connector, str) else None,
             "connector_layers": given.connector_layers,
@@ -268,7 +268,7 @@ def _weights_between(
     state = {f"connector.{key}": tensor for key, tensor in unit.connector.state_dict().items()}
     if model.pool is not None:
         state |= {f"pool.{key}": tensor for key, tensor in model.pool.state_dict().items()}
-    if language.queries is not None and name in language.queries.counts:
+    if "queries" in language.parts and name in language.queries.counts:
         state["queries"] = language.queries.get_parameter(name)
     return state
 

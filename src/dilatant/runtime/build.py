@@ -13,8 +13,8 @@ from dilatant.models.core.dtype import cast_weights, quantize, require_shape
 from dilatant.models.core.freeze import check
 from dilatant.models.core.materialize import materialize
 from dilatant.models.core.stage import Boundary, Context, Stage, stage_tensors
-from dilatant.models.core.unit import Unit
-from dilatant.models.language.language import LanguageUnit
+from dilatant.models.language.extension import ContextParallel
+from dilatant.models.language.language_stage import LanguageStage
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
@@ -74,7 +74,7 @@ def build_stages(
     for placed in own:
         unit = model.units[placed.unit]
         stage = unit.stage(placed.stage.first, placed.stage.end)
-        stage.context = _context(placed, unit, comm)
+        _share_rows(stage, placed, comm)
         if placed.unit in shared:
             shared[placed.unit].share(stage, placed.stage)
         quantize(stage, unit.four_bit, comm.device, weights)
@@ -92,16 +92,18 @@ def build_stages(
     return stages
 
 
-def _context(placed: PlacedStage, unit: Unit, comm: Comm) -> Context:
-    stage = placed.stage
-    if stage.cp == 1:
-        return Context()
-    place = stage.ranks.index(comm.rank)
-    if not isinstance(unit, LanguageUnit):
-        return Context(place // stage.tp, stage.cp)
-    ranks = stage.ranks[place % stage.tp :: stage.tp]
-    group = comm.group("context/" + "-".join(map(str, ranks)), ranks)
-    return Context(place // stage.tp, stage.cp, group)
+def _share_rows(stage: Stage, placed: PlacedStage, comm: Comm) -> None:
+    """Give `stage` its place among the context-parallel ranks, if there are several."""
+    ranks, tp, cp = placed.stage.ranks, placed.stage.tp, placed.stage.cp
+    if cp == 1:
+        return
+    place = ranks.index(comm.rank)
+    stage.context = Context(place // tp, cp)
+    if isinstance(stage, LanguageStage):
+        assert stage.row_attention is not None
+        together = ranks[place % tp :: tp]
+        group = comm.group("context/" + "-".join(map(str, together)), together)
+        stage.extensions.insert(0, ContextParallel(group, stage.row_attention.placement))
 
 
 def build_bucketed_weights(

@@ -51,7 +51,6 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
 
     parts: names that `config.units` may use → paths in `model`. Raises UserError if nothing is selected.
     """
-    peft = _peft()
     names = targets(model, config, parts)
     if config.target_modules == "all-linear" and (experts := _fused_experts(model, config, parts)):
         warnings.warn(
@@ -59,15 +58,8 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
             "frozen without adapters; name them in model.lora.train to train them whole",
             stacklevel=3,
         )
-    peft.inject_adapter_in_model(
-        peft.LoraConfig(
-            r=config.r,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout,
-            use_rslora=config.use_rslora,
-            use_dora=config.use_dora,
-            target_modules=names,
-        ),
+    _peft().inject_adapter_in_model(
+        _peft_config(config, target_modules=names),
         model,
         adapter_name=ADAPTER,
         # Allocated together with the layers' own weights.
@@ -223,12 +215,8 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
 
 def adapter_config(config: LoraConfig, names: Iterable[str], saved: Iterable[str], base: str | None) -> Any:
     """Return the content of peft's `adapter_config.json`. names: paths with adapters; saved: fully trained modules."""
-    return _peft().LoraConfig(
-        r=config.r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
+    return _peft_config(
+        config,
         target_modules=sorted(names),
         modules_to_save=sorted(saved) or None,
         base_model_name_or_path=base,
@@ -255,6 +243,11 @@ def _is_below_end(name: str, end: str) -> bool:
 
 def _known(linear: list[str]) -> str:
     return f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear})[:12])}"
+
+
+def _peft_config(config: LoraConfig, **settings: Any) -> Any:
+    own = config.model_dump(include={"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"})
+    return _peft().LoraConfig(**own, **settings)
 
 
 def _peft() -> Any:

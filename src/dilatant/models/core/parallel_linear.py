@@ -17,17 +17,18 @@ class _Parallel:
     """Mixin for the class of a linear layer.
 
     enter: applied to the input (e.g. an all-gather). leave(input, product): computes and reduces the output before the
-    bias is added. made: the next input and its output, if the output was computed in advance (see `gather_products`).
+    bias is added. precomputed: the next input and its output, if it was computed in advance (see
+    `gather_products`).
     """
 
     enter: Callable[[Tensor], Tensor] | None = None
     leave: Callable[[Tensor, TokenProduct], Tensor] | None = None
-    made: tuple[Tensor, Tensor] | None = None
+    precomputed: tuple[Tensor, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        made, self.made = self.made, None
-        if made is not None and made[0] is input:
-            return made[1]
+        precomputed, self.precomputed = self.precomputed, None
+        if precomputed is not None and precomputed[0] is input:
+            return precomputed[1]
         input = input if self.enter is None else self.enter(input)
         bias: Tensor | None = cast(Any, self).bias
         if self.leave is None:

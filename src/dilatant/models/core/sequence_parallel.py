@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import prod
 from typing import Any, Protocol, Self
 
@@ -47,6 +48,8 @@ class SequenceRanks(Protocol):
 PIECES = 4
 """Maximum number of chunks: with four, three quarters of the communication can be hidden."""
 
+RowExchange = Callable[[Tensor, str], Tensor]
+"""Maps rows to rows by communication; the text says what they are, in errors."""
 TokenProduct = Callable[[Tensor], Tensor]
 """The product of rows [..., width] with a weight."""
 
@@ -64,25 +67,26 @@ class TokenShards:
         """Slice replicated hidden states: [items, tokens, width] to [1, rows, width], or [tokens, width] to [rows,
         width]."""
         self._shape = tuple(hidden.shape[:-1])
-        return _Split.apply(hidden, self.ranks)
+        return _Exchange.apply(hidden, self._slice, self._gathered(self._shape))
 
     def split_beside(self, beside: Tensor) -> Tensor:
         """Slice another block input, [items, tokens, ...], to this rank's rows; call before `split` of the hidden
         states."""
-        return _Split.apply(beside.flatten(2), self.ranks).unflatten(-1, beside.shape[2:])
+        gathered = self._gathered(beside.shape[:2])
+        return _Exchange.apply(beside.flatten(2), self._slice, gathered).unflatten(-1, beside.shape[2:])
 
     def join(self, own: Tensor) -> Tensor:
         """All-gather the hidden states for replicated computation: each rank passes its `own` rows."""
         shape, self._shape = self._whole(), None
-        return _Join.apply(own, self.ranks, shape)
+        return self.join_beside(own, shape)
 
     def join_beside(self, own: Tensor, shape: Sequence[int]) -> Tensor:
         """All-gather another output of the blocks, after `join`; the hidden states had shape [*shape, width]."""
-        return _Join.apply(own, self.ranks, tuple(shape))
+        return _Exchange.apply(own, self._gathered(shape), self._slice)
 
     def gather(self, own: Tensor) -> Tensor:
         """All-gather like `join`, but for a tensor-parallel region: the backward sums the gradients of all ranks."""
-        return _Gather.apply(own, self.ranks, self._whole())
+        return _Exchange.apply(own, self._gathered(self._whole()), self._reduce_scatter)
 
     def gather_products(self, own: Tensor, products: Sequence[TokenProduct]) -> tuple[Tensor, list[Tensor]]:
         """Return `gather(own)` and its products with weights, overlapped in chunks; without chunking, no products."""
@@ -92,7 +96,7 @@ class TokenShards:
         gathered: list[list[Tensor]] = []
         with _ChunkTransfer(self.ranks, pieces) as travel:
             for number, piece in enumerate(_StartAllGather.apply(_rows(own), travel)):
-                hidden = _WaitForChunk.apply(piece, travel, number)
+                hidden = _Exchange.apply(piece, partial(travel.take, number), partial(travel.scatter, number))
                 gathered.append([hidden, *(product(hidden) for product in products)])
         hidden, *outputs = (_flat(torch.cat(parts, 1), self._whole()) for parts in zip(*gathered))
         return hidden, outputs
@@ -102,14 +106,20 @@ class TokenShards:
         size = self.ranks.size
         pieces = self._pieces(_rows_of_each(input.shape[:-1], size))
 
-        def exchange(made: Tensor | None) -> Tensor:
+        def exchange(cached: Tensor | None) -> Tensor:
             if len(pieces) == 1:
-                return _Scatter.apply(product(input), self.ranks, made)
+                part = product(input)
+                gathered = self._gathered(part.shape[:-1])
+                if cached is None:
+                    return _rows(_Exchange.apply(part, self._reduce_scatter, gathered))
+                return _Exchange.apply(part, lambda *_: cached.detach(), gathered)
             rows = _padded(_rows(input), size).unflatten(0, (size, -1))
-            with _ChunkTransfer(self.ranks, pieces, made) as travel:
+            with _ChunkTransfer(self.ranks, pieces, cached) as travel:
                 parts = [
-                    _SendProducts.apply(product(rows[:, first:end]), travel, number)
-                    for number, (first, end) in enumerate(pieces)
+                    _Exchange.apply(
+                        product(rows[:, first:end]), partial(travel.scatter, n), partial(travel.take, n)
+                    )
+                    for n, (first, end) in enumerate(pieces)
                 ]
                 return _CollectReducedRows.apply(travel, *parts)
 
@@ -152,6 +162,27 @@ class TokenShards:
         count = 1 if self.rows_of_piece is None else max(1, min(PIECES, rows // self.rows_of_piece))
         return [(rows * n // count, rows * (n + 1) // count) for n in range(count)]
 
+    def _slice(self, hidden: Tensor, what: str) -> Tensor:
+        """Return this rank's rows of replicated hidden states."""
+        return _shaped(_local_rows(_rows(hidden), self.ranks), hidden.ndim)
+
+    def _gathered(self, shape: Sequence[int]) -> RowExchange:
+        """Return the all-gather of every rank's rows to [*shape, width]."""
+
+        def gather(own: Tensor, what: str) -> Tensor:
+            everybody, work = self.ranks.all_gather(_rows(own), what)
+            work.wait()
+            return _flat(everybody, shape)
+
+        return gather
+
+    def _reduce_scatter(self, part: Tensor, what: str) -> Tensor:
+        """Return this rank's rows of the sum over all ranks of [..., width]."""
+        rows = _padded(_rows(part), self.ranks.size)
+        own, work = self.ranks.reduce_scatter(rows.unflatten(0, (self.ranks.size, -1)), what)
+        work.wait()
+        return _shaped(own, part.ndim)
+
     def _whole(self) -> tuple[int, ...]:
         assert self._shape is not None, "outside of a stage's blocks"
         return self._shape
@@ -179,14 +210,7 @@ def _local_rows(rows: Tensor, ranks: SequenceRanks) -> Tensor:
     return functional.pad(own, (0, 0) * (own.ndim - 1) + (0, missing)) if missing else own.clone()
 
 
-def _all_gather_rows(own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...], what: str) -> Tensor:
-    """All-gather every rank's rows [rows, width] to [*shape, width]."""
-    everybody, work = ranks.all_gather(own, what)
-    work.wait()
-    return _flat(everybody, shape)
-
-
-def _flat(everybody: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _flat(everybody: Tensor, shape: Sequence[int]) -> Tensor:
     """Reshape the gathered rows [ranks, rows, width] to [*shape, width]."""
     return everybody.flatten(0, 1)[: prod(shape)].unflatten(0, shape)
 
@@ -196,69 +220,29 @@ def _padded(rows: Tensor, size: int) -> Tensor:
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def _reduce_scatter_rows(part: Tensor, ranks: SequenceRanks, what: str) -> Tensor:
-    """Reduce-scatter [..., width]: return this rank's rows [rows, width] of the sum."""
-    rows = _padded(_rows(part), ranks.size)
-    own, work = ranks.reduce_scatter(rows.unflatten(0, (ranks.size, -1)), what)
-    work.wait()
-    return own
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, ranks: SequenceRanks) -> Tensor:
-        ctx.ranks, ctx.shape = ranks, tuple(hidden.shape[:-1])
-        return _shaped(_local_rows(_rows(hidden), ranks), hidden.ndim)
+class _Exchange(torch.autograd.Function):
+    """An exchange of rows; its backward is another one. For both: hidden states [..., rows, width] in and out."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_gather_rows(_rows(gradient), ctx.ranks, ctx.shape, "gradients of hidden states"), None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...]) -> Tensor:
-        ctx.ranks = ranks
-        return _all_gather_rows(_rows(own), ranks, shape, "hidden states")
+    def forward(ctx: Any, hidden: Tensor, exchange: RowExchange, backward: RowExchange) -> Tensor:
+        ctx.exchange = backward
+        return exchange(hidden, "hidden states")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _shaped(_local_rows(_rows(gradient), ctx.ranks), gradient.ndim), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: SequenceRanks, shape: tuple[int, ...]) -> Tensor:
-        ctx.ranks = ranks
-        return _all_gather_rows(_rows(own), ranks, shape, "hidden states")
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        own = _reduce_scatter_rows(gradient, ctx.ranks, "gradients of hidden states")
-        return _shaped(own, gradient.ndim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: SequenceRanks, made: Tensor | None) -> Tensor:
-        ctx.ranks, ctx.shape = ranks, tuple(part.shape[:-1])
-        return _reduce_scatter_rows(part, ranks, "hidden states") if made is None else made.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather_rows(gradient, ctx.ranks, ctx.shape, "gradients of hidden states"), None, None
+        return ctx.exchange(gradient, "gradients of hidden states"), None, None
 
 
 class _ChunkTransfer:
-    """The chunks in flight of one all-gather or reduce-scatter. made: in recomputation, this rank's cached result of
+    """The chunks in flight of one all-gather or reduce-scatter. cached: in recomputation, this rank's cached result of
     the first forward, which replaces communication."""
 
     def __init__(
-        self, ranks: SequenceRanks, pieces: Sequence[tuple[int, int]], made: Tensor | None = None
+        self, ranks: SequenceRanks, pieces: Sequence[tuple[int, int]], cached: Tensor | None = None
     ) -> None:
         self.ranks = ranks
         self.pieces = pieces
-        self.made = made
+        self.cached = cached
         self.arriving: dict[int, tuple[Tensor, PendingRows]] = {}
 
     def __enter__(self) -> Self:
@@ -276,12 +260,15 @@ class _ChunkTransfer:
             self.arriving[number] = self.ranks.all_gather(own[first:end], what)
 
     def scatter(self, number: int, parts: Tensor, what: str) -> Tensor:
-        """Start the reduce-scatter of a chunk; the returned tensor is valid after `wait`."""
+        """Start the reduce-scatter of a chunk, unless its result is cached; it is valid after `take`."""
+        if self.cached is not None:
+            first, end = self.pieces[number]
+            return self.cached[first:end]
         own, work = self.ranks.reduce_scatter(parts, what)
         self.arriving[number] = own, work
         return own
 
-    def take(self, number: int) -> Tensor:
+    def take(self, number: int, *_: Any) -> Tensor:
         """Wait for a chunk and return it."""
         tensor, work = self.arriving.pop(number)
         work.wait()
@@ -306,44 +293,13 @@ class _StartAllGather(torch.autograd.Function):
         return ctx.travel.take_all(), None
 
 
-class _WaitForChunk(torch.autograd.Function):
-    """Wait for a gathered chunk. Backward starts the reduce-scatter of its gradient, which `_StartAllGather`
-    collects."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, travel: _ChunkTransfer, number: int) -> Tensor:
-        ctx.travel, ctx.number = travel, number
-        return travel.take(number)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.travel.scatter(ctx.number, gradient, "gradients of hidden states"), None, None
-
-
-class _SendProducts(torch.autograd.Function):
-    """Start the reduce-scatter of a chunk of products, for `_CollectReducedRows`. Backward waits for its gathered
-    gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, travel: _ChunkTransfer, number: int) -> Tensor:
-        ctx.travel, ctx.number = travel, number
-        if travel.made is not None:
-            first, end = travel.pieces[number]
-            return travel.made[first:end]
-        return travel.scatter(number, parts, "hidden states")
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.travel.take(ctx.number), None, None
-
-
 class _CollectReducedRows(torch.autograd.Function):
     """Collect this rank's rows from all chunks. Backward starts the all-gather of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, travel: _ChunkTransfer, *parts: Tensor) -> Tensor:
         ctx.travel = travel
-        return travel.take_all() if travel.made is None else travel.made.detach()
+        return travel.take_all() if travel.cached is None else travel.cached.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dilatant.attention.context_parallel import ContextRanks
 from dilatant.config.errors import UserError
 from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, concatenate_inputs
 from dilatant.data.sample import EncodedSample
@@ -120,11 +119,10 @@ class Boundary:
 @dataclass(frozen=True, slots=True)
 class Context:
     """The place of a rank among the `size` context-parallel ranks of a stage; each runs its own tokens or items of
-    every microbatch. ranks: the group, if its ranks attend together."""
+    every microbatch."""
 
     index: int = 0
     size: int = 1
-    ranks: ContextRanks | None = None
 
 
 class Stage(nn.Module, ABC):

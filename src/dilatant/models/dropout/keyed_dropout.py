@@ -44,7 +44,7 @@ def _problems(unit: Unit) -> Iterator[str]:
         for name in _UNKEYED:
             if (rate := settings.get(name) or 0.0) > 0:
                 yield f"{unit.unit}: {name} is {rate}; {remedy}"
-    for path, module in unit.named_modules():
+    for path, module in _training_modules("", unit):
         for name, rate in _functional_rates(module):
             kind = type(module).__name__
             keys = [key for key, value in settings.items() if "drop" in key and value == rate]
@@ -57,14 +57,20 @@ def _problems(unit: Unit) -> Iterator[str]:
                 )
 
 
+def _training_modules(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield paths and modules, without those whose weights are all frozen: they run in evaluation mode."""
+    if {parameter.requires_grad for parameter in module.parameters()} == {False}:
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _training_modules(f"{path}.{name}" if path else name, child)
+
+
 def _functional_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield (attribute, rate) for dropout that a module of a library or the user applies by a function, in training."""
-    if isinstance(module, _VARIANTS):
+    """Yield (attribute, rate) for dropout that a module of a library or the user applies by a function."""
+    if isinstance(module, _VARIANTS) and module.p > 0:
         yield "p", module.p
     if type(module) is nn.Dropout or type(module).__module__.startswith("dilatant."):
-        return
-    weights = [parameter.requires_grad for parameter in module.parameters()]
-    if weights and not any(weights):
         return
     for name, value in vars(module).items():
         if "drop" in name and isinstance(value, float) and value > 0:

@@ -19,16 +19,13 @@ from dilatant.config.errors import UserError
 from dilatant.data.media_units.aspect_image_unit import RATIOS, TILES, AspectImageUnit
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import MediaMarkup
-from dilatant.models.core.cross_attention import (
-    CrossAttentionLayout,
-    cross_attention_layout,
-    visible_tiles,
-)
+from dilatant.models.core.cross_attention import visible_tiles
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.stage import in_dtype_of
 from dilatant.models.encoders.encoder import EncoderStage
 from dilatant.models.encoders.packed_encoder import NamedModule, StagedEncoderUnit
 from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
+from dilatant.models.language.cross_attention import CrossAttention
 
 
 class TiledStage(EncoderStage):
@@ -93,8 +90,8 @@ class TiledTower(Tower):
         projector = NamedModule(*self.named_projector(model), encoder)
         return TiledEncoderUnit(host.name, encoder, projector, host.text_width)
 
-    def cross_attention(self, host: HostModel) -> CrossAttentionLayout:
-        return cross_attention_layout(host.config, host.name, host.placeholder_id)
+    def cross_attention(self, host: HostModel) -> CrossAttention:
+        return CrossAttention.of(host.config, host.name, host.placeholder_id)
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> AspectImageUnit:
         if settings is None or "image_processor_type" not in settings:

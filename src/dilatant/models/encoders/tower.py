@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from dilatant.data.media_units.native_clip_unit import CLIP_SETTINGS
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.adapters.lora import plain_key
-from dilatant.models.core.cross_attention import CrossAttentionLayout
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.media import COUNTS
+from dilatant.models.language.cross_attention import CrossAttention
 
 Settings = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -106,8 +106,8 @@ class Tower(ABC):
             return ()
         return CLIP_SETTINGS if self.clips in ("patches", "patches apart") else COUNTS
 
-    def cross_attention(self, host: HostModel) -> CrossAttentionLayout | None:
-        """Return the cross-attention layout if rows go to blocks of the text model instead of the text."""
+    def cross_attention(self, host: HostModel) -> CrossAttention | None:
+        """Return the cross-attention if rows go to blocks of the text model instead of the text."""
         return None
 
     def key_of(self, weight: Weight) -> str:

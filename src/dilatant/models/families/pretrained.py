@@ -22,7 +22,7 @@ from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media_units.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key, inject, is_adapter, merged_state, plain_key
-from dilatant.models.core.cross_attention import CrossAttentionLayout
+from dilatant.models.core.cross_attention import accept_cross_rows
 from dilatant.models.core.materialize import allocate_meta_tensors, excluded_from_init, models_of, seeded
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
@@ -30,8 +30,9 @@ from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.encoders.tower import HostModel
 from dilatant.models.families.families import Family, MediaAttention, family_of
-from dilatant.models.language.packed_row import Positions
-from dilatant.models.language.positions import spatial_positions
+from dilatant.models.language.cross_attention import CrossAttention
+from dilatant.models.language.extension import Extension
+from dilatant.models.language.packed_row import Positions, spatial_positions
 from dilatant.models.language.side_states import DeepStack, PerLayer, SideStates
 from dilatant.models.sources import without_bars
 
@@ -90,6 +91,7 @@ class PretrainedModel:
         for tower in self.family.towers.values():
             for path in (*tower.projector, tower.path):
                 _remove(model, path)
+        accept_cross_rows(model)
         return model
 
     def host(self, name: str) -> HostModel:
@@ -135,10 +137,10 @@ class PretrainedModel:
         return partial(_spatial, units, merge, self.family.behind_time)
 
     @property
-    def crossing(self) -> CrossAttentionLayout | None:
-        """The cross-attention layout of the text model; None without cross-attention."""
-        layouts = [tower.cross_attention(self.host(name)) for name, tower in self.family.towers.items()]
-        return next((layout for layout in layouts if layout is not None), None)
+    def crossing(self) -> CrossAttention | None:
+        """The cross-attention of the text model; None without any."""
+        found = [tower.cross_attention(self.host(name)) for name, tower in self.family.towers.items()]
+        return next((crossing for crossing in found if crossing is not None), None)
 
     @property
     def of_language(self) -> dict[str, Any]:
@@ -147,9 +149,13 @@ class PretrainedModel:
             "decoder": self.family.decoder,
             "positions": self.positions,
             "units_with_grids": self.units_with_grids,
-            "crossing": self.crossing,
-            "carried": self.carried,
+            "extensions": self.extensions,
         }
+
+    @property
+    def extensions(self) -> list[Extension]:
+        """The optional features of the text model's stages."""
+        return [extension for extension in (self.crossing, self.carried) if extension is not None]
 
     @property
     def media_attention(self) -> MediaAttention:
@@ -167,8 +173,7 @@ class PretrainedModel:
             family.spatial
             or family.first_position
             or self.media_attention in ("prefix", "in_windows")
-            or self.carried
-            or self.crossing
+            or self.extensions
         )
 
     @property

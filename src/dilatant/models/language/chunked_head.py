@@ -22,6 +22,19 @@ from dilatant.models.core.slicing import shell_of
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 """Maps logits [positions, vocabulary] and targets [positions] to a loss per position."""
 
+
+class Vocabulary:
+    """Loss and argmax over logits of the whole vocabulary (see `tensor_parallel.VocabularyShard` for shards of it)."""
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Compute `loss.cross_entropy`."""
+        return cross_entropy(logits, targets)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Return the likeliest token at each position: int64 [positions]."""
+        return logits.argmax(dim=-1)
+
+
 LOSS_CHUNK = 1024
 """Default number of targets whose logits exist at once."""
 
@@ -72,7 +85,7 @@ def chunked_loss(
     hidden: Tensor,
     targets: Tensor,
     chunk: int | None,
-    cross_entropy: CrossEntropy = cross_entropy,
+    cross_entropy: CrossEntropy,
 ) -> Tensor:
     """Compute the cross entropy in fp32: [positions].
 
@@ -92,17 +105,16 @@ def chunked_predictions(
     hidden: Tensor,
     targets: Tensor,
     chunk: int | None,
-    argmax: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1),  # noqa: B008  # keeps nothing
-    cross_entropy: CrossEntropy = cross_entropy,
+    vocabulary: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return the likeliest token after each position, int64 [positions], and the cross entropy of its target, fp32
-    [positions]. hidden: [positions, width]; targets: int64 [positions]."""
+    [positions]. hidden: [positions, width]; targets: int64 [positions]. vocabulary: a `Vocabulary` or its shard."""
     size = chunk or max(1, len(hidden))
     tokens, losses = [], []
     for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
         logits = logits_of(head, rows[None])[0]
-        tokens.append(argmax(logits))
-        losses.append(cross_entropy(logits, wanted))
+        tokens.append(vocabulary.argmax(logits))
+        losses.append(vocabulary.cross_entropy(logits, wanted))
     return torch.cat(tokens), torch.cat(losses)
 
 

@@ -15,19 +15,19 @@ from transformers import PreTrainedModel
 
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import TOKENS, grid_part
-from dilatant.models.core.cross_attention import CrossAttentionLayout, accept_cross_rows
 from dilatant.models.core.passage import PassingBlock
 from dilatant.models.core.slicing import slice_model
 from dilatant.models.core.stage import Boundary, Loss
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_weights
+from dilatant.models.language.cross_attention import CrossAttention
+from dilatant.models.language.extension import Extension, StageSpan, TextLayout
 from dilatant.models.language.language_stage import BeforeLanguageModel, LanguageStage
 from dilatant.models.language.packed_row import PackedRow, Positions, token_places
 from dilatant.models.language.proven_traits import Proof
 from dilatant.models.language.queries import Queries
-from dilatant.models.language.router_loss import count_routers, has_router_loss, router_weight
-from dilatant.models.language.side_states import SideStates
+from dilatant.models.language.router_loss import RouterLoss, count_routers, has_router_loss, router_weight
 
 
 class LanguageUnit(Unit, LanguageStage):
@@ -43,6 +43,8 @@ class LanguageUnit(Unit, LanguageStage):
     """True if samples may share a row; otherwise every sample is a microbatch of its own."""
     uncut: str | None = None
     """The reason why the model cannot be cut into stages; None if it can."""
+    queries: Queries
+    """The learned queries, if they are one of `parts`."""
     without_plans: str | None = None
     """The reason why the model does not attend by attention plans, if that was decided."""
 
@@ -57,56 +59,59 @@ class LanguageUnit(Unit, LanguageStage):
         decoder: str | None = None,
         positions: Positions | None = None,
         units_with_grids: Sequence[str] = (),
-        carried: SideStates | None = None,
-        crossing: CrossAttentionLayout | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
-        """queries: unit of `outputs` that uses learned queries → queries per item. units_with_grids: the units whose
-        grids `positions` or `crossing` reads."""
-        if crossing is not None:
-            accept_cross_rows(model)
+        """outputs: see `TextLayout`. queries: unit of `outputs` that uses learned queries → queries per item. decoder:
+        path of the text model in a multimodal model. units_with_grids: the units whose grids `positions` or an
+        extension reads. extensions: those that the family needs."""
         structure = find_structure(model)
         is_part = decoder is not None
-        if (
-            not is_part and model.base_model is model
-        ):  # its text model has another name than its base (Llama 4)
-            decoder = structure.containers[-1]
+        if not is_part:  # the text model has another name than the base in some families (Llama 4)
+            decoder = structure.containers[-1] if model.base_model is model else model.base_model_prefix
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
-        asked = None
+        layer, outputs, extensions = f"{name}.embedding", outputs or {}, list(extensions)
+        crossing = next((each for each in extensions if isinstance(each, CrossAttention)), None)
+        apart = None if crossing is None else crossing.unit
+        merged = {unit: id_ for unit, id_ in placeholder_ids.items() if unit != apart}
+        losses = {name: Loss(_target_tokens)}
+        if has_router_loss(model):
+            in_all = partial(_tokens_of_routers, name, count_routers(model))
+            losses[f"{name}.router"] = Loss(in_all, router_weight(model))
+            extensions.append(RouterLoss(f"{name}.router", cast(Any, model.config).num_experts_per_tok))
         if queries:
             with torch.device("meta"):
-                asked = Queries(queries, width)
-        weights = name_weights(name, model, structure, "head", None)
-        layer = f"{name}.embedding"
-        own = tuple(Weight(f"{layer}.queries.{unit}", layer, "queries", unit) for unit in queries or ())
+                extensions.insert(0, Queries(queries, width))
         super().__init__(
             unit=name,
             layers=tuple(f"{name}.{layer}" for layer in ("embedding", *blocks, "head")),
-            weights=(*own, *weights),
+            weights=(
+                *(Weight(f"{layer}.queries.{unit}", layer, "queries", unit) for unit in queries or ()),
+                *name_weights(name, model, structure, "head", None),
+            ),
             model=model,
-            placeholder_ids=placeholder_ids,
-            outputs=outputs or {},
-            # In a multimodal model, the head runs after the module that contains encoders and text model.
-            container=model.base_model_prefix if is_part else structure.containers[-1],
-            before_language_model=before_language_model,
-            queries=asked,
-            decoder=decoder,
-            positions=positions,
-            grids=frozenset(map(grid_part, units_with_grids)),
-            carried=carried,
-            crossing=crossing,
-            blocks_path=structure.blocks,
+            text=TextLayout(
+                # In a multimodal model, the head runs after the module that contains encoders and text model.
+                container=model.base_model_prefix if is_part else structure.containers[-1],
+                decoder=decoder or "",
+                blocks=structure.blocks,
+                placeholder_ids=merged,
+                outputs=outputs,
+                unembedded=(*merged.values(), *(outputs[unit] for unit in queries or ())),
+                positions=positions,
+            ),
+            span=StageSpan(0, structure.num_blocks),
+            extensions=extensions,
         )
+        self.crossing = crossing
+        self.before_language_model = before_language_model
         self.structure = structure
         self.width = width
-        self.parts = ("model",) if asked is None else ("model", "queries")
+        self.parts = ("model", "queries") if queries else ("model",)
         self.inputs = tuple(placeholder_ids)
-        self.losses = {name: Loss(_target_tokens)}
-        self.routers = f"{name}.router" if has_router_loss(model) else None
-        if self.routers is not None:
-            in_all = partial(_tokens_of_routers, name, count_routers(model))
-            self.losses[self.routers] = Loss(in_all, router_weight(model))
+        self.losses = losses
         self.generating_attention = None
+        self._grids = frozenset(map(grid_part, units_with_grids))
         self._freeze_at_start()
 
     @contextmanager
@@ -137,19 +142,17 @@ class LanguageUnit(Unit, LanguageStage):
         """Make the input of a block like `example`, for a packed row of text samples with these token counts."""
         ids = [np.arange(length) % self.config.vocab_size for length in lengths]
         samples = [EncodedSample("", own, own, sizes={self.unit: len(own)}) for own in ids]
-        row = PackedRow.of(samples, self.unit, {}, self.positions)
+        row = PackedRow.of(samples, self.unit, {}, self.text.positions)
         hidden = torch.randn(1, len(row.ids), self.width + self._behind(layer), device=device)
         positions = row.position_ids.unsqueeze(-2).to(device)
         return hidden, {"position_ids": positions, **self.attention_over(samples)}
 
     def part_name(self, part: str) -> str:
-        if self.queries is None:
-            return self.unit
-        return f"{self.unit}.{part}"
+        return self.unit if len(self.parts) == 1 else f"{self.unit}.{part}"
 
     def pieces(self) -> Iterator[tuple[str, str]]:
         yield from super().pieces()
-        if self.queries is not None:
+        if "queries" in self.parts:
             yield self.layers[0], "queries"
 
     def freeze(self) -> None:
@@ -163,23 +166,22 @@ class LanguageUnit(Unit, LanguageStage):
         if other == self.unit:
             beside = [] if crossing is None or rows == tokens else [crossing.token_of_rows(sample, tokens)]
             return np.concatenate([np.arange(tokens), *beside])
-        if other in self.placeholder_ids:
-            return np.flatnonzero(sample.input_ids == self.placeholder_ids[other])
-        return token_places([sample], other, self.outputs[other])
+        if other in self.inputs:
+            return np.flatnonzero(sample.input_ids == self.text.placeholder_ids[other])
+        return token_places([sample], other, self.text.outputs[other])
 
     def reads(self, first: int, end: int) -> frozenset[str]:
         # The first stage reads ids, the last one labels; stages in between need ids to separate the samples of a row.
-        return frozenset({TOKENS}) | self.grids
+        return frozenset({TOKENS}) | self._grids
 
     def boundary(self, end: int, consumer: str) -> Boundary:
-        count = partial(_tokens, consumer)
-        if consumer == self.unit and self.crossing is not None and self.crossing.passes(end - 1):
-            count = partial(_tokens_and_rows, consumer, self.crossing)
+        crosses = consumer == self.unit and self.crossing is not None and self.crossing.passes(end - 1)
+        count = partial(_rows_sent, consumer, self.crossing if crosses else None)
         return Boundary(self.width + self._behind(end), self.row_dtype, count)
 
     def _behind(self, layer: int) -> int:
-        """Return the width of the per-token side states that are appended to the hidden states before a layer."""
-        return 0 if self.carried is None else self.carried.width(layer - 1)
+        """Return the number of columns that extensions append to the hidden states before a layer."""
+        return sum(extension.width(layer - 1) for extension in self.extensions)
 
     def stage(self, first: int, end: int) -> LanguageStage:
         first_block, end_block = self._blocks(first, end)
@@ -198,24 +200,12 @@ class LanguageUnit(Unit, LanguageStage):
                 keep_after=is_last,
                 passes=True,
             ),
-            placeholder_ids=self.placeholder_ids,
-            outputs=self.outputs,
-            container=self.container,
-            before_language_model=self.before_language_model,
-            row_attention=self.row_attention,
-            is_first=is_first,
-            is_last=is_last,
-            loss_chunk=self.loss_chunk,
-            routers=self.routers,
-            queries=self.queries if is_first else None,
-            decoder=self.decoder,
-            positions=self.positions,
-            grids=self.grids,
-            carried=self.carried,
-            crossing=self.crossing,
-            blocks_before=first_block,
-            blocks_path=self.blocks_path,
+            text=self.text,
+            span=StageSpan(first_block, end_block, is_first, is_last),
+            extensions=[each for each in self.extensions if is_first or not isinstance(each, nn.Module)],
         )
+        stage.before_language_model = self.before_language_model
+        stage.row_attention, stage.loss_chunk = self.row_attention, self.loss_chunk
         if first_block == end_block:
             stage.passing = PassingBlock(self.blocks[min(first_block, len(self.blocks) - 1)])
         return stage
@@ -225,12 +215,8 @@ def _target_tokens(sample: EncodedSample) -> int:
     return sample.target_tokens
 
 
-def _tokens(unit: str, sample: EncodedSample) -> int:
-    return sample.sizes.get(unit, 0)
-
-
-def _tokens_and_rows(unit: str, crossing: CrossAttentionLayout, sample: EncodedSample) -> int:
-    return sample.sizes.get(unit, 0) + crossing.count(sample)
+def _rows_sent(unit: str, crossing: CrossAttention | None, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0) + (0 if crossing is None else crossing.count(sample))
 
 
 def _tokens_of_routers(unit: str, routers: int, sample: EncodedSample) -> int:

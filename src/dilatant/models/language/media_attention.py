@@ -19,22 +19,22 @@ MediaMasks = str | Mapping[str, str] | OwnMask
 """A word of `MediaMask` (or of a family, see `families`) for all encoders, encoder → word, or a mask function."""
 
 
-def read_media_attention(said: MediaMasks | None, encoders: Collection[str]) -> MediaMasks:
+def read_media_attention(setting: MediaMasks | None, encoders: Collection[str]) -> MediaMasks:
     """Validate the setting and simplify it to one word if it is the same for all encoders. Raises UserError."""
-    if said is None:
+    if setting is None:
         return "causal"
-    if callable(said):
-        require_call("media_attention", said, "segments")
-        return said
-    words = {"": said} if isinstance(said, str) else said
+    if callable(setting):
+        require_call("media_attention", setting, "segments")
+        return setting
+    words = {"": setting} if isinstance(setting, str) else setting
     known = get_args(MediaMask)
     if not isinstance(words, Mapping) or not all(word in known for word in words.values()):
         raise UserError(
-            f"media_attention is {said!r}; give one of {', '.join(known)}, a word for each encoder, or a function from "
-            "the segments of a sample to an AttentionMask"
+            f"media_attention is {setting!r}; give one of {', '.join(known)}, a word for each encoder, or a function "
+            "from the segments of a sample to an AttentionMask"
         )
-    if isinstance(said, str):
-        return said
+    if isinstance(setting, str):
+        return setting
     if strange := [name for name in words if name not in encoders]:
         raise UserError(
             f"media_attention names {strange[0]!r}; the encoders are {', '.join(encoders) or 'none'}"

@@ -63,9 +63,9 @@ def find_places(
     return {unit: upload(np.flatnonzero(row == id_), device) for unit, id_ in placeholder_ids.items()}
 
 
-def without_placeholders(input_ids: Tensor, placeholder_ids: Mapping[str, int], instead: int = 0) -> Tensor:
+def without_placeholders(input_ids: Tensor, placeholders: Sequence[int], instead: int = 0) -> Tensor:
     """Replace every placeholder in `input_ids`, so that ids outside the vocabulary are never looked up."""
-    for placeholder in placeholder_ids.values():
+    for placeholder in placeholders:
         input_ids = input_ids.masked_fill(input_ids == placeholder, instead)
     return input_ids
 

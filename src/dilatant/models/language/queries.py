@@ -9,13 +9,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dilatant.models.language.extension import Extension, LanguageForward
+
 _DEVIATION = 0.02
 """Initial standard deviation of queries: that of most families' token embeddings."""
 
 
-class Queries(nn.Module):
+class Queries(Extension, nn.Module):
     """Learned query embeddings, per unit [tokens_per_item, width], in order within an item (as in MetaQueries,
     DreamLLM). counts: unit → tokens per item."""
+
+    part = "queries"
 
     def __init__(self, counts: Mapping[str, int], width: int) -> None:
         super().__init__()
@@ -32,6 +36,17 @@ class Queries(nn.Module):
     def table(self) -> Tensor:
         """Concatenate the queries of all units: [queries, width]."""
         return torch.cat([self.get_parameter(name) for name in self.counts])
+
+    def embed(self, forward: LanguageForward, embeddings: Tensor) -> Tensor:
+        share = None if forward.row is None else forward.row.share
+        if forward.row is None:
+            assert forward.ids is not None
+            ids = forward.ids.flatten().cpu().numpy()
+        else:
+            ids = np.concatenate([sample.input_ids for sample in forward.samples])
+        query_of = number_queries(ids, forward.text.outputs, self.counts)
+        query_of = query_of if share is None else share.take(query_of, -1)
+        return self.put(embeddings, query_of, share is not None)
 
     def put(self, embeddings: Tensor, query_of: Tensor, shares_row: bool = False) -> Tensor:
         """Return `embeddings` [batch, tokens, width] with queries inserted. query_of: `number_queries` of the flattened

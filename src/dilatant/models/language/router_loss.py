@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dilatant.models.language.extension import Extension, LanguageForward
+
 
 def has_router_loss(model: PreTrainedModel) -> bool:
     """Return True if the config enables it as in transformers: `output_router_logits` and `router_aux_loss_coef`."""
@@ -31,6 +33,28 @@ def count_routers(model: PreTrainedModel) -> int:
     recorders = recorded if isinstance(recorded, list) else [recorded]
     classes: tuple[Any, ...] = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
     return sum(isinstance(module, classes) for module in model.base_model.modules())
+
+
+class RouterLoss(Extension):
+    """The routers' loss of a stage's blocks. name: the loss's. experts_per_token: experts that a router chooses."""
+
+    def __init__(self, name: str, experts_per_token: int) -> None:
+        self.name = name
+        self.experts_per_token = experts_per_token
+
+    def enter(self, forward: LanguageForward) -> None:
+        if forward.data is not None and not forward.data.predicts:
+            forward.keywords["output_router_logits"] = True
+
+    def leave(self, forward: LanguageForward, hidden: Tensor, output: Any) -> Tensor:
+        if "output_router_logits" in forward.keywords and output.router_logits:
+            row, data = forward.packed, forward.data
+            assert data is not None
+            logits = [row.unpadded(each) for each in output.router_logits]
+            add_up = None if row.share is None else row.share.sum
+            losses = router_loss(logits, row.sample_of, row.lengths, self.experts_per_token, add_up)
+            forward.losses[self.name] = losses / data.counts[self.name]
+        return hidden
 
 
 def router_loss(

@@ -8,45 +8,54 @@ values that later blocks reuse (Gemma 4).
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.models.core.sequence_parallel import TokenShards
+from dilatant.models.language.extension import Extension, LanguageForward
+from dilatant.models.language.merge import without_placeholders
 from dilatant.models.parallel.tensor_regions import SplitPart
 
 
-class SideStates(Protocol):
+class SideStates(Extension):
     """The side states of one text model; `block` and stage borders count its blocks from 0."""
 
-    def width(self, block: int) -> int:
-        """Return the width of the side states before a block."""
-        ...
-
-    def into(self, behind: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
+    @abstractmethod
+    def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
         """Convert side states, [batch, tokens, width(first)], to keywords of the text model with blocks `first <= block
         < end`. shards: sequence parallelism of these blocks; each of its ranks holds the side states of all tokens."""
-        ...
 
-    def beyond(
-        self, behind: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+    @abstractmethod
+    def from_keywords(
+        self, states: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
     ) -> Tensor:
         """Return the outgoing side states after the model ran with these keywords: [batch, tokens, width(end)], on all
         tensor-parallel ranks."""
-        ...
 
-    def prepare(self, decoder: nn.Module) -> nn.Module:
-        """Adapt the block numbers that a slice of the text model stores, before it runs."""
-        ...
+    def enter(self, forward: LanguageForward) -> None:
+        assert forward.hidden is not None
+        first, end = forward.span.first, forward.span.end
+        width = forward.hidden.shape[-1] - self.width(first)
+        states = forward.hidden[..., width:]
+        forward.hidden, forward.state[self] = forward.hidden[..., :width], states
+        forward.keywords |= self.to_keywords(states, first, end, forward.shards)
+
+    def leave(self, forward: LanguageForward, hidden: Tensor, output: Any) -> Tensor:
+        if forward.span.is_last:
+            return hidden
+        states = self.from_keywords(forward.state[self], forward.keywords, forward.span.end, forward.shards)
+        return torch.cat([hidden, states], dim=-1)
 
 
-@dataclass(frozen=True, slots=True)
-class DeepStack:
+@dataclass(frozen=True, eq=False)
+class DeepStack(SideStates):
     """DeepStack: encoder rows that the first `taps` blocks each receive, 0 at text tokens."""
 
     taps: int
@@ -55,25 +64,28 @@ class DeepStack:
     def width(self, block: int) -> int:
         return max(0, self.taps - block) * self.hidden
 
-    def into(self, behind: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
-        used = min(behind.shape[-1], (end - first) * self.hidden)
+    def gathers_before(self, decoder: nn.Module) -> nn.Module:
+        return cast(Any, decoder).norm  # the text model adds rows to hidden states after blocks
+
+    def embed(self, forward: LanguageForward, embeddings: Tensor) -> Tensor:
+        return functional.pad(embeddings, (0, self.width(0)))
+
+    def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
+        used = min(states.shape[-1], (end - first) * self.hidden)
         if not used:
             return {}
-        behind = behind[..., :used]
-        behind = behind if shards is None else shards.split_beside(behind)
-        rows = behind.split(self.hidden, -1)
+        states = states[..., :used]
+        states = states if shards is None else shards.split_beside(states)
+        rows = states.split(self.hidden, -1)
         return {
             "deepstack_visual_embeds": [each.flatten(0, 1) for each in rows],
-            "visual_pos_masks": torch.ones(behind.shape[:2], dtype=torch.bool, device=behind.device),
+            "visual_pos_masks": torch.ones(states.shape[:2], dtype=torch.bool, device=states.device),
         }
 
-    def beyond(
-        self, behind: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+    def from_keywords(
+        self, states: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
     ) -> Tensor:
-        return behind[..., behind.shape[-1] - self.width(end) :]
-
-    def prepare(self, decoder: nn.Module) -> nn.Module:
-        return decoder
+        return states[..., states.shape[-1] - self.width(end) :]
 
 
 class SharedStates(NamedTuple):
@@ -87,13 +99,14 @@ class SharedStates(NamedTuple):
     head_width: int
 
 
-@dataclass(frozen=True, slots=True)
-class PerLayer:
-    """Side states of Gemma 4. each: width of a block's per-token input, or 0. config: that of the whole text model."""
+@dataclass(frozen=True, eq=False)
+class PerLayer(SideStates):
+    """Side states of Gemma 4. input_width: width of a block's per-token input, or 0. config: that of the whole text
+    model."""
 
     config: Any
     blocks: int
-    each: int
+    input_width: int
     shared: tuple[SharedStates, ...] = field(default=())
 
     @classmethod
@@ -114,7 +127,7 @@ class PerLayer:
         return cls(config, blocks, each, tuple(shared))
 
     def _inputs(self, block: int) -> int:
-        return (self.blocks - block) * self.each
+        return (self.blocks - block) * self.input_width
 
     def _held(self, block: int) -> list[SharedStates]:
         """Return the keys and values that cross the border before a block."""
@@ -123,49 +136,48 @@ class PerLayer:
     def width(self, block: int) -> int:
         return self._inputs(block) + sum(2 * each.heads * each.head_width for each in self._held(block))
 
-    def at_start(self, decoder: nn.Module, ids: Tensor, embeddings: Tensor) -> Tensor:
-        """Return the first side states, from the embeddings [batch, tokens, hidden] of `ids`; media ids are padding."""
-        if not self.each:
-            return embeddings[..., :0]
-        whole: Any = copy.copy(decoder)  # with the config of all blocks
-        whole.__dict__["config"] = self.config
-        inputs = whole.get_per_layer_inputs(ids, None)
-        return whole.project_per_layer_inputs(embeddings, inputs).flatten(-2)
+    def enter(self, forward: LanguageForward) -> None:
+        model: Any = copy.copy(forward.decoder)
+        if forward.ids is not None and self.input_width:
+            assert forward.hidden is not None
+            whole: Any = copy.copy(model)  # with the config of all blocks
+            whole.__dict__["config"] = self.config
+            ids = without_placeholders(forward.ids, forward.text.unembedded, self.config.pad_token_id)
+            inputs = whole.project_per_layer_inputs(forward.hidden, whole.get_per_layer_inputs(ids, None))
+            forward.hidden = torch.cat([forward.hidden, inputs.flatten(-2)], dim=-1)
+        # Otherwise the slice would project its inputs a second time, and use the whole model's block numbers.
+        model.hidden_size_per_layer_input = 0
+        model.first_kv_shared_layer_idx = -1
+        forward.decoder = model
+        super().enter(forward)
 
-    def into(self, behind: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
-        states: UserDict[str, Any] = _storage()
+    def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
+        stored: UserDict[str, Any] = _storage()
         at = self._inputs(first)
         for kind, _, _, heads, width in self._held(first):
-            pair = behind[..., at : at + 2 * heads * width].unflatten(-1, (2, heads, width))
+            pair = states[..., at : at + 2 * heads * width].unflatten(-1, (2, heads, width))
             if shards is not None:
                 pair = _local_heads(pair, shards)
-            states[kind] = tuple(each.transpose(1, 2) for each in pair.unbind(-3))
+            stored[kind] = tuple(each.transpose(1, 2) for each in pair.unbind(-3))
             at += 2 * heads * width
-        keywords: dict[str, Any] = {"shared_kv_states": states}
-        if self.each and end > first:
-            own = behind[..., : (end - first) * self.each]
+        keywords: dict[str, Any] = {"shared_kv_states": stored}
+        if self.input_width and end > first:
+            own = states[..., : (end - first) * self.input_width]
             own = own if shards is None else shards.split_beside(own)
-            keywords["per_layer_inputs"] = own.unflatten(-1, (end - first, self.each))
+            keywords["per_layer_inputs"] = own.unflatten(-1, (end - first, self.input_width))
         return keywords
 
-    def beyond(
-        self, behind: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+    def from_keywords(
+        self, states: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
     ) -> Tensor:
         inputs = keywords.get("per_layer_inputs")
-        used = 0 if inputs is None else inputs.shape[-2] * self.each
-        left = [behind[..., used : used + self._inputs(end)]]
+        used = 0 if inputs is None else inputs.shape[-2] * self.input_width
+        left = [states[..., used : used + self._inputs(end)]]
         for each in self._held(end):
             keys_and_values = torch.stack(keywords["shared_kv_states"][each.kind], 1)
             pair = keys_and_values.permute(0, 3, 1, 2, 4)
             left.append((pair if shards is None else _all_heads(pair, each.heads, shards)).flatten(2))
         return torch.cat(left, -1)
-
-    def prepare(self, decoder: nn.Module) -> nn.Module:
-        model: Any = copy.copy(decoder)
-        # Otherwise the slice would project its inputs a second time, and use the whole model's block numbers.
-        model.hidden_size_per_layer_input = 0
-        model.first_kv_shared_layer_idx = -1
-        return model
 
 
 def _local_heads(pair: Tensor, shards: TokenShards) -> Tensor:

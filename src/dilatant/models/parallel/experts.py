@@ -13,16 +13,43 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
-from dilatant.models.parallel.grouped_linear import grouped_linear
 
 GroupedProduct = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]
 """A product like `grouped_linear`."""
 
+_ALIGNED_BYTES = 16
+"""Alignment that torch's kernel needs for rows and weights."""
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _OTHERWISE = ("has_bias", "is_transposed", "has_post_expert_norm")
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Multiply rows [rows, in], sorted by group, by the transposed matrix of their group in `weight` [groups, out, in]:
+    [rows, out]. counts: rows of each group, possibly 0."""
+    if _has_kernel(rows, weight):
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return functional.grouped_mm(
+            rows.contiguous(), weight.transpose(-2, -1), offs=ends.to(rows.device, non_blocking=True)
+        )
+    parts = [functional.linear(part, one) for part, one in zip(rows.split(list(counts)), weight, strict=True)]
+    return torch.cat(parts)
+
+
+def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """Return True if torch multiplies all groups in one kernel: in bf16 on GPUs since compute capability 8.0."""
+    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return False
+    return (
+        hasattr(functional, "grouped_mm")
+        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        and all(size * rows.element_size() % _ALIGNED_BYTES == 0 for size in weight.shape[-2:])
+        and weight.data_ptr() % _ALIGNED_BYTES == 0
+        and len(rows) > 0
+    )
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -72,7 +99,7 @@ class GroupedExperts:
         # Tokens are replicated; each rank sends a slice of them to their experts.
         first, end = (tokens * place // self.ranks.size for place in (self.ranks.index, self.ranks.index + 1))
         mixed = self._mixed(hidden_states[first:end], top_k_index[first:end], top_k_weights[first:end])
-        return self.ranks.sum(nn.functional.pad(mixed, (0, 0, first, tokens - end)))
+        return self.ranks.sum(functional.pad(mixed, (0, 0, first, tokens - end)))
 
     def _mixed(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         flat = chosen.flatten()

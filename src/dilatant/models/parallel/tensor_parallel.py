@@ -22,12 +22,12 @@ from dilatant.models.core.cross_attention import STATES
 from dilatant.models.core.loss import IGNORED
 from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.core.recompute import add_contexts
-from dilatant.models.core.sequence_parallel import SequenceRanks, TokenShards
+from dilatant.models.core.sequence_parallel import SequenceRanks, TokenProduct, TokenShards
 from dilatant.models.core.slicing import Placeholder
 from dilatant.models.parallel.experts import group_experts
 from dilatant.models.parallel.linear_heads import count_linear_heads
 from dilatant.models.parallel.parallel_dora import shard_magnitudes
-from dilatant.models.parallel.tensor_regions import Experts, Region
+from dilatant.models.parallel.tensor_regions import Experts, Region, SplitPart
 
 
 class VocabularyShard:
@@ -46,8 +46,8 @@ class VocabularyShard:
         """Return the likeliest row of the whole vocabulary, the first among equals: int64 [positions]."""
         values, rows = logits.max(dim=-1)
         wins = values == self.ranks.largest(values)
-        beyond = torch.iinfo(torch.int64).min
-        return -self.ranks.largest(torch.where(wins, -(rows + self.first), beyond))
+        none = torch.iinfo(torch.int64).min
+        return -self.ranks.largest(torch.where(wins, -(rows + self.first), none))
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
@@ -69,9 +69,9 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         weights, sums, places, own, counts = ctx.saved_tensors
         scale = gradient * counts
-        towards = weights * (scale / sums)[:, None]
-        towards.scatter_add_(-1, places, -(scale * own)[:, None])
-        return towards.to(ctx.dtype), None, None
+        grad_logits = weights * (scale / sums)[:, None]
+        grad_logits.scatter_add_(-1, places, -(scale * own)[:, None])
+        return grad_logits.to(ctx.dtype), None, None
 
 
 class _VocabularyParallel:
@@ -122,8 +122,8 @@ def shard_blocks(
         [r for r in of_block if r.whole or r.path.startswith(tuple(f"{path}." for path in paths))]
         for of_block, paths in zip(regions, mixtures, strict=True)
     ]
-    beside = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
-    shards = shard_tokens(blocks, beside, ranks, end)
+    around = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
+    shards = shard_tokens(blocks, around, ranks, end)
     for block, paths, inner in zip(blocks, mixtures, within, strict=True):
         if any(region.whole for region in inner):  # runs sample by sample
             block.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
@@ -133,7 +133,7 @@ def shard_blocks(
             mixture.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
             mixture.register_forward_hook(_output_hook(shards.split))
         for region in inner:
-            _shard_replicated_region(block, region, ranks)
+            _shard_region(block, region, ranks, None)
     return shards
 
 
@@ -148,7 +148,7 @@ def shard_tokens(
     shards = TokenShards(ranks)
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
-            _shard_region(block, region, shards)
+            _shard_region(block, region, ranks, shards)
         add_contexts(block, shards.recompute_contexts)
     blocks[0].register_forward_pre_hook(_input_hook(shards.split), with_kwargs=True)
     if end is None:
@@ -177,7 +177,7 @@ def shard_vocabulary(
     """Make the slice's embedding and head, if it has them, vocabulary parallel, in place. Returns the head's shard.
     rows, head_rows: vocabulary sizes of the whole embedding and head (Mllama's embedding has more rows)."""
     shard, of_head = (
-        VocabularyShard(ranks, count * ranks.index // ranks.size, count * (ranks.index + 1) // ranks.size)
+        VocabularyShard(ranks, *SplitPart(count).interval(ranks.size, ranks.index))
         for count in (rows, head_rows)
     )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -193,19 +193,53 @@ def shard_vocabulary(
     return of_head
 
 
-def _shard_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
-    columns = [_local(plain_linear(block, path)) for path in region.columns]
-    rows = [_local(plain_linear(block, path)) for path in region.rows]
-    if region.exits:
-        _shard_module(block, region, shards)
+def _shard_region(block: nn.Module, region: Region, ranks: SequenceRanks, shards: TokenShards | None) -> None:
+    """Make the linear layers of a region and their LoRA adapters tensor parallel.
+
+    In a column-parallel layer the adapter's outputs are divided; in a row-parallel layer the output of lora_A is
+    reduced like the layer's own, and lora_B runs on the rank's tokens. shards: sequence parallelism around the region;
+    None if its inputs and outputs are replicated.
+    """
+    entering, leaving = (
+        [_local(linear) for path in paths for linear in _layer_and_adapter(block, path)[:2]]
+        for paths in (region.columns, region.rows)
+    )
+    for path in region.columns:
+        shard_magnitudes(block.get_submodule(path))
+        for linear in _layer_and_adapter(block, path)[2:]:
+            _local(linear)
+    for path in region.rows:
+        shard_magnitudes(block.get_submodule(path), ranks.sum)
+    entry = block.get_submodule(region.path)
+    if region.exits:  # it runs its linear layers on parts of a row
+        assert shards is not None
+        entry.register_forward_pre_hook(_input_hook(shards.gather), with_kwargs=True)
+        entry.register_forward_hook(_output_hook(shards.sum_parts))
         return
-    for linear in rows:
-        linear.leave = shards.sum_products
-    _shard_adapters(block, region, shards)
-    if not region.path:
-        for linear in columns:
+    for linear in leaving:
+        linear.leave = _summing(ranks) if shards is None else shards.sum_products
+    if shards is None:
+        entry.register_forward_pre_hook(_input_hook(ranks.copy), with_kwargs=True)
+        if region.whole:
+            entry.register_forward_pre_hook(_cross_states_hook(ranks.copy), with_kwargs=True)
+    elif region.path:
+        _gather_at_entry(block, region, shards)
+    else:
+        for linear in entering:
             linear.enter = shards.gather
-        return
+
+
+def _layer_and_adapter(block: nn.Module, path: str) -> tuple[nn.Module, ...]:
+    """Return the linear layer at `path` and, if it has an adapter, lora_A and lora_B."""
+    return plain_linear(block, path), *(adapter_of(block, path) or ())
+
+
+def _summing(ranks: SequenceRanks) -> Callable[[Tensor, TokenProduct], Tensor]:
+    return lambda input, product: ranks.sum(product(input))
+
+
+def _gather_at_entry(block: nn.Module, region: Region, shards: TokenShards) -> None:
+    """Gather all tokens where hidden states enter the region's module, overlapped with the products of its columns."""
 
     def enter(own: Tensor) -> Tensor:
         # Look layers up at each call, because others that share their weights may have replaced them.
@@ -214,66 +248,16 @@ def _shard_region(block: nn.Module, region: Region, shards: TokenShards) -> None
             own, [partial(linear.product, bias=linear.bias) for linear in linears]
         )
         for linear, output in zip(linears, outputs):
-            linear.made = hidden, output
+            linear.precomputed = hidden, output
         return hidden
 
     def forget(*_: Any) -> None:
         for path in region.columns:
-            cast(ParallelLinear, plain_linear(block, path)).made = None
+            cast(ParallelLinear, plain_linear(block, path)).precomputed = None
 
     entry = block.get_submodule(region.path)
     entry.register_forward_pre_hook(_input_hook(enter), with_kwargs=True)
     entry.register_forward_hook(forget, always_call=True)  # recomputation may stop inside
-
-
-def _shard_module(block: nn.Module, region: Region, shards: TokenShards) -> None:
-    """Gather tokens before the module and reduce-scatter after it, for a region that runs its linear layers on parts of
-    a row. Adapter outputs, too, are summands over ranks."""
-    for path in (*region.columns, *region.rows):
-        for linear in adapter_of(block, path) or ():
-            _local(linear)
-    _shard_dora_magnitudes(block, region, shards.ranks)
-    module = block.get_submodule(region.path)
-    module.register_forward_pre_hook(_input_hook(shards.gather), with_kwargs=True)
-    module.register_forward_hook(_output_hook(shards.sum_parts))
-
-
-def _shard_adapters(block: nn.Module, region: Region, shards: TokenShards) -> None:
-    """Shard LoRA adapters like their layers. In a column-parallel layer the adapter's outputs are divided; in a
-    row-parallel layer the output of lora_A is reduce-scattered, and lora_B runs on the rank's tokens."""
-    for path in region.columns:
-        adapter = adapter_of(block, path)
-        if adapter is not None:
-            first, _ = map(_local, adapter)
-            if not region.path:
-                first.enter = shards.gather
-    for path in region.rows:
-        adapter = adapter_of(block, path)
-        if adapter is not None:
-            _local(adapter[0]).leave = shards.sum_products
-    _shard_dora_magnitudes(block, region, shards.ranks)
-
-
-def _shard_dora_magnitudes(block: nn.Module, region: Region, ranks: SequenceRanks) -> None:
-    for path in region.columns:
-        shard_magnitudes(block.get_submodule(path))
-    for path in region.rows:
-        shard_magnitudes(block.get_submodule(path), ranks.sum)
-
-
-def _shard_replicated_region(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
-    """Make a region with replicated inputs and outputs (no sequence parallelism) tensor parallel."""
-    for path in region.columns:
-        for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())):
-            _local(linear)
-    for path in region.rows:
-        for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())[:1]):
-            _local(linear).leave = lambda input, product: ranks.sum(product(input))
-    _shard_dora_magnitudes(block, region, ranks)
-    entry = block.get_submodule(region.path)
-    entry.register_forward_pre_hook(_input_hook(ranks.copy), with_kwargs=True)
-    if region.whole:
-        entry.register_forward_pre_hook(_cross_states_hook(ranks.copy), with_kwargs=True)
 
 
 def set_local_heads(block: nn.Module, region: Region, size: int) -> None:

@@ -48,6 +48,10 @@ _PER_TOKEN = ("Norm", "LayerScale")
 _OF_OWN_INPUTS = ("per_layer_input_gate", "per_layer_projection")
 """Per-token linear layers of a block for its per-layer input (Gemma 3n, 4)."""
 
+_DIVIDED_BY_OUTPUT = ("", ".weight", ".bias", ".lora_B.weight", ".lora_magnitude_vector.weight")
+_DIVIDED_BY_INPUT = (".weight", ".lora_A.weight")
+"""Weights of a column- and of a row-parallel layer, and of its adapter, by the ends of their names."""
+
 _QUERY, _KEY_VALUE = ("q_proj", "query", "q"), ("k_proj", "v_proj", "key", "value", "k", "v")
 _QKV = ("qkv_proj", "qkv")
 _HALVES = ("gate_up_proj", "weights_in")
@@ -108,19 +112,10 @@ def tensor_plan(unit: Unit) -> TensorPlan:
         regions = tuple(_regions(block, rules))
         found.append(regions)
         for region in regions:
-            for path, parts in region.columns.items():
-                cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = SplitDimension(0, parts)
-                if has_adapter(block.get_submodule(path)):
-                    of_rows = ("lora_B", "lora_magnitude_vector")
-                    cuts |= {f"{layer}.{path}.{name}.weight": SplitDimension(0, parts) for name in of_rows}
+            for path, parts in {**region.columns, **region.others}.items():
+                cuts |= {f"{layer}.{path}{end}": SplitDimension(0, parts) for end in _DIVIDED_BY_OUTPUT}
             for path, part in region.rows.items():
-                cuts[f"{layer}.{path}.weight"] = SplitDimension(1, (part,))
-                if has_adapter(block.get_submodule(path)):
-                    cuts[f"{layer}.{path}.lora_A.weight"] = SplitDimension(1, (part,))
-            for path, parts in region.others.items():
-                cuts |= dict.fromkeys(
-                    (f"{layer}.{path}{end}" for end in ("", ".weight", ".bias")), SplitDimension(0, parts)
-                )
+                cuts |= {f"{layer}.{path}{end}": SplitDimension(1, (part,)) for end in _DIVIDED_BY_INPUT}
         # Other weights of a block are applied to a slice of the tokens or heads, so their gradients are summands. In
         # mixtures of experts and cross-attention blocks all tokens are replicated.
         alike = tuple(f"{layer}.{path}." for path in _mixtures(block))
@@ -159,14 +154,16 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
             f"{unit.unit}: model.lora.lora_dropout is {rate}, and ranks that share its layers would drop other "
             "features than one; set it to 0, or give the unit tp: 1"
         ]
+    kinds = (
+        ("heads", "attention heads"),
+        ("kv_heads", "key/value heads"),
+        ("key_heads", "key heads of linear attention"),
+    )
     counts = {
-        **{f"{region.heads} attention heads": region.heads for region in _all(plan) if region.heads},
-        **{f"{region.kv_heads} key/value heads": region.kv_heads for region in _all(plan) if region.kv_heads},
-        **{
-            f"{region.key_heads} key heads of linear attention": region.key_heads
-            for region in _all(plan)
-            if region.key_heads
-        },
+        f"{count} {name}": count
+        for kind, name in kinds
+        for region in _all(plan)
+        if (count := getattr(region, kind))
     }
 
     def fits(name: str, count: int, degree: int) -> bool:

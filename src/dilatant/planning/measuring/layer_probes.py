@@ -81,15 +81,14 @@ def _before_head(layer: nn.Module) -> Callable[..., Tensor]:
     stage = cast(LanguageStage, cast(OneLayer, layer).stage)
 
     def run(value: Tensor, labels: Tensor, **given: Any) -> Tensor:
-        output = stage(None, None, value, return_logits=False, return_hidden=True, **given)
-        return cast(Tensor, output.hidden)
+        return stage.hidden_states(None, None, value, **given)
 
     return run
 
 
 def _blocks(layer: nn.Module) -> Sequence[nn.Module]:
     stage = cast(LanguageStage, cast(OneLayer, layer).stage)
-    return [*cast(nn.ModuleList, stage.model.get_submodule(stage.blocks_path))]
+    return [*cast(nn.ModuleList, stage.model.get_submodule(stage.text.blocks))]
 
 
 def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLayer:

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.models.core.parallel_linear import ParallelLinear
-from dilatant.models.parallel.experts import group_experts, is_fused, ungroup_experts
-from dilatant.models.parallel.grouped_linear import grouped_linear
+from dilatant.models.parallel.experts import group_experts, grouped_linear, is_fused, ungroup_experts
 
 _PIECE = 1 << 24
 """Elements of a weight gradient that are computed at once, if it is computed and accumulated in different dtypes."""

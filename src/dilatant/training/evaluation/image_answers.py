@@ -19,7 +19,6 @@ from dilatant.models.core.stage import StepData, in_dtype_of
 from dilatant.models.generators.diffusion import Diffusion, generator_of
 from dilatant.models.generators.generator import GeneratorUnit
 from dilatant.models.generators.sampling import SamplingSettings, draw
-from dilatant.models.language.language_stage import MultimodalOutput
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.training.evaluation.generation import encoder_inputs
 
@@ -133,19 +132,15 @@ def rows_behind(
     was_training = model.training
     model.eval()
     try:
-        output = model.language(
+        hidden = model.language.hidden_states(
             ids,
             model.encode(inputs),
             attention_mask=torch.ones_like(ids),
-            return_logits=False,
-            return_hidden=True,
             **model.attention_of_batch(ids),
         )
     finally:
         model.train(was_training)
-    assert isinstance(output, MultimodalOutput)
-    assert output.hidden is not None
-    return output.hidden[:, -target.tokens_per_item :]
+    return hidden[:, -target.tokens_per_item :]
 
 
 def rows_after(model: MultimodalModel, prompt: EncodedPrompt, target: ImageTarget, tokenizer: Any) -> Tensor:

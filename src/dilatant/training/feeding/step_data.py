@@ -154,7 +154,7 @@ def count_steps(config: Config, samples: Samples, done: int = 0, drawn: int = 0)
 def seed_step(seed: int, step: int) -> None:
     """Seed the global generators with a key of this step, so that a resumed run draws what the undisturbed one would.
 
-    Training models draw by sample (`models.dropout`); this is for what is not intercepted, as Python's `random`.
+    Training models draw by sample (`models.dropout`); this is for what has no key, as Python's `random`.
     """
     key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
     random.seed(key)
