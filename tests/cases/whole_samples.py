@@ -22,6 +22,7 @@ from dilatant.data.media_units.native_image_unit import GRID, STEP
 from dilatant.data.media_units.sound_unit import FRAMES
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoders.anyres_encoder import AnyresEncoderUnit
+from dilatant.models.encoders.conformer_encoder import ConformerEncoderUnit
 from dilatant.models.encoders.native_encoder import NativeEncoderUnit
 from dilatant.models.encoders.pooled_encoder import PooledEncoderUnit
 from dilatant.models.encoders.tiled_encoder import TiledEncoderUnit
@@ -75,7 +76,7 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             ids += torch.randint(3, 80, (about[0],), generator=generator).tolist()
         elif kind == "sound":
             (frames,) = about
-            quartered = model.whole.family.towers["audio"].conformer
+            quartered = isinstance(model["audio"], ConformerEncoderUnit)
             trailing = 0 if around else 2
             given = min(frames + trailing, 60)
             rows = -(-frames // 4) if quartered else (frames + 1) // 2
@@ -93,8 +94,9 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             deep = 1 if isinstance(model["vision"], PooledEncoderUnit) else 2
             pixels = torch.randn(patches, 3, deep * 4, 4, generator=generator)
             grids = [[1 if apart else time, 2 * rows, 2 * columns]] * (time if apart else 1)
+            tower = model.whole.family.towers["vision"]
             # Seconds of a patch of time; 5.17 cuts them to whole ones.
-            scale = model.whole.seconds_scale
+            scale = getattr(tower, "seconds_scale", lambda config: None)(model.whole.config)
             step = 1.0 if scale is None or kind != "clip" else scale if EARLY else 2.5
             steps = [step] * len(grids)
             numbers = [clips if kind == "clip" else 0] * len(grids)

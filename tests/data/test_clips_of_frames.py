@@ -27,7 +27,7 @@ from dilatant.data.media_units.frame_choice import (
 from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.sample import Media, MediaMarkup, MediaSize
-from dilatant.models.families.clip_units import frame_choice
+from dilatant.models.encoders.media import frame_choice
 
 
 @pytest.mark.parametrize(("count", "fps"), [(8, None), (3, None), (20, None), (None, 1.0), (None, 2.5)])

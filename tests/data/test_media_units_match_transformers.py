@@ -18,7 +18,6 @@ from dilatant.data.media.pixels import Pixels, concatenate_inputs
 from dilatant.data.media.sound_file import decode_audio, resample
 from dilatant.data.media_units.audio_unit import AudioUnit, LogMelProcessor
 from dilatant.data.media_units.image_unit import PixelProcessor
-from dilatant.data.media_units.processor_settings import processor_settings
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, audio_processor, image_processor
 from dilatant.data.sample import FileSlice, Media, MediaSize
 from dilatant.models.core.stage import on_device
@@ -101,7 +100,7 @@ def test_other_families_run_transformers_own_processor(tmp_path):
 def test_saved_image_processor_loads_here_and_in_transformers(tmp_path, processor):
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor_settings(processor)))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor.settings))
     pixels = picture(30, 50)[:, :, : processor.channels]
     expected = processor(pixels)["pixel_values"].normalized()
     again = image_processor(
@@ -118,7 +117,7 @@ def test_saved_audio_processor_loads_here_and_in_transformers(tmp_path, frames):
     from transformers import AutoFeatureExtractor
 
     processor = LogMelProcessor(window_frames=frames, mel_bins=40)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor_settings(processor)))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor.settings))
     assert audio_processor(str(tmp_path), frames=frames, mel_bins=40) == processor
     theirs = AutoFeatureExtractor.from_pretrained(tmp_path)
     wave = np.random.default_rng(0).standard_normal(processor.window_samples // 2).astype(np.float32) * 0.1
@@ -144,7 +143,7 @@ def test_combined_processor_file_loads_and_a_missing_one_raises(tmp_path):
         PixelProcessor(8, 8, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7)),
         LogMelProcessor(window_frames=100, mel_bins=40),
     )
-    parts = {"image_processor": processor_settings(pixels), "feature_extractor": processor_settings(sound)}
+    parts = {"image_processor": pixels.settings, "feature_extractor": sound.settings}
     (tmp_path / "processor_config.json").write_text(json.dumps(parts))
     assert image_processor(str(tmp_path), height=8, width=8) == pixels
     assert audio_processor(str(tmp_path), frames=100, mel_bins=40) == sound

@@ -20,8 +20,7 @@ from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.hf.stored_weights import open_tensors, tensor_files
 from dilatant.models.adapters.lora import targets
 from dilatant.models.core.materialize import materialize
-from dilatant.models.families.pretrained import PretrainedModel
-from dilatant.models.families.pretrained_weights import load_pretrained_weights
+from dilatant.models.families.pretrained import PretrainedModel, load_pretrained_weights
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 

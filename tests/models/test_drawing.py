@@ -132,7 +132,7 @@ def test_noise_hangs_on_seed_key_and_place_alone() -> None:
 @pytest.mark.parametrize("family", NETS)
 def test_every_family_learns_in_any_split_of_a_batch(family: str) -> None:
     net, rows = _built(*NETS[family]).eval(), torch.randn(3, 2, 12)
-    pixels = torch.rand(3, *net.pixels) * 2 - 1
+    pixels = torch.rand(3, *net.targets.pixels) * 2 - 1
     keys = ["a", "b", "c"]
     together = net(rows, pixel_values=pixels, seed=1, keys=keys, place="image")
     assert together.shape == (3,)
@@ -145,7 +145,7 @@ def test_every_family_learns_in_any_split_of_a_batch(family: str) -> None:
     assert all(p.grad is None for p in net.parameters() if not p.requires_grad)
     assert not any(p.requires_grad for name, p in net.named_parameters() if name.startswith("vae."))
     drawn = draw(net, rows, torch.randn(3, *net.shape), SamplingSettings(2, 2.0))
-    assert drawn.shape == (3, *net.pixels)
+    assert drawn.shape == (3, *net.targets.pixels)
 
 
 def test_flux_is_given_what_its_pipeline_gives_it() -> None:
@@ -162,7 +162,7 @@ def test_flux_is_given_what_its_pipeline_gives_it() -> None:
             guidance=torch.ones(2),
         ).sample
         wanted = pipeline._unpack_latents(said, 32, 32, 8)
-        assert torch.equal(net.say(seen, times, rows), wanted)
+        assert torch.equal(net.predict(seen, times, rows), wanted)
 
 
 @pytest.mark.parametrize("settings", [SD3, PIXART], ids=["persistent", "not persistent"])
@@ -214,7 +214,7 @@ def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
     cast_weights(unit, dtype)
     net, count = unit.model, len(unit.layers)
     rows = torch.randn(3, 2, 12, dtype=dtype)
-    given: dict[str, Any] = {"pixel_values": torch.rand(3, *net.pixels) * 2 - 1, "seed": 1}
+    given: dict[str, Any] = {"pixel_values": torch.rand(3, *net.targets.pixels) * 2 - 1, "seed": 1}
     given |= {"keys": ["a", "b", "c"], "place": "image"}
 
     def losses(bounds: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:

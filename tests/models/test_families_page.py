@@ -61,7 +61,7 @@ def besides(family: str) -> str:
     config = whole_config(family)
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    native = any(tower.native and tower.kind == "image" for tower in known.towers.values())
+    native = any(tower.is_native and tower.kind == "image" for tower in known.towers.values())
     said = {
         "sounds": "audio" in known.towers,
         "native resolution": native,

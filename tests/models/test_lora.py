@@ -18,7 +18,7 @@ from dilatant.cost.memory import ParameterBytes
 from dilatant.hf.stored_weights import read_adapters
 from dilatant.models.adapters.lora import inject, is_adapter, merged_state
 from dilatant.models.build import build_model
-from dilatant.models.core.four_bit_stages import four_bit_names
+from dilatant.models.core.dtype import four_bit_names
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.plan.boxes import Box

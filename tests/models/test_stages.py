@@ -18,8 +18,7 @@ from cases.tiny_models import (
     vision_language,
 )
 from dilatant.models.core.geometry import encoder_geometry
-from dilatant.models.encoders.encoder import EncoderUnit
-from dilatant.models.encoders.encoder_adapters import Adapter
+from dilatant.models.encoders.encoder import Adapter, EncoderUnit
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import Encoder, MultimodalModel
 

@@ -9,7 +9,7 @@ from cases.cut_wholes import losses_of, opened
 from cases.tiny_wholes import SOUND, WHOLES, reference
 from cases.whole_samples import samples_of, transformers_inputs
 from dilatant.data.media.pixels import as_array
-from dilatant.models.families.pretrained_inputs import composite_inputs
+from dilatant.models.families.pretrained_answers import composite_inputs
 
 CHEAP = ("qwen2_5_vl",)
 

@@ -16,3 +16,8 @@ class UserError(ValueError):
 def list_problems(title: str, problems: Sequence[str]) -> UserError:
     """Return one error for several problems: `title`, then one line for each problem."""
     return UserError("\n".join([title, *(f"  - {problem}" for problem in problems)]))
+
+
+def one_line(error: Exception, most: int = 300) -> str:
+    """Return an error's text in one line of at most `most` characters."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +147,11 @@ class MediaUnit(Protocol):
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
         """Decode one item into encoder inputs, whose first dimension is encoder rows."""
+        ...
+
+    def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
+        """Return what an export changes in the processor's settings `before`, those of the model's files, so that
+        `processors` and transformers restore this unit's. is_requested: True if the user set the processor."""
         ...
 
 

@@ -80,15 +80,15 @@ def write_adapter(adapted: AdaptedModel, lora: LoraConfig, folder: Path) -> None
 def adapter_keys(
     adapted: AdaptedModel, files: Iterable[str], lora: LoraConfig, folder: Path
 ) -> dict[str, str]:
-    """Return stored key → logical name for a peft folder. files: its stored keys. Raises UserError if the adapter is
+    """Return logical name → stored key for a peft folder. files: its stored keys. Raises UserError if the adapter is
     not the model's."""
     settings = adapter_settings(folder)
-    own: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA"}
-    own |= {"use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
+    settings_here: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA"}
+    settings_here |= {"use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
     settings = {"use_rslora": False, "use_dora": False, **settings}
     wrong = [
         f"{key} is {settings.get(key)!r} there and {value!r} here"
-        for key, value in own.items()
+        for key, value in settings_here.items()
         if settings.get(key) != value
     ]
     keys = {_stored(key): weight.name for _, weight, key in _weights(adapted)}
@@ -98,7 +98,7 @@ def adapter_keys(
     if wrong:
         more = [f"and {len(wrong) - 8} more"] if len(wrong) > 8 else []
         raise list_problems(f"model.lora.adapter: {str(folder)!r} does not fit:", [*wrong[:8], *more])
-    return {key: keys[key] for key in stored}
+    return {keys[key]: key for key in stored}
 
 
 def adapter_settings(folder: Path) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ everything that was written is read again and compared.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,18 +19,16 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
-from dilatant.config.files.exports import read_object
-from dilatant.hf.stored_weights import (
-    INDEX,
-    open_tensors,
-    pretrained_files,
-    tensor_files,
-)
+from dilatant.config.files.exports import read_object, write_object
+from dilatant.hf.stored_weights import INDEX, Layout, pretrained_files, tensor_files
 from dilatant.models.adapters.lora import main_dtype, tied_keys
 from dilatant.models.core.materialize import seeded
-from dilatant.models.families.pretrained import PretrainedModel
-from dilatant.models.families.pretrained_keys import stored_keys
-from dilatant.models.families.pretrained_weights import load_pretrained_weights, weights_of
+from dilatant.models.families.pretrained import (
+    PretrainedModel,
+    load_pretrained_weights,
+    stored_keys,
+    weights_of,
+)
 from dilatant.models.multimodal import MultimodalModel
 
 _UNREAD = "model-unread.safetensors"
@@ -71,26 +68,27 @@ def copy_companion_files(source: str, model: PreTrainedModel, folder: Path) -> N
             if isinstance(of_source, dict) and isinstance(of_export, dict):
                 kept = {key: of_source[key] for key in _ROTARY if key in of_source}
                 of_export |= {key: value for key, value in kept.items() if key not in of_export}
-        now.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
+        write_object(now, new)
     settings = _file(source, "generation_config.json")
     if settings is not None:
         shutil.copyfile(settings, folder / "generation_config.json")
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     files, written = pretrained_files(source) or {}, tensor_files(folder)
-    unread = {}
-    for key in files:
-        if key in written or _OF_OTHERS.search(key):
-            continue
-        if any(re.search(pattern, key) for pattern in patterns):
-            with open_tensors(files[key]) as tensors:
-                unread[key] = tensors.get_tensor(key)
+    unread_keys = [
+        key
+        for key in files
+        if key not in written
+        and not _OF_OTHERS.search(key)
+        and any(re.search(pattern, key) for pattern in patterns)
+    ]
+    unread = dict(Layout(files, {key: key for key in unread_keys}).tensors(unread_keys))
     if not unread:
         return
     save_file(unread, folder / _UNREAD, {"format": "pt"})
     weight_map = {key: file.name for key, file in written.items()} | dict.fromkeys(unread, _UNREAD)
     size = sum(file.stat().st_size for file in {*written.values(), folder / _UNREAD})
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_object(folder / INDEX, index)
 
 
 def _write_model(model: MultimodalModel, whole: PretrainedModel, folder: Path, source: str | None) -> None:
@@ -117,13 +115,7 @@ def _write_model(model: MultimodalModel, whole: PretrainedModel, folder: Path, s
 
 
 def _source_tensors(whole: PretrainedModel, source: str, keys: list[str]) -> dict[str, Tensor]:
-    files = pretrained_files(source) or {}
-    stored = stored_keys(whole, files) if files else {}
-    found = {}
-    for key in keys:
-        if key in stored:
-            with open_tensors(files[stored[key]]) as tensors:
-                found[key] = tensors.get_tensor(stored[key])
+    found = dict(_layout_of(whole, pretrained_files(source) or {}).tensors(keys))
     if len(found) < len(keys):
         everything = load_pretrained_weights(whole, source)
         found |= {key: everything[key] for key in keys if key not in found}
@@ -163,16 +155,18 @@ def _check(
 def _differences(
     whole: PretrainedModel, files: Mapping[str, Path], state: Mapping[str, Tensor], what: str
 ) -> list[str]:
-    stored = stored_keys(whole, files)
-    problems = []
-    for key, tensor in state.items():
-        if key not in stored:  # merged or split when written, or tied
-            continue
-        with open_tensors(files[stored[key]]) as tensors:
-            read = tensors.get_tensor(stored[key])
-        if read.dtype != tensor.dtype or not torch.equal(read, tensor.cpu()):
-            problems.append(f"{key} {what}")
-    return problems
+    return [
+        f"{key} {what}"
+        for key, read in _layout_of(whole, files).tensors(
+            state
+        )  # others are merged or split when written, or tied
+        if read.dtype != state[key].dtype or not torch.equal(read, state[key].cpu())
+    ]
+
+
+def _layout_of(whole: PretrainedModel, files: Mapping[str, Path]) -> Layout:
+    """Find the weights of a pretrained VLM by the keys of its own state dict."""
+    return Layout(files, stored_keys(whole, files) if files else {})
 
 
 def _file(source: str, name: str) -> Path | None:

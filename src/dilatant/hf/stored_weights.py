@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from transformers.utils.hub import cached_file
 from dilatant.config import Config, ModelConfig
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
-from dilatant.config.model import EncoderConfig, GeneratorConfig
+from dilatant.config.model import EncoderConfig
 from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
 from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, magnitude_of, plain_key
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
-from dilatant.models.encoders.stored_projectors import misfit, stored_projector
-from dilatant.models.families.pretrained_keys import stored_keys
-from dilatant.models.families.pretrained_weights import load_pretrained_weights
+from dilatant.models.encoders.projector import misfit, stored_projector
+from dilatant.models.families.pretrained import load_pretrained_weights, stored_keys
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import pretrained_weights
 from dilatant.models.multimodal import MultimodalModel
@@ -38,6 +38,79 @@ from dilatant.runtime.state.holders import slice_of
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Weights in safetensors files. files: stored key → file. keys: name of a weight → its stored key, for the weights
+    that the files hold by name."""
+
+    files: Mapping[str, Path]
+    keys: Mapping[str, str]
+
+    @classmethod
+    def of_unit(cls, unit: Unit, part: str, files: Mapping[str, Path]) -> Layout:
+        """Find the weights of one module of a unit. Stored keys may have a prefix that the unit's keys lack, or the
+        reverse, as in the files of a larger model."""
+        key_of = {weight.name: plain_key(weight.key) for weight in unit.weights if weight.part == part}
+        stored = _by_model_key(key_of.values(), files)
+        return cls(files, {name: stored[key] for name, key in key_of.items() if key in stored})
+
+    @classmethod
+    def of_vlm(cls, model: MultimodalModel, files: Mapping[str, Path]) -> Layout:
+        """Find the weights of a pretrained VLM, without generators."""
+        whole = model.whole
+        assert whole is not None
+        stored = stored_keys(whole, files) if files else {}
+        pairs = ((weight.name, whole.key_of(unit, weight)) for unit, weight in model.weights_of_whole())
+        return cls(files, {name: stored[key] for name, key in pairs if key in stored})
+
+    def tensors(
+        self, names: Iterable[str], held: Mapping[str, Box] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Read weights by name, those that are stored, file by file; only their boxes in `held`, if given. Raises
+        UserError."""
+        for file, of_file in self._by_file(names).items():
+            with open_tensors(file) as tensors:
+                for name in of_file:
+                    yield name, _read(tensors, self.keys[name], None if held is None else held[name])
+
+    def read(self, held: Mapping[str, Box]) -> dict[str, Tensor]:
+        """Read the boxes of all stored weights in `held`. Raises UserError."""
+        return dict(self.tensors(held, held))
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the floating dtype of each stored weight."""
+        found: dict[str, torch.dtype] = {}
+        for file, names in self._by_file(self.keys).items():
+            with open_tensors(file) as tensors:
+                kinds = {name: tensors.get_slice(self.keys[name]).get_dtype() for name in names}
+            found |= {name: _DTYPES[kind] for name, kind in kinds.items() if kind in _DTYPES}
+        return found
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        by_file: dict[Path, list[str]] = defaultdict(list)
+        for name in names:
+            if name in self.keys:
+                by_file[self.files[self.keys[name]]].append(name)
+        return by_file
+
+    def check_ties(self, tied: Mapping[str, str], held: Mapping[str, Box], source: str | None = None) -> None:
+        """Raise UserError if the files hold two different tensors for one weight. tied: further name → first name.
+        source: named in the error; by default the files' folder."""
+        for name, first in tied.items():
+            key, other = self.keys.get(name), self.keys.get(first)
+            if key is None or other is None or key == other or first not in held:
+                continue
+            with open_tensors(self.files[key]) as one, open_tensors(self.files[other]) as two:
+                if not torch.equal(
+                    _read(one, key, held[first]).float(), _read(two, other, held[first]).float()
+                ):
+                    raise UserError(
+                        f"{str(source or self.files[key].parent)!r}: config.json ties {key!r} to {other!r}, but the "
+                        "files hold unlike weights for them; write tie_word_embeddings: false there (also in its "
+                        f"text_config) to train both, or remove {key!r} from the files"
+                    )
 
 
 def first_weights(
@@ -61,10 +134,10 @@ def read_pretrained(
 
     Pass the result to `Runtime(weights=...)`, for a model whose units are all on the meta device. Raises UserError.
     """
-    given, held = held, _with_whole_rows(held)
+    requested, held = held, _with_whole_rows(held)
     if config.is_whole:
         whole = {} if config.id is None else read_pretrained_vlm(model, config.id, held)
-        own = _with_magnitudes(whole, given)
+        own = _with_magnitudes(whole, requested)
         return own | _read_generators(model, config, held) | read_adapters(model, config, held)
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
@@ -93,54 +166,25 @@ def read_pretrained(
                 if w.part == "model" and w.name in wanted
             }
         weights |= found
-    weights = _with_magnitudes(weights, given)
+    weights = _with_magnitudes(weights, requested)
     return weights | _read_generators(model, config, held) | read_adapters(model, config, held)
 
 
 def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torch.dtype]:
     """Return logical name → floating dtype of the weights that the files of pretrained ids hold by name; the dtype may
     differ from weight to weight (fp32 norms in a bf16 model)."""
-    places: dict[str, tuple[Path, str]] = {}
     if config.is_whole:
         files = pretrained_files(config.id) if config.id is not None else None
-        whole = model.whole
-        if files and whole is not None:
-            stored = stored_keys(whole, files)
-            for unit, weight in model.weights_of_whole():
-                if (key := stored.get(whole.key_of(unit, weight))) is not None:
-                    places[weight.canonical] = (files[key], key)
+        layouts = [Layout.of_vlm(model, files or {})]
     else:
         sources = {name: entry.id for name, entry in config.encoders.items()}
-        for name, source in {**sources, model.graph.anchor: config.text.id}.items():
-            files = pretrained_files(source) if source is not None else None
-            for own, key in _stored_names(model.units[name], "model", files or {}).items():
-                places[own] = ((files or {})[key], key)
-    dtypes: dict[str, torch.dtype] = {}
-    for file in {file for file, _ in places.values()}:
-        with open_tensors(file) as tensors:
-            for name, (place, key) in places.items():
-                if place == file and (kind := tensors.get_slice(key).get_dtype()) in _DTYPES:
-                    dtypes[name] = _DTYPES[kind]
-    return dtypes
-
-
-def _stored_names(unit: Unit, module: str, files: Mapping[str, Path]) -> dict[str, str]:
-    """Return logical name → stored key for the weights of one module of a unit."""
-    own = [weight for weight in unit.weights if weight.part == module]
-    stored_as = _by_own_key([plain_key(weight.key) for weight in own], files)
-    return {w.name: stored_as[plain_key(w.key)] for w in own if plain_key(w.key) in stored_as}
-
-
-def _check_ties(pairs: Iterable[tuple[str, str, Box]], files: Mapping[str, Path], source: str | Path) -> None:
-    """Raise UserError if files hold two different tensors for one weight. pairs: both stored keys, and the held box."""
-    for tied, first, box in pairs:
-        with open_tensors(files[tied]) as one, open_tensors(files[first]) as other:
-            if not torch.equal(_read(one, tied, box).float(), _read(other, first, box).float()):
-                raise UserError(
-                    f"{str(source)!r}: config.json ties {tied!r} to {first!r}, but the files hold unlike weights for "
-                    "them; write tie_word_embeddings: false there (also in its text_config) to train both, or remove "
-                    f"{tied!r} from the files"
-                )
+        sources[model.graph.anchor] = config.text.id
+        layouts = [
+            Layout.of_unit(model.units[name], "model", (pretrained_files(source) or {}) if source else {})
+            for name, source in sources.items()
+        ]
+    first = {name: first for unit in model.units.values() for name, first in unit.tied.items()}
+    return {first.get(name, name): dtype for each in layouts for name, dtype in each.dtypes().items()}
 
 
 def _read_projector(
@@ -150,15 +194,6 @@ def _read_projector(
     if file is None or misfit(file, unit.get_submodule("projector")) is not None:  # a misfit was reported
         return {}
     return read_unit(unit, "projector", held, _keys(file))
-
-
-def _read_generators(
-    model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]
-) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = {}
-    for name, entry in config.generators.items():
-        weights |= _read_generator(model, name, entry, held)
-    return weights
 
 
 def _with_whole_rows(held: Mapping[str, Box]) -> dict[str, Box]:
@@ -183,50 +218,39 @@ def _with_magnitudes(weights: dict[str, Tensor], held: Mapping[str, Box]) -> dic
     return weights | found
 
 
-def _read_generator(
-    model: MultimodalModel, name: str, entry: GeneratorConfig, held: Mapping[str, Box]
+def _read_generators(
+    model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]
 ) -> dict[str, Tensor]:
-    """Read a generator's weights in `held`; diffusers reads the net whole, whatever part of it is held here."""
-    unit = model.units[name]
-    wanted = [weight for weight in unit.weights if weight.part == "model" and weight.name in held]
-    where = f"model.generators.{name}"
-    source = source_of_entry(entry, where)
-    if not wanted or not source.has_weights:
-        return {}
-    stored = pretrained_weights(source, where)
-    return {w.name: slice_of(stored[w.key], held[w.name]) for w in wanted if w.key in stored}
+    """Read the generators' weights in `held`; diffusers reads a net whole, whatever part of it is held here."""
+    weights: dict[str, Tensor] = {}
+    for name, entry in config.generators.items():
+        where = f"model.generators.{name}"
+        of_model = [weight for weight in model.units[name].weights if weight.part == "model"]
+        wanted = [weight for weight in of_model if weight.name in held]
+        source = source_of_entry(entry, where)
+        if wanted and source.has_weights:
+            stored = pretrained_weights(source, where)
+            weights |= {w.name: slice_of(stored[w.key], held[w.name]) for w in wanted if w.key in stored}
+    return weights
 
 
 def read_pretrained_vlm(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:
     """Read the boxes in `held` of a pretrained VLM's own weights from a folder or id. Raises UserError."""
     whole = model.whole
     assert whole is not None
-    wanted = {
+    key_of = {
         weight.name: whole.key_of(unit, weight)
         for unit, weight in model.weights_of_whole()
         if weight.name in held and not is_adapter(weight.name)
     }
-    files = pretrained_files(source) or {}
-    stored = stored_keys(whole, files) if files else {}
-    pairs = [
-        (stored[key], stored[wanted[first]], held[first])
-        for unit, weight in model.weights_of_whole()
-        if (first := weight.tied_to) is not None and first in wanted and wanted[first] in stored
-        if (key := whole.key_of(unit, weight)) in stored
-    ]
-    _check_ties(pairs, files, source)
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name, key in wanted.items():
-        if key in stored:
-            by_file[files[stored[key]]].append(name)
-    weights = {}
-    for file, names in by_file.items():
-        with open_tensors(file) as tensors:
-            for name in names:
-                weights[name] = _read(tensors, stored[wanted[name]], held[name])
+    wanted = {name: held[name] for name in key_of}
+    layout = Layout.of_vlm(model, pretrained_files(source) or {})
+    tied = {name: first for unit in model.units.values() for name, first in unit.tied.items()}
+    layout.check_ties(tied, wanted, source)
+    weights = layout.read(wanted)
     if len(weights) < len(wanted):
         everything = load_pretrained_weights(whole, source)
-        weights |= {n: slice_of(everything[key], held[n]) for n, key in wanted.items() if n not in weights}
+        weights |= {n: slice_of(everything[key], held[n]) for n, key in key_of.items() if n not in weights}
     return weights
 
 
@@ -241,9 +265,8 @@ def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str
         folder = Path(lora.adapter) / adapted.folder
         if len(all_adapted) == 1 and not folder.exists():  # written by peft, which knows no units
             folder = Path(lora.adapter)
-        keys = adapter_keys(adapted, _keys(folder / ADAPTER_FILE), lora, folder)
-        with open_tensors(folder / ADAPTER_FILE) as tensors:
-            weights |= {name: _read(tensors, key, held[name]) for key, name in keys.items() if name in held}
+        files = _keys(folder / ADAPTER_FILE)
+        weights |= Layout(files, adapter_keys(adapted, files, lora, folder)).read(held)
     return weights
 
 
@@ -277,28 +300,11 @@ class _LazyShards(Mapping[str, Path]):
         return len(self._shards)
 
 
-def read_unit(
-    unit: Unit, module: str, held: Mapping[str, Box], files: Mapping[str, Path]
-) -> dict[str, Tensor]:
-    """Read the weights in `held` (logical name → box) that belong to one module of a unit and are stored. files: stored
-    key → file.
-
-    Stored keys may have a prefix that the unit's own keys lack, or the reverse, as in the files of a larger model.
-    """
-    names = _stored_names(unit, module, files)
-    found: dict[Path, list[tuple[str, str]]] = defaultdict(list)
-    for name, stored in names.items():
-        if name in held:
-            found[files[stored]].append((name, stored))
-    ties = [(n, first) for n, first in unit.tied.items() if n in names and first in names and first in held]
-    pairs = [(names[n], names[first], held[first]) for n, first in ties if names[n] != names[first]]
-    _check_ties(pairs, files, files[pairs[0][0]].parent if pairs else "")
-    weights = {}
-    for file, entries in found.items():
-        with open_tensors(file) as tensors:
-            for name, stored in entries:
-                weights[name] = _read(tensors, stored, held[name])
-    return weights
+def read_unit(unit: Unit, part: str, held: Mapping[str, Box], files: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Read the weights in `held` that belong to one module of a unit and are stored. Raises UserError."""
+    layout = Layout.of_unit(unit, part, files)
+    layout.check_ties(unit.tied, held)
+    return layout.read(held)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -325,17 +331,18 @@ def _keys(file: Path) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), file)
 
 
-def _read(tensors: Any, stored: str, box: Box) -> Tensor:
+def _read(tensors: Any, stored: str, box: Box | None) -> Tensor:
     """Read a stored tensor, or just the box if the stored tensor has the weight's full shape."""
     view = tensors.get_slice(stored)
-    if box.is_whole or tuple(view.get_shape()) != box.whole:  # other shapes are refused when they are used
+    # Other shapes are refused when they are used.
+    if box is None or box.is_whole or tuple(view.get_shape()) != box.whole:
         return tensors.get_tensor(stored)
     whole = Box.of(box.name, box.whole)
     reads = {cell: view[whole.place(cell)] for cell in box.cells()}
-    own = next(iter(reads.values())).new_empty(box.shape)
+    part = next(iter(reads.values())).new_empty(box.shape)
     for cell, read in reads.items():
-        own[box.place(cell)] = read
-    return own
+        part[box.place(cell)] = read
+    return part
 
 
 def open_tensors(file: Path) -> safe_open:
@@ -353,23 +360,20 @@ def open_tensors(file: Path) -> safe_open:
         ) from None
 
 
-def _by_own_key(own: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Return own key → stored key: the same, or the only stored key that ends with it or that it ends with."""
-    keys = list(stored)
-    same = set(keys)
+def _by_model_key(keys: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Return model key → stored key: the same, or the only stored key that ends with it or that it ends with."""
+    stored = list(stored)
     by_last: dict[str, list[str]] = defaultdict(list)
-    for key in keys:
+    for key in stored:
         by_last[key.rsplit(".", 1)[-1]].append(key)
-    matched = {}
-    for key in own:
-        if key in same:
-            matched[key] = key
-            continue
-        near = [
-            other
-            for other in by_last[key.rsplit(".", 1)[-1]]
-            if other.endswith("." + key) or key.endswith("." + other)
-        ]
+    same, matched = set(stored), {}
+    for key in keys:
+        others = by_last[key.rsplit(".", 1)[-1]]
+        near = (
+            [key]
+            if key in same
+            else [other for other in others if other.endswith("." + key) or key.endswith("." + other)]
+        )
         if len(near) == 1:
             matched[key] = near[0]
     return matched

@@ -21,13 +21,12 @@ from dilatant.config.model import (
     ModelConfig,
 )
 from dilatant.models.adapters.lora import inject_parts, is_adapter
-from dilatant.models.core.dtype import dtype_of_config
-from dilatant.models.core.four_bit_stages import four_bit_names, require_four_bit
+from dilatant.models.core.dtype import dtype_of_config, four_bit_names, require_four_bit
 from dilatant.models.core.freeze import select, thaw
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.encoder_spec import Encoder
-from dilatant.models.encoders.stored_projectors import kind_of_projector, misfit, stored_projector
+from dilatant.models.encoders.projector import kind_of_projector, misfit, stored_projector
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import InspectedDenoiser, build_diffusion, inspect_denoiser

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -18,7 +19,7 @@ from transformers import DynamicCache
 from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.masks.mask import visible
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.files.exports import is_export_of_parts
 from dilatant.config.model import LANGUAGE
 from dilatant.config.signatures import require_call
@@ -32,23 +33,16 @@ from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder, build_encoder
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.pretrained import PretrainedModel, composite_of, load_pretrained_weights
 from dilatant.models.families.pretrained_answers import PretrainedGeneration
-from dilatant.models.families.pretrained_weights import composite_of, load_pretrained_weights
 from dilatant.models.families.training_proof import prove
 from dilatant.models.generators.generator import Generator, GeneratorUnit
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.language.media_attention import MediaMasks, in_words, read_media_attention
 from dilatant.models.language.merge import prepend_placeholders
-from dilatant.models.saving import load_model, save_model
-from dilatant.models.saving_generators import read_connectors
+from dilatant.models.saving import load_model, read_connectors, save_model
 from dilatant.models.sources import load_language_model, load_pretrained_config
-
-_KEYWORDS = (
-    *("input_ids", "encoder_inputs", "position_ids", "attention_mask", "labels", "loss_denominator"),
-    *("return_logits", "sample_ids", "lengths", "attention_kwargs"),
-)
 
 
 class MultimodalModel(nn.Module):
@@ -372,9 +366,8 @@ class MultimodalModel(nn.Module):
             try:
                 model[name].projector.load_state_dict(state, assign=True)
             except RuntimeError as error:
-                reason = " ".join(str(error).split())[:300]
                 raise UserError(
-                    f"{str(folder)!r}: {name}: the file does not hold the projector's weights: {reason}"
+                    f"{str(folder)!r}: {name}: the file does not hold the projector's weights: {one_line(error)}"
                 ) from None
         return model
 
@@ -434,16 +427,17 @@ class MultimodalModel(nn.Module):
 
     def _refuse_keywords(self, keywords: Mapping[str, Any]) -> None:
         problems = []
+        known = [*signature(self.forward).parameters][:-2]  # without transformers' alias, and unknown ones
         for keyword in keywords:
             takers = [n for n in self.encoders if self[n].geometry.input_name == keyword]
             if takers:
                 right = " or ".join(f"encoder_inputs={{{name!r}: {{{keyword!r}: ...}}}}" for name in takers)
                 problems.append(f"{keyword!r} is an encoder's input; give {right}")
                 continue
-            near = difflib.get_close_matches(keyword, _KEYWORDS, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
             problems.append(
                 f"{keyword!r} is not one of them; "
-                + (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(_KEYWORDS)}")
+                + (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}")
             )
         if problems:
             raise list_problems("the model is called with unknown keywords:", problems)

@@ -5,7 +5,9 @@
       language/                the language model and its tokenizer, as transformers saves them
       <encoder>/               each encoder and its processor, as transformers saves them
       projectors/<encoder>.safetensors
-      <generator>/, connectors/   see `saving_generators`
+      <generator>/             the denoiser, as diffusers saves it; in it vae/, its autoencoder, or target/, the vision
+                               model whose features it generates, and scheduler/, which samples with it
+      connectors/<generator>.safetensors   connector, learned queries, pooled condition
 
 Nothing is pickled. For code (callbacks, projectors that are a user's own modules) only the name is saved; pass the code
 itself when you load the model.
@@ -26,16 +28,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
-from dilatant.config.errors import UserError, list_problems
-from dilatant.config.files.exports import MANIFEST, is_export_of_parts, read_object
+from dilatant.config.errors import UserError, list_problems, one_line
+from dilatant.config.files.exports import MANIFEST, is_export_of_parts, read_object, write_object
 from dilatant.config.model import MediaMask
 from dilatant.models.adapters.lora import save_plain
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
+from dilatant.models.generators.denoiser_source import read_source, scheduler_settings
+from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
+from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import Generator, GeneratorUnit
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.media_attention import MediaMasks, OwnMask
-from dilatant.models.saving_generators import load_generators, save_generators
 from dilatant.models.sources import load_encoder, load_language_model
 
 FORMAT = 1
@@ -101,8 +105,7 @@ def save_model(
         save_plain(cast(PreTrainedModel, unit.model), folder / name)
         if encoder.processor is not None:
             encoder.processor.save_pretrained(str(folder / name))
-        state = {key: tensor.detach().contiguous() for key, tensor in unit.projector.state_dict().items()}
-        save_file(state, folder / "projectors" / f"{name}.safetensors", {"format": "pt"})
+        _write_tensors(unit.projector.state_dict(), folder / "projectors" / f"{name}.safetensors")
         entries[name] = {
             "projector": encoder.projector if isinstance(encoder.projector, str) else None,
             "placeholder_id": language.text.placeholder_ids[name],
@@ -164,13 +167,110 @@ def load_model(
         load_language_model(folder / "language", f"{folder}: language", **options),
         _load_tokenizer(folder / "language"),
         media_attention or manifest.get("media_attention", "causal"),
-        {name: _read_projector(folder / "projectors" / f"{name}.safetensors", dtype) for name in encoders},
+        {
+            name: {key: tensor if dtype is None else tensor.to(dtype) for key, tensor in state.items()}
+            for name in encoders
+            for state in [_read_tensors(folder / "projectors" / f"{name}.safetensors", "projector")]
+        },
         load_generators(
             folder,
             manifest.get("generators", {}),
             {name: given.get("connector") for name, given in code.items()},
         ),
     )
+
+
+def save_generators(
+    folder: Path, language: LanguageUnit, generators: Mapping[str, tuple[Generator, GeneratorUnit]]
+) -> dict[str, Any]:
+    """Write the generators into `folder`, and the weights between them and the language model; return the manifest's
+    entries. Raises UserError for a generator that is a user's own module."""
+    entries = {}
+    for name, (given, unit) in generators.items():
+        if not isinstance(unit.model, Diffusion):
+            raise UserError(
+                f"{name}: a module of your own has no layout of diffusers; save its state_dict() yourself"
+            )
+        net: Any = unit.model.net
+        net.save_pretrained(folder / name)
+        if unit.model.encoder is not None:
+            place = "target" if unit.model.draws_features else "vae"
+            unit.model.encoder.save_pretrained(folder / name / place)
+        settings = scheduler_settings(unit.model.objective)
+        write_object(folder / name / "scheduler" / "scheduler_config.json", settings)
+        weights = _weights_between(language, name, unit, unit.model)
+        _write_tensors(weights, folder / "connectors" / f"{name}.safetensors")
+        has_queries = "queries" in language.parts and name in language.queries.counts
+        entries[name] = {
+            "connector": given.connector if isinstance(given.connector, str) else None,
+            "connector_layers": given.connector_layers,
+            "tokens_per_item": given.tokens_per_item,
+            "token_id": None if has_queries else given.token_id,
+            "loss_weight": given.loss_weight,
+            "objective": unit.model.objective,
+            "drop": unit.model.drop,
+            "features": unit.model.draws_features,
+            "sample_size": None if "sample_size" in net.config else unit.model.shape[1],
+        }
+    return entries
+
+
+def load_generators(
+    folder: Path, entries: Mapping[str, Any], connectors: Mapping[str, Any]
+) -> dict[str, Generator]:
+    """Read what `save_generators` wrote, by the manifest's `entries`. connectors: name → connector that is a user's own
+    module. Raises UserError."""
+    generators = {}
+    for name, entry in entries.items():
+        where = f"{folder}: {name}"
+        drawn = folder / name / "target"
+        encoder = str(drawn) if entry.get("features") else None
+        size = entry.get("sample_size")
+        seen = inspect_denoiser(read_source(where, str(folder / name), None, None, encoder, size), where)
+        connector = entry["connector"] or connectors.get(name)
+        if connector is None:
+            raise UserError(
+                f"{where}: the connector is code; give it again as code={{{name!r}: {{'connector': ...}}}}"
+            )
+        generators[name] = Generator(
+            build_diffusion(seen, where, entry["objective"], entry["drop"], hollow=False),
+            entry["token_id"],
+            seen.width,
+            connector,
+            entry["tokens_per_item"],
+            entry["loss_weight"],
+            entry.get("connector_layers", 2),
+        )
+    return generators
+
+
+@torch.no_grad()
+def read_connectors(folder: Path, language: LanguageUnit, units: Mapping[str, GeneratorUnit]) -> None:
+    """Load the weights between the language model and the generators. Raises UserError."""
+    for name, unit in units.items():
+        assert isinstance(unit.model, Diffusion)
+        path = folder / "connectors" / f"{name}.safetensors"
+        held = _weights_between(language, name, unit, unit.model)
+        stored = _read_tensors(path, "connector")
+        wrong = [key for key in held if key not in stored or stored[key].shape != held[key].shape]
+        if wrong or stored.keys() != held.keys():
+            raise UserError(
+                f"{str(path)!r} does not hold the connector's weights: {', '.join(wrong) or 'more'}"
+            )
+        for key, tensor in held.items():
+            tensor.copy_(stored[key])
+
+
+def _weights_between(
+    language: LanguageUnit, name: str, unit: GeneratorUnit, model: Diffusion
+) -> dict[str, Tensor]:
+    """Return the weights between language model and denoiser: connector, learned queries, pooled condition."""
+    state = {f"connector.{key}": tensor for key, tensor in unit.connector.state_dict().items()}
+    if model.pool is not None:
+        state |= {f"pool.{key}": tensor for key, tensor in model.pool.state_dict().items()}
+    if "queries" in language.parts and name in language.queries.counts:
+        state["queries"] = language.queries.get_parameter(name)
+    return state
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -216,13 +316,18 @@ def _check_code(
         raise list_problems(f"{str(folder)!r} cannot be loaded as it was saved:", problems)
 
 
-def _read_projector(path: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _read_tensors(path: Path, what: str) -> dict[str, Tensor]:
+    """Read a file with the weights of a projector or connector. Raises UserError."""
     try:
-        state = load_file(path)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{str(path)!r} does not hold the projector's weights: {reason}") from None
-    return {key: tensor if dtype is None else tensor.to(dtype) for key, tensor in state.items()}
+        raise UserError(f"{str(path)!r} does not hold the {what}'s weights: {one_line(error)}") from None
+
+
+def _write_tensors(state: Mapping[str, Tensor], path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    state = {key: tensor.detach().contiguous() for key, tensor in state.items()}
+    save_file(state, path, {"format": "pt"})
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -239,5 +344,4 @@ def _load(loader: Any, folder: Path) -> Any:
     try:
         return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{str(folder)!r} cannot be read: {reason}") from None
+        raise UserError(f"{str(folder)!r} cannot be read: {one_line(error)}") from None

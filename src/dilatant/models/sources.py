@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
 from dilatant.models.core.structure import DEPTH_KEYS
 from dilatant.models.families.families import FAMILIES
@@ -48,14 +48,23 @@ def load_language_model(source: Any, where: str = "language_model", **options: A
     saved from an id), attn_implementation (default: sdpa if the family has it, else eager), trust_remote_code. Raises
     UserError that begins with `where`.
     """
-    return _load(
-        source, where, _build_language_model, _pretrained_language_model, _check_language_model, options
-    )
+    model = _load(source, where, _build_language_model, _pretrained_language_model, options)
+    if model.get_input_embeddings() is None or model.get_output_embeddings() is None:
+        raise UserError(
+            f"{where}: {type(model).__name__} has no language-model head; give a ...ForCausalLM model"
+        )
+    return model
 
 
 def load_encoder(source: Any, where: str = "encoder", **options: Any) -> PreTrainedModel:
     """Load an encoder; of a composite model, only the vision or audio part. See `load_language_model`."""
-    return _load(source, where, _build_encoder, _pretrained_encoder, _check_encoder, options)
+    model = _load(source, where, _build_encoder, _pretrained_encoder, options)
+    if model.main_input_name not in _ENCODER_INPUTS and model.config.model_type not in PATCH_MERGER_ENCODERS:
+        raise UserError(
+            f"{where}: {type(model).__name__} reads {model.main_input_name!r}, so it is not an encoder of images or "
+            "audio"
+        )
+    return model
 
 
 def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
@@ -80,14 +89,14 @@ def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
     try:
         return config_class(**settings)
     except Exception as error:
-        raise UserError(f"{where}: {model_type} refuses these settings: {_one_line(error)}") from None
+        raise UserError(f"{where}: {model_type} refuses these settings: {one_line(error)}") from None
 
 
 def _plain_config(path: Path, where: str) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {str(path)!r} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{where}: {str(path)!r} cannot be read: {one_line(error)}") from None
 
 
 def _refuse_absurd(settings: Any, where: str) -> None:
@@ -115,21 +124,16 @@ def _load(
     where: str,
     build: Callable[..., PreTrainedModel],
     pretrained: Callable[..., PreTrainedModel],
-    check: Callable[[PreTrainedModel, str], None],
     options: Mapping[str, Any],
 ) -> PreTrainedModel:
     if isinstance(source, PreTrainedModel):
-        model = source
-    elif isinstance(source, PreTrainedConfig):
-        model = build(source, where, **options)
-    elif isinstance(source, Mapping):
-        model = build(parse_config(source, where), where, **options)
-    elif isinstance(source, str | Path):
-        model = pretrained(str(source), where, **options)
-    else:
-        raise UserError(f"{where}: give a transformers model, a config or an id, not {type(source).__name__}")
-    check(model, where)
-    return model
+        return source
+    if isinstance(source, PreTrainedConfig | Mapping):
+        config = source if isinstance(source, PreTrainedConfig) else parse_config(source, where)
+        return build(config, where, **options)
+    if isinstance(source, str | Path):
+        return pretrained(str(source), where, **options)
+    raise UserError(f"{where}: give a transformers model, a config or an id, not {type(source).__name__}")
 
 
 def _build_language_model(config: PreTrainedConfig, where: str, **options: Any) -> PreTrainedModel:
@@ -161,7 +165,7 @@ def _on_meta(
         with torch.device("meta"):
             return construct(config, attn_implementation=attn_implementation, dtype=dtype or torch.float32)
     except Exception as error:
-        raise UserError(f"{where}: {config.model_type} cannot be built: {_one_line(error)}") from None
+        raise UserError(f"{where}: {config.model_type} cannot be built: {one_line(error)}") from None
 
 
 def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrainedModel:
@@ -187,17 +191,21 @@ def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrai
 def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedModel:
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
     tower = encoder_config(config)
-    if tower is not config:
-        return _load_with_missing_weights_warning(_class_of(tower, where), name, where, tower, options)
-    if type(config) not in MODEL_MAPPING and config.model_type in _UNLISTED:
-        return _load_with_missing_weights_warning(_class_of(config, where), name, where, config, options)
-    if not config.is_encoder_decoder:
-        return _load_with_missing_weights_warning(AutoModel, name, where, config, options)
-    with torch.device("meta"):
-        encoder_class = type(AutoModel.from_config(config).get_encoder())
-    if encoder_class.__name__ in (config.architectures or ()):
-        return _load_with_missing_weights_warning(encoder_class, name, where, config, options)
-    return _load_with_missing_weights_warning(AutoModel, name, where, config, options).get_encoder()
+    loader: Any = AutoModel
+    if tower is not config or (type(config) not in MODEL_MAPPING and config.model_type in _UNLISTED):
+        loader = _class_of(tower, where)
+    elif config.is_encoder_decoder:
+        with torch.device("meta"):
+            encoder_class = type(AutoModel.from_config(config).get_encoder())
+        if encoder_class.__name__ in (config.architectures or ()):
+            loader = encoder_class
+    model, missing = _from_pretrained(loader, name, where, tower, options)
+    if missing:  # often an unused pooler
+        warnings.warn(
+            f"{where}: {name!r} lacks {len(missing)} weights of its encoder ({missing[0]}, ...); they begin at random",
+            stacklevel=2,
+        )
+    return model.get_encoder() if loader is AutoModel and config.is_encoder_decoder else model
 
 
 def _class_of(config: PreTrainedConfig, where: str) -> Any:
@@ -208,19 +216,6 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
         raise UserError(f"{where}: {config.model_type!r} is not an encoder that transformers can build alone")
     module, name = _UNLISTED[config.model_type]
     return getattr(importlib.import_module(module), name)
-
-
-def _load_with_missing_weights_warning(
-    loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
-) -> PreTrainedModel:
-    """Load an encoder, and warn once about weights that its files lack (often an unused pooler)."""
-    model, missing = _from_pretrained(loader, name, where, config, options)
-    if missing:
-        warnings.warn(
-            f"{where}: {name!r} lacks {len(missing)} weights of its encoder ({missing[0]}, ...); they begin at random",
-            stacklevel=2,
-        )
-    return model
 
 
 def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -240,11 +235,11 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
     except OSError:
         _require_on_hub(name, where)
     except Exception as error:
-        raise UserError(f"{where}: {name!r} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{where}: {name!r} cannot be read: {one_line(error)}") from None
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"{where}: {name!r} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{where}: {name!r} cannot be read: {one_line(error)}") from None
 
 
 def _require_on_hub(name: str, where: str) -> None:
@@ -267,7 +262,7 @@ def _require_on_hub(name: str, where: str) -> None:
     except RepositoryNotFoundError:
         raise UserError(f"{absent}, and the hub has no such model (or it is private: set HF_TOKEN)") from None
     except Exception as error:
-        raise UserError(f"{absent}, and the hub cannot be reached ({_one_line(error)}); {remedy}") from None
+        raise UserError(f"{absent}, and the hub cannot be reached ({one_line(error)}); {remedy}") from None
 
 
 def _from_pretrained(
@@ -288,7 +283,7 @@ def _from_pretrained(
                 **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
             )
     except Exception as error:
-        raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {_one_line(error)}") from None
+        raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {one_line(error)}") from None
     finally:
         transformers_logging.set_verbosity(before)
     return model, sorted(found["missing_keys"])
@@ -313,22 +308,3 @@ def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the vision or audio config inside a composite config (CLIP, SigLIP); otherwise the config itself."""
     towers = [getattr(config, key) for key in _ENCODER_CONFIG_KEYS if getattr(config, key, None) is not None]
     return towers[0] if towers else config
-
-
-def _check_language_model(model: PreTrainedModel, where: str) -> None:
-    if model.get_input_embeddings() is None or model.get_output_embeddings() is None:
-        raise UserError(
-            f"{where}: {type(model).__name__} has no language-model head; give a ...ForCausalLM model"
-        )
-
-
-def _check_encoder(model: PreTrainedModel, where: str) -> None:
-    if model.main_input_name not in _ENCODER_INPUTS and model.config.model_type not in PATCH_MERGER_ENCODERS:
-        raise UserError(
-            f"{where}: {type(model).__name__} reads {model.main_input_name!r}, so it is not an encoder of images or "
-            "audio"
-        )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -23,7 +23,8 @@ from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
 from dilatant.models.build import build_model, inspect_denoisers, open_pretrained, token_of
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
-from dilatant.models.families.media_units import media_unit, units_of_patch_merger, units_of_pretrained
+from dilatant.models.encoders.media import media_unit
+from dilatant.models.families.media_units import units_of_patch_merger, units_of_pretrained
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_as_configured, place_rows
 from dilatant.models.sources import encoder_config, load_pretrained_config, parse_config

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
-from dilatant.models.core.dtype import cast_weights
-from dilatant.models.core.four_bit_stages import quantize, require_shape
+from dilatant.models.core.dtype import cast_weights, quantize, require_shape
 from dilatant.models.core.freeze import check
 from dilatant.models.core.materialize import materialize
 from dilatant.models.core.stage import Boundary, Context, Stage, stage_tensors

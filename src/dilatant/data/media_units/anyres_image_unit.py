@@ -5,7 +5,7 @@ each is one tile; so is each frame of a clip, whose patches are pooled 2 x 2."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
-from dilatant.data.media_units.frame_choice import FrameChoice
+from dilatant.data.media_units.frame_choice import FrameChoice, saved_limits
 from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.media_units.unit_base import ClipUnitBase, ImageUnitBase
@@ -140,6 +140,9 @@ class AnyresClipUnit(ClipUnitBase):
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return self._count(size) * self.tokens_per_tile
+
+    def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
+        return saved_limits(self.choice, before)
 
     def merged_tokens(self, size: MediaSize) -> int:
         return self.shape.clip_rows(self._count(size))

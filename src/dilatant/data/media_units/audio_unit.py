@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,22 @@ class LogMelProcessor(Fingerprinted):
         log = np.log10(np.maximum(mel, 1e-10))
         log = np.maximum(log, log.max() - 8.0)
         return np.ascontiguousarray(((log + 4.0) / 4.0).T.astype(np.float32))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the processor as transformers' classes read them."""
+        return {
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": self.mel_bins,
+            "sampling_rate": self.sampling_rate,
+            "hop_length": self.hop_length,
+            "n_fft": self.fft_length,
+            # transformers only has windows of whole seconds; the exact window is saved in addition.
+            "chunk_length": -(-self.window_samples // self.sampling_rate),
+            "n_samples": self.window_samples,
+            "nb_max_frames": self.window_frames,
+            "padding_value": 0.0,
+        }
 
 
 @lru_cache(maxsize=8)

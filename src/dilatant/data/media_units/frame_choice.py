@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,15 @@ class FrameChoice(Protocol):
         """Return the indices of the selected frames, ascending; all of them if the frames were sampled already."""
         ...
 
+    def limits(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of this rule in `video_preprocessor_config.json`, whose present content is `before`."""
+        ...
+
+
+def saved_limits(choice: FrameChoice, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rule's settings; none where the family's default needs no settings file."""
+    return {} if not before and choice == type(choice)() else choice.limits(before)
+
 
 def moments(size: MediaSize, frames: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the times of these frames in seconds."""
@@ -38,6 +47,10 @@ class MiddleFrames:
 
     count: int | None = None
     fps: float = 1.0
+
+    def limits(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        # Only one of the two: transformers refuses both.
+        return {"num_frames": self.count, "fps": self.fps if self.count is None else None}
 
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
         wanted = self.count
@@ -58,6 +71,9 @@ class FirstFrames:
     count: int = 32
     fps: float | None = None
 
+    def limits(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        return {"num_frames": self.count if self.fps is None else None, "fps": self.fps}
+
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
         wanted = self.count if self.fps is None else max(1, int(size.seconds * self.fps))
         wanted = min(wanted, size.frames) if size.seconds else size.frames
@@ -71,6 +87,12 @@ class SpreadFrames:
 
     fps: float = 1.0
     most: int = 64
+
+    def limits(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"num_frames": self.most, "fps": self.fps}
+        if "video_sampling" in before:
+            found["video_sampling"] = {**before["video_sampling"], "max_frames": self.most, "fps": self.fps}
+        return found
 
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
         if not size.seconds:

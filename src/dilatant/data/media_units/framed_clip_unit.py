@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
-from dilatant.data.media_units.frame_choice import FRAME_TEXTS, FrameChoice
+from dilatant.data.media_units.frame_choice import FRAME_TEXTS, FrameChoice, saved_limits
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.native_image_unit import NativeImageUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
@@ -42,6 +44,10 @@ class FramedClipUnit(ClipUnitBase):
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return len(self.choice.frames(size)) * self.frame.encoder_tokens(_of_frame(size))
+
+    def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
+        sizes = self.frame.processor.limits if isinstance(self.frame, NativeImageUnit) else {}
+        return {**saved_limits(self.choice, before), **sizes}
 
     def merged_tokens(self, size: MediaSize) -> int:
         return len(self.choice.frames(size)) * self.frame.merged_tokens(_of_frame(size))

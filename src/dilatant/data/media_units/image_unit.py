@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,11 @@ class ImageProcessor(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the processor as transformers' classes, and `processors`, read them."""
+        ...
 
     def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, EncoderInput]:
         """Compute inputs of an image, uint8 [height, width, channels]; their first dimension is encoder rows."""
@@ -93,6 +98,25 @@ class PixelProcessor(Fingerprinted):
             image = image.crop((left, top, left + self.width, top + self.height))
         values = np.asarray(image).reshape(self.height, self.width, self.channels).transpose(2, 0, 1)
         return {"pixel_values": Pixels(np.array(values, order="C")[None], self.rescale, self.mean, self.std)}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        fixed = {"height": self.height, "width": self.width}
+        cropped = self.shortest_edge is not None
+        return {
+            "image_processor_type": "CLIPImageProcessor" if cropped else "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"shortest_edge": self.shortest_edge} if cropped else fixed,
+            "do_center_crop": cropped,
+            **({"crop_size": fixed} if cropped else {}),
+            "resample": RESAMPLE_NAMES.index(self.resample),
+            "do_rescale": True,
+            "rescale_factor": self.rescale,
+            "do_normalize": True,
+            # transformers needs one value per channel.
+            "image_mean": list(self.mean) * (self.channels // len(self.mean)),
+            "image_std": list(self.std) * (self.channels // len(self.std)),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,9 @@ class NativeClipUnit(ClipUnitBase):
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return math.prod(self._grid(size))
+
+    def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
+        return {**self.processor.limits, **asdict(self.sampling)}
 
     def merged_tokens(self, size: MediaSize) -> int:
         return self.encoder_tokens(size) // self.processor.merge**2

@@ -79,6 +79,27 @@ class PatchProcessor(Fingerprinted):
         patches = Pixels(values, self.rescale, self.mean, self.std)
         return {"pixel_values": patches, GRID: grid, STEP: np.ones(1)}
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Limits of an image's size, under both names that transformers has used for them."""
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}, **limits}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the processor as transformers' classes read them."""
+        return {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            **self.limits,
+            "patch_size": self.patch,
+            "merge_size": self.merge,
+            "temporal_patch_size": self.frames,
+            "resample": RESAMPLE_NAMES.index(self.resample),
+            "rescale_factor": self.rescale,
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+        }
+
 
 _SETTINGS = ("min_pixels", "max_pixels", "size", "patch_size", "merge_size", "temporal_patch_size", "resample",
              "do_resize", "do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std",
@@ -144,6 +165,11 @@ class NativeImageUnit(ImageUnitBase):
     def encoder_tokens(self, size: MediaSize) -> int:
         rows, columns = self.processor.grid(size)
         return rows * columns
+
+    def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
+        if "image_processor_type" in before:
+            return self.processor.limits  # which a run may change
+        return ImageUnitBase.saved_settings(self, before, is_requested)
 
     def merged_tokens(self, size: MediaSize) -> int:
         return self.encoder_tokens(size) // self.processor.merge**2

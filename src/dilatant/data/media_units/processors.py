@@ -39,6 +39,10 @@ class HuggingFaceImageProcessor:
         """The transformers processor."""
         return _transformers_image_processor(self.settings_json)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return json.loads(self.settings_json)
+
     def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
         outputs = self.made(images=pixels, return_tensors="np", input_data_format="channels_last")
         return {name: np.asarray(array) for name, array in outputs.items()}

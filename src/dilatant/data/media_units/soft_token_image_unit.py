@@ -36,6 +36,21 @@ class SoftTokenProcessor(PatchProcessor):
             rows, columns = min(height // width, self.soft_tokens), 1
         return rows * self.merge, columns * self.merge
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        return {"max_soft_tokens": self.soft_tokens}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "image_processor_type": "Gemma4ImageProcessor",
+            **self.limits,
+            "patch_size": self.patch,
+            "pooling_kernel_size": self.merge,
+            "resample": RESAMPLE_NAMES.index(self.resample),
+            "rescale_factor": self.rescale,
+        }
+
 
 _KNOWN = (
     *("patch_size", "max_soft_tokens", "pooling_kernel_size", "resample", "do_convert_rgb"),

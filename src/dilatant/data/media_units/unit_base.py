@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -50,6 +51,9 @@ class ImageUnitBase(UnitBase):
         @property
         def processor(self) -> Any: ...
 
+    def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
+        return {} if before and not is_requested else self.processor.settings
+
     def process(self, media: Media) -> dict[str, EncoderInput]:
         return self.see(decode_image(media, self.processor.channels))
 
@@ -63,6 +67,13 @@ class SoundUnitBase(UnitBase):
 
     __slots__ = ()
     kind: MediaKind = "audio"
+    if TYPE_CHECKING:
+
+        @property
+        def processor(self) -> Any: ...
+
+    def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
+        return {} if "feature_extractor_type" in before else self.processor.settings
 
 
 class ClipUnitBase(UnitBase):

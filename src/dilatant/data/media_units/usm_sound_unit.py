@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -57,6 +57,11 @@ class UsmMelProcessor(Fingerprinted):
     def fft_length(self) -> int:
         """Length of the FFT in samples."""
         return 2 ** math.ceil(math.log2(self.frame_length)) * (2 if self.fft_overdrive else 1)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the processor as transformers' classes read them."""
+        return {"feature_extractor_type": "Gemma4AudioFeatureExtractor", **asdict(self)}
 
     def frames(self, samples: int) -> int:
         """Return the number of complete frames in a sound."""

@@ -1,11 +1,23 @@
-"""The dtype in which a unit's weights are held."""
+"""The dtype in which a unit's weights are held, and four-bit weights of stages.
+
+Four-bit weights are quantised at load time and not saved in checkpoints; a rank that joins later reads them from the
+model's source.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Set
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from dilatant.config.errors import UserError
+from dilatant.models.adapters.four_bit import FourBitLinear
+from dilatant.models.core.parallel_linear import ParallelFourBit, ParallelLinear
+from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
 
 
@@ -13,17 +25,20 @@ from dilatant.models.core.unit import Unit
 def cast_weights(unit: Unit, dtype: torch.dtype) -> None:
     """Cast the weights of `unit` to `dtype`, including those on the meta device; Parameters stay the same objects.
 
-    As in transformers, modules that the family always keeps in fp32 are not cast, nor are buffers (positions and
-    frequencies). Buffers of a user's own module are cast, as in `Module.to`.
+    As in `from_pretrained`, weights that the family keeps in fp32 (under this dtype) are not cast, nor are buffers
+    (positions and frequencies). Buffers of a user's own module are cast, as in `Module.to`.
     """
-    kept = set(getattr(unit.model, "_keep_in_fp32_modules_strict", None) or ())
+    patterns = [*(getattr(unit.model, "_keep_in_fp32_modules_strict", None) or ())]
+    if dtype == torch.float16:
+        patterns += getattr(unit.model, "_keep_in_fp32_modules", None) or ()
+    in_fp32 = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns) or "$^")
     for name, parameter in unit.named_parameters():
-        if parameter.is_floating_point() and kept.isdisjoint(name.split(".")):
+        if parameter.is_floating_point() and not (name.startswith("model.") and in_fp32.search(name)):
             parameter.data = parameter.data.to(dtype)
     for module in unit.modules() if unit.structure is None else ():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[key] = buffer.to(dtype)
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, key, buffer.to(dtype))
 
 
 def dtype_of_config(config: Any) -> torch.dtype:
@@ -32,3 +47,65 @@ def dtype_of_config(config: Any) -> torch.dtype:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+
+
+def require_four_bit() -> None:
+    """Raise UserError if bitsandbytes is not installed, without importing it."""
+    if find_spec("bitsandbytes") is None:
+        raise UserError(
+            "model.lora.load_in_4bit needs bitsandbytes, which is not installed; `pip install 'dilatant[bnb]'`, or "
+            "leave the key out"
+        )
+
+
+def four_bit_names(unit: Unit) -> frozenset[str]:
+    """Return the logical names of the weights that a unit holds in four bits: frozen linear layers of its blocks."""
+    if unit.structure is None:
+        return frozenset()
+    names = {weight.key: weight.canonical for weight in unit.weights if weight.part == "model"}
+    return frozenset(
+        names[f"{path}.weight"]
+        for path, module in unit.model.named_modules()
+        if path.startswith(unit.structure.blocks + ".")
+        and type(module) is nn.Linear
+        and not any(parameter.requires_grad for parameter in module.parameters())
+        and names.get(f"{path}.weight") not in unit.tied.values()
+    )
+
+
+@torch.no_grad()
+def quantize(
+    stage: Stage, names: Set[str], device: torch.device, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Quantise a stage's weights with logical `names` to four bits on `device`, one by one, from the stage's own values
+    or from `weights`. Raises UserError for a weight of another shape."""
+    for weight in stage.weights:
+        if weight.part != "model" or weight.canonical not in names:
+            continue
+        model: Any = stage.model
+        parent, _, last = weight.key.removesuffix(".weight").rpartition(".")
+        linear = model.get_submodule(f"{parent}.{last}" if parent else last)
+        values = (weights or {}).get(weight.canonical, linear.weight)
+        require_shape(weight.canonical, values, linear.weight)
+        four_bit = ParallelFourBit if isinstance(linear, ParallelLinear) else FourBitLinear
+        holder = model.get_submodule(parent)
+        setattr(holder, last, four_bit(linear, values.to(device, linear.weight.dtype)))
+
+
+def drop_four_bit(unit: Unit) -> None:
+    """Replace the unit's four-bit layers by plain linear layers on the meta device."""
+    for parent in list(unit.model.modules()):
+        for last, layer in parent.named_children():
+            if isinstance(layer, FourBitLinear):
+                plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+                plain.weight = nn.Parameter(plain.weight.to(layer.dtype), requires_grad=False)
+                plain.bias = layer.bias
+                setattr(parent, last, plain)
+
+
+def require_shape(name: str, read: Tensor, held: Tensor) -> None:
+    """Raise UserError if the shapes differ, because a copy could broadcast silently."""
+    if read.shape != held.shape:
+        raise UserError(
+            f"weight {name!r} has shape {list(read.shape)} where it is read, and {list(held.shape)} in the model"
+        )

@@ -53,8 +53,8 @@ class EncoderGeometry:
     input_name: str
     tokens_per_row: int
     encoder_tokens: int
-    leading_tokens: int
     width: int
+    leading_tokens: int = 0
     height: int = 0
     row_width: int = 0
     patch_size: int = 0
@@ -116,7 +116,7 @@ def leading_tokens(config: Any) -> int:
     known = _LEADING_TOKENS.get(config.model_type)
     if known is None:
         # For a family that the table does not list, run the model on the meta device.
-        from dilatant.models.core.family_probe import count_tokens
+        from dilatant.models.core.structure import count_tokens
 
         height, width = height_and_width(config.image_size)
         patch_height, patch_width = height_and_width(config.patch_size)
@@ -145,7 +145,6 @@ def _audio(config: Any) -> EncoderGeometry:
         input_name="input_features",
         tokens_per_row=config.max_source_positions,
         encoder_tokens=config.max_source_positions,
-        leading_tokens=0,
         width=config.hidden_size,
         mel_bins=config.num_mel_bins,
         frames=2 * config.max_source_positions,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
 from dilatant.models.adapters.lora import reset_adapters
-from dilatant.models.core.four_bit_stages import drop_four_bit
+from dilatant.models.core.dtype import drop_four_bit
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
 

@@ -7,6 +7,7 @@ shells), so that they can hold a shorter list; placeholders replace modules that
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -25,16 +26,30 @@ class Placeholder(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        # Not registered: the stage must not hold the original's weights.
-        self.__dict__["original"] = original
+        self._original = (original,)  # not registered: the stage must not hold the original's weights
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["original"], name)
+        return getattr(self._original[0], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(self.__dict__["original"], nn.Embedding):
+        if isinstance(self._original[0], nn.Embedding):
             return torch.zeros((), device=hidden_states.device)
         return hidden_states
+
+
+def shell_of(
+    module: nn.Module,
+    children: Mapping[str, nn.Module | None] | None = None,
+    keeps: Callable[[str], bool] = lambda name: True,
+) -> nn.Module:
+    """Return a shallow copy of `module` whose registries are its own: it shares the children, parameters and buffers
+    that `keeps` accepts by name, and holds `children` in place of those with their names."""
+    shell = copy.copy(module)
+    for registry in ("_modules", "_parameters", "_buffers"):
+        entries = module.__dict__[registry].items()
+        shell.__dict__[registry] = {name: entry for name, entry in entries if keeps(name)}
+    shell._modules.update(children or {})
+    return shell
 
 
 def slice_model(
@@ -54,20 +69,20 @@ def slice_model(
     """
     configs: dict[int, Any] = {}
     shown = (min(first, structure.num_blocks - 1), max(end, 1)) if passes and first == end else (first, end)
-    root = shell = _shell(model, structure, configs, *shown)
-    original = model
-    for part in structure.blocks.split(".")[:-1]:
+    root = shell = _shorter(model, structure, configs, *shown)
+    original: nn.Module = model
+    *containers, name = structure.blocks.split(".")
+    for part in containers:
         original = getattr(original, part)
-        child = _shell(original, structure, configs, *shown)
-        shell._modules[part] = child
+        child = _shorter(original, structure, configs, *shown)
+        setattr(shell, part, child)
         shell = child
-    name = structure.blocks.rsplit(".", 1)[-1]
-    shell._modules[name] = nn.ModuleList(list(getattr(original, name))[first:end])
+    setattr(shell, name, nn.ModuleList(list(getattr(original, name))[first:end]))
     for paths, keep in ((structure.before, keep_before), (structure.after, keep_after)):
         if not keep:
             for path in paths:
                 parent, _, child_name = path.rpartition(".")
-                root.get_submodule(parent)._modules[child_name] = Placeholder(model.get_submodule(path))
+                setattr(root.get_submodule(parent), child_name, Placeholder(model.get_submodule(path)))
     if not keep_before:
         # Parameters registered on a container itself (class tokens, position tables) belong to the embedding.
         for path in structure.containers:
@@ -76,24 +91,23 @@ def slice_model(
     return cast(PreTrainedModel, root)
 
 
-def _shell(
+def _shorter(
     module: nn.Module, structure: Structure, configs: dict[int, Any], first: int, end: int
 ) -> nn.Module:
     """Copy `module`, sharing its children that have weights, with the config of a model of fewer blocks."""
-    shell = copy.copy(module)
-    for registry in ("_modules", "_parameters", "_buffers"):
-        shell.__dict__[registry] = dict(module.__dict__[registry])
-    for name, child in module._modules.items():
-        # Copy dropout between layers: it may be in training mode in one slice and not in another.
-        if child is not None and not (
-            any(True for _ in child.parameters()) or any(True for _ in child.buffers())
-        ):
-            shell._modules[name] = copy.copy(child)
+    # Copy dropout between layers: it may be in training mode in one slice and not in another.
+    stateless = {
+        name: copy.copy(child)
+        for name, child in module._modules.items()
+        if child is not None
+        and not (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
+    }
+    shell: Any = shell_of(module, stateless)
     config = getattr(module, "config", None)
     if config is not None:
         if id(config) not in configs:
             configs[id(config)] = _shorter_config(config, structure.num_blocks, first, end)
-        shell.__dict__["config"] = configs[id(config)]
+        shell.config = configs[id(config)]
     return shell
 
 

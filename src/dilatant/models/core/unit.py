@@ -49,7 +49,7 @@ class Unit(Stage):
     unused: frozenset[str] = frozenset()
     """The frozen parameters that cannot influence any output."""
     four_bit: frozenset[str] = frozenset()
-    """Logical names of the weights that stages hold in four bits (see `four_bit_stages`)."""
+    """Logical names of the weights that stages hold in four bits (see `core.dtype`)."""
 
     @abstractmethod
     def stage(self, first: int, end: int) -> Stage:

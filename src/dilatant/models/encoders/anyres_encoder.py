@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,11 +15,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dilatant.config.errors import UserError
-from dilatant.data.media_units.anyres_image_unit import SHAPES, AnyresShape
-from dilatant.data.sample import EncodedSample
+from dilatant.data.media_units.anyres_image_unit import (
+    AMONG,
+    CLIP,
+    SHAPES,
+    AnyresClipUnit,
+    AnyresImageUnit,
+    AnyresShape,
+)
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor
+from dilatant.data.sample import EncodedSample, MediaMarkup
 from dilatant.data.text.encoding import grid_part
+from dilatant.models.core.geometry import encoder_geometry
 from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
-from dilatant.models.encoders.encoder import EncoderStage, EncoderUnit
+from dilatant.models.encoders.encoder import EncoderStage
+from dilatant.models.encoders.fixed_tower import FixedTower, Projection, used_part
+from dilatant.models.encoders.media import frame_choice, resized_frames
+from dilatant.models.encoders.packed_encoder import StagedEncoderUnit
+from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors
 
 
 class AnyresStage(EncoderStage):
@@ -34,23 +49,23 @@ class AnyresStage(EncoderStage):
             output = self(media_of(data, samples, self, names=names) if names else {}, hidden)
         return StageOutput(output if self.projector is not None else output.flatten(0, 1))
 
-    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **given}) if self.is_first else self(given, value)
+    def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
+        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode tiles. inputs: `pixel_values` [tiles, ...], and for the projector `image_sizes` int64 [items, 3].
         Returns [tiles, tokens, width]; after the projector rows of the text, [rows, width]."""
-        given = dict(inputs or {})
-        shapes = given.pop(SHAPES, None)
+        of_encoder = dict(inputs or {})
+        shapes = of_encoder.pop(SHAPES, None)
         if self.model is not None:
-            hidden = self._encode(self.model, given, hidden)
+            hidden = self._encode(self.model, of_encoder, hidden)
         assert hidden is not None
         return (
             hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden), shapes)
         )
 
 
-class AnyresEncoderUnit(EncoderUnit):
+class AnyresEncoderUnit(StagedEncoderUnit):
     """An `EncoderUnit` whose items differ in tiles and in rows of the text, both determined by the image's shape."""
 
     packs = True
@@ -58,17 +73,11 @@ class AnyresEncoderUnit(EncoderUnit):
     shape: AnyresShape
     placeholder_id: int
 
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        return self.stage(0, len(self.layers))(inputs, hidden)
-
-    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        return self.stage(0, len(self.layers)).run(data, samples, inbound)
-
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make a sample of several images, which have one tile each."""
-        value, given = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
+        value, inputs = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
         side = self.geometry.height
-        return value, {**given, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
+        return value, {**inputs, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
 
     def reads(self, first: int, end: int) -> frozenset[str]:
         if first == 0:
@@ -87,6 +96,50 @@ class AnyresEncoderUnit(EncoderUnit):
         )
 
 
+def _rows(unit: str, placeholder_id: int, shape: AnyresShape, sample: EncodedSample) -> int:
+    """Count a sample's rows: from the image shapes if the media are loaded, otherwise from the text's placeholders."""
+    if not sample.sizes.get(unit, 0):
+        return 0
+    shapes = sample.media.get(unit, {}).get(SHAPES)
+    if shapes is None:
+        return int((sample.input_ids == placeholder_id).sum())
+    return shape.rows_of(np.asarray(shapes))
+
+
+class AnyresProjection(Projection):
+    """Projects images and clips, each by the family's own method, in their order. shape: set by the tower."""
+
+    shape: AnyresShape
+
+    def forward(self, hidden: Tensor, shapes: Tensor | None = None) -> Tensor:
+        """Project the rows of tiles. shapes: int64 [items, 3] (see `SHAPES`). Returns [rows, width], the rows of all
+        items concatenated."""
+        assert shapes is not None
+        tiles_of = list(hidden.split([self.shape.tiles_of(shape) for shape in shapes.tolist()]))
+        rows: dict[int, Tensor] = {}
+        images = (shapes[:, 2] != CLIP).nonzero()[:, 0].tolist()
+        if images:
+            tiles = torch.cat([tiles_of[number] for number in images])
+            of_images = shapes[images]
+            found = self.around(tiles).get_image_features(
+                self.pixels(len(tiles)),
+                image_sizes=of_images[:, :2],
+                batch_num_images=images_of_samples(of_images[:, 2]),
+            )
+            rows |= dict(zip(images, found.pooler_output, strict=True))
+        for number, frames in enumerate(tiles_of):
+            if number in rows:
+                continue
+            count = len(frames)
+            clip = self.around(frames).get_video_features(self.pixels(count)[None]).pooler_output[0]
+            if len(clip) < self.shape.clip_rows(
+                count
+            ):  # some versions append the end marker after this method
+                clip = torch.cat([clip, cast(Any, self.model).image_newline[None].to(clip.dtype)])
+            rows[number] = clip
+        return torch.cat([rows[number] for number in range(len(tiles_of))])
+
+
 def images_of_samples(alone: Tensor) -> list[int]:
     """Count the images of each sample from its `ALONE` flags; adjacent multi-image samples may be counted as one."""
     return [
@@ -96,11 +149,76 @@ def images_of_samples(alone: Tensor) -> list[int]:
     ]
 
 
-def _rows(unit: str, placeholder_id: int, shape: AnyresShape, sample: EncodedSample) -> int:
-    """Count a sample's rows: from the image shapes if the media are loaded, otherwise from the text's placeholders."""
-    if not sample.sizes.get(unit, 0):
-        return 0
-    shapes = sample.media.get(unit, {}).get(SHAPES)
-    if shapes is None:
-        return int((sample.input_ids == placeholder_id).sum())
-    return shape.rows_of(np.asarray(shapes))
+class AnyresTower(FixedTower):
+    """LLaVA-OneVision's encoder, whose images have tiles and rows that depend on their shape."""
+
+    def build(self, host: HostModel) -> AnyresEncoderUnit:
+        model, encoder = self.in_model(host)
+        encoder = used_part(host.config, encoder)
+        geometry, shape = encoder_geometry(encoder.config), shape_of(host.config)
+        projection = AnyresProjection(model, self.path, self.projector)
+        projection.shape = shape
+        rows = torch.empty(2, geometry.encoder_tokens, geometry.width, device="meta")
+        merged, width = projection(rows, torch.tensor([[geometry.height] * 2 + [AMONG]] * 2)).shape
+        geometry = replace(geometry, tokens_per_row=merged // 2)
+        unit = AnyresEncoderUnit(host.name, encoder, projection, geometry, width)
+        unit.shape, unit.placeholder_id = shape, host.placeholder_id
+        return unit
+
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> AnyresImageUnit:
+        if settings is None or "image_processor_type" not in settings:
+            raise UserError(
+                f"model.processor is missing: {host.config.model_type} cuts images into tiles as its own processor "
+                "says"
+            )
+        geometry = self.build(host).geometry
+        cutting = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
+        place = host.name, host.placeholder_id, geometry.encoder_tokens
+        return AnyresImageUnit(*place, shape_of(host.config), cutting, written=written)
+
+    def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> AnyresClipUnit:
+        choice = frame_choice("pooled", options.saved, options.requested)
+        tile, settings = image.shape.tile, {**options.requested, **options.saved}
+        frames = resized_frames(tile, tile, image.processor.channels, settings)
+        place = image.name, image.placeholder_id, image.tokens_per_tile
+        return AnyresClipUnit(*place, image.shape, frames, choice, written=options.written)
+
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
+        """Tiles of images and frames of clips are unlike inputs, and have unlike tokens."""
+        shape, shapes = shape_of(host.config), inputs[SHAPES].tolist()
+        kinds = [kind for _, _, kind in shapes]
+        tiles = inputs["pixel_values"].split([shape.tiles_of(each) for each in shapes])
+        images = [number for number, kind in enumerate(kinds) if kind != CLIP]
+        clips = [tile for tile, kind in zip(tiles, kinds, strict=True) if kind == CLIP]
+        found: dict[str, Tensor] = {}
+        if images:
+            of_images = torch.tensor([shapes[number] for number in images])
+            found = {
+                "pixel_values": torch.cat([tiles[number] for number in images]),
+                SHAPES: of_images[:, :2],
+                "batch_num_images": torch.tensor(images_of_samples(of_images[:, 2])),
+            }
+        if not clips:
+            return found
+        if len({len(clip) for clip in clips}) > 1:
+            raise UserError(
+                "clips of unlike numbers of frames in one prompt, which transformers' own model takes in one tensor; "
+                "set num_frames under model.processor, or ask about one clip at a time"
+            )
+        ids = ids.clone()
+        rows = [shape.rows_of(np.asarray([each])) for each in shapes]
+        for kind, places in zip(kinds, (ids == host.placeholder_id).nonzero().split(rows), strict=True):
+            if kind == CLIP:
+                ids[places.unbind(1)] = host.config.video_token_id
+        return {**found, "input_ids": ids, "pixel_values_videos": torch.stack(clips)}
+
+
+def shape_of(config: Any) -> AnyresShape:
+    """Return the rule that maps an image's shape to its tiles and rows, from the config of the whole model."""
+    vision = config.vision_config
+    return AnyresShape(
+        pinpoints=tuple((int(height), int(width)) for height, width in config.image_grid_pinpoints),
+        tile=vision.image_size,
+        side=vision.image_size // vision.patch_size,
+        most=int(config.vision_aspect_ratio.removeprefix("anyres_max_")),
+    )

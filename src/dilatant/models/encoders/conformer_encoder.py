@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.data.media_units.sound_unit import FRAMES
-from dilatant.data.sample import EncodedSample
+from dilatant.data.media_units.usm_sound_unit import UsmSoundUnit, usm_processor
+from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.slicing import shell_of
 from dilatant.models.core.stage import Boundary, in_dtype_of
-from dilatant.models.encoders.sound_encoder import FEATURES, TYPICAL_FRAMES, SoundEncoderUnit, SoundStage
+from dilatant.models.encoders.packed_encoder import rows_of_unit
+from dilatant.models.encoders.sound_encoder import (
+    FEATURES,
+    TYPICAL_FRAMES,
+    SoundEncoderUnit,
+    SoundStage,
+    SoundTower,
+    sound_geometry,
+)
+from dilatant.models.encoders.tower import HostModel, Settings, Tensors
 
 EMBEDDING = "subsample_conv_projection"
 PADDED = 0.25
@@ -25,19 +35,19 @@ PADDED = 0.25
 class ConformerStage(SoundStage):
     """Layers of the audio encoder and its embedder; runs the encoder's forward, with placeholders for other stages."""
 
-    def _encode_sounds(self, model: nn.Module, fed: Tensor, lengths: Tensor, is_hidden: bool) -> Tensor:
-        counts = lengths[:, 0].tolist()
+    def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
+        counts = sizes[:, 0].tolist()
         counts = [conformer_rows(count) for count in counts] if is_hidden else counts
         sounds = in_dtype_of(model, fed).split(counts)
-        made: dict[int, Tensor] = {}
+        rows: dict[int, Tensor] = {}
         for group in _alike(counts):
             padded = nn.utils.rnn.pad_sequence([sounds[number] for number in group], batch_first=True)
-            own = torch.tensor([counts[number] for number in group], device=padded.device)
-            is_there = torch.arange(padded.shape[1], device=padded.device) < own[:, None]
+            lengths = torch.tensor([counts[number] for number in group], device=padded.device)
+            is_there = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
             output = _around(model, is_hidden)(padded, is_there).last_hidden_state
             for number, sound in zip(group, output, strict=True):
-                made[number] = sound[: counts[number] if is_hidden else conformer_rows(counts[number])]
-        return torch.cat([made[number] for number in range(len(sounds))])
+                rows[number] = sound[: counts[number] if is_hidden else conformer_rows(counts[number])]
+        return torch.cat([rows[number] for number in range(len(sounds))])
 
 
 class ConformerEncoderUnit(SoundEncoderUnit):
@@ -51,36 +61,30 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         config: Any = tower.config
         # transformers 5.17 builds a correct mask only for sdpa; later versions support only eager.
         config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
-        rows = conformer_rows(TYPICAL_FRAMES)
-        geometry = EncoderGeometry(
-            kind="audio",
-            input_name=FEATURES,
-            tokens_per_row=rows,
-            encoder_tokens=rows,
-            leading_tokens=0,
-            width=config.hidden_size,
-            mel_bins=mel_bins_of(config),
-            frames=TYPICAL_FRAMES,
-        )
-        self._hold(name, tower, projector, geometry, width_out, placeholder_id)
+        super().__init__(name, tower, projector, width_out, placeholder_id)
         self.width_projected = config.output_proj_dims
-        self.unused = frozenset()
-        self._freeze_at_start()
+
+    def _geometry_of(self, config: Any) -> EncoderGeometry:
+        rows = conformer_rows(TYPICAL_FRAMES)
+        return sound_geometry(rows, rows, config.hidden_size, mel_bins_of(config))
+
+    def _unused(self, model: nn.Module) -> frozenset[str]:
+        return frozenset()
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make sounds of the typical length, and one shorter sound from the remainder."""
         one = self.geometry.encoder_tokens
         rows = [one] * (tokens // one) + ([tokens % one] if tokens % one else [])
-        given = {FRAMES: torch.tensor([[4 * each] * 2 for each in rows], device=device)}
+        inputs = {FRAMES: torch.tensor([[4 * each] * 2 for each in rows], device=device)}
         if layer == 0:
-            return torch.randn(4 * sum(rows), self.geometry.mel_bins, device=device), given
+            return torch.randn(4 * sum(rows), self.geometry.mel_bins, device=device), inputs
         width = self.width_projected if layer == len(self.layers) - 1 else self.width
-        return torch.randn(sum(rows), width, device=device), given
+        return torch.randn(sum(rows), width, device=device), inputs
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         last = len(self.layers)
         width = {last: self.width_out, last - 1: self.width_projected}.get(end, self.width)
-        return Boundary(width=width, dtype=self.row_dtype, rows_of=partial(_rows, self.unit))
+        return Boundary(width=width, dtype=self.row_dtype, rows_of=partial(rows_of_unit, self.unit, 1))
 
 
 def mel_bins_of(config: Any) -> int:
@@ -91,10 +95,6 @@ def mel_bins_of(config: Any) -> int:
 def conformer_rows(frames: int) -> int:
     """Return the number of rows of a sound after the convolutions."""
     return -(-frames // 4)
-
-
-def _rows(unit: str, sample: EncodedSample) -> int:
-    return sample.sizes.get(unit, 0)
 
 
 def _alike(counts: Sequence[int]) -> list[list[int]]:
@@ -118,8 +118,21 @@ class _ConvolutionsDone(nn.Module):
 def _around(model: nn.Module, is_hidden: bool) -> Any:
     """Return the encoder or, if its convolutions have run, a copy with a placeholder that passes hidden states and
     mask."""
-    if not is_hidden:
-        return model
-    tower = cast(Any, copy.copy(model))
-    tower.__dict__["_modules"] = {**model._modules, EMBEDDING: _ConvolutionsDone()}
-    return tower
+    return shell_of(model, {EMBEDDING: _ConvolutionsDone()}) if is_hidden else model
+
+
+class ConformerTower(SoundTower):
+    """Gemma 4's audio encoder."""
+
+    blocks = (EMBEDDING, "layers", "output_proj")
+    unit_type = ConformerEncoderUnit
+
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
+        usm = usm_processor(settings, mel_bins_of(host.config.audio_config))
+        return UsmSoundUnit(host.name, host.placeholder_id, usm, written=written)
+
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
+        frames, padded = inputs[FRAMES].T.tolist()
+        features = nn.utils.rnn.pad_sequence(inputs[FEATURES].split(padded), batch_first=True)
+        is_there = torch.arange(features.shape[1]) < torch.tensor(frames)[:, None]
+        return {FEATURES: features, "input_features_mask": is_there.to(features.device)}

@@ -1,4 +1,9 @@
-"""Encoders: a transformers encoder, or any module, with the projector to the language model's width."""
+"""Encoders: a transformers encoder, or any module, with the projector to the language model's width.
+
+A slice without its embedding normally runs the family's own forward with hidden states in place of the input. This
+fails if the forward itself processes the input (checks its length, convolves it). Then an `Adapter` runs the slice
+from hidden states by calling the model's own modules.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,7 @@ from transformers import PreTrainedModel
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key
-from dilatant.models.core.family_probe import unused_parameters
-from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.geometry import EncoderGeometry, height_and_width
 from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.slicing import slice_model
 from dilatant.models.core.stage import (
@@ -30,10 +34,9 @@ from dilatant.models.core.stage import (
     in_dtype_of,
     media_of,
 )
-from dilatant.models.core.structure import find_structure
+from dilatant.models.core.structure import find_structure, unused_parameters
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
-from dilatant.models.encoders.encoder_adapters import ADAPTERS, Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,58 @@ class Callbacks:
     before_encoder: Callable[[StageInputs], StageInputs] | None = None
     after_encoder: Callable[[StageInputs, Tensor], Tensor] | None = None
     after_projector: Callable[[StageInputs, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Runs slices of one family. resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows,
+    tokens, width] both. embed: embeds a slice's input [rows, ...] in families whose forward would change the rows; by
+    default the forward runs."""
+
+    resume: Callable[[nn.Module, Tensor], Tensor]
+    embed: Callable[[nn.Module, Tensor], Tensor] | None = None
+
+
+def _resume_whisper(model: Any, hidden: Tensor) -> Tensor:
+    for layer in model.layers:
+        # Whisper's encoder may skip layers in training (LayerDrop).
+        if not (model.training and model.layerdrop > 0 and torch.rand([]) < model.layerdrop):
+            hidden = layer(hidden, None)
+    return model.layer_norm(hidden)
+
+
+def _resume_idefics(model: Any, hidden: Tensor) -> Tensor:
+    # The forward would derive a patch mask from the pixel size; here all patches are visible.
+    return model.post_layernorm(model.encoder(inputs_embeds=hidden).last_hidden_state)
+
+
+def _resume_dinov3(model: Any, hidden: Tensor) -> Tensor:
+    # The forward would derive positions from the pixel size.
+    size = height_and_width(model.config.image_size)
+    places = model.rope_embeddings(torch.empty(1, 1, *size, device=hidden.device))
+    return model.norm(model.model(hidden, position_embeddings=places).last_hidden_state)
+
+
+def _embed_pixtral(model: Any, pixels: Tensor) -> Tensor:
+    return model.ln_pre(model.patch_conv(pixels).flatten(2).transpose(1, 2))
+
+
+def _resume_pixtral(model: Any, hidden: Tensor) -> Tensor:
+    # The forward would concatenate all images in one row with a mask per image.
+    patch = height_and_width(model.config.patch_size)
+    rows, columns = (s // p for s, p in zip(height_and_width(model.config.image_size), patch, strict=True))
+    grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(hidden.device)
+    places = model.patch_positional_embedding(hidden, grid)
+    return model.transformer(hidden, attention_mask=None, position_embeddings=places).last_hidden_state
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "whisper": Adapter(_resume_whisper),
+    "idefics3_vision": Adapter(_resume_idefics),
+    "smolvlm_vision": Adapter(_resume_idefics),
+    "dinov3_vit": Adapter(_resume_dinov3),
+    "pixtral": Adapter(_resume_pixtral, _embed_pixtral),
+}
 
 
 class EncoderStage(Stage):
@@ -98,28 +153,28 @@ class EncoderStage(Stage):
     def items(self, sizes: Mapping[str, int]) -> int:
         return sizes.get(self.unit, 0) // self.geometry.encoder_tokens
 
-    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **given}) if self.is_first else self(None, value)
+    def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
+        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(None, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode. The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones
         `hidden`. Returns [encoder rows, tokens, width]; after the projector, width is that of the language model."""
-        given: StageInputs = dict(inputs or {})
+        fed: StageInputs = dict(inputs or {})
         if self.is_first and self.callbacks.before_encoder is not None:
-            given = self.callbacks.before_encoder(given)
+            fed = self.callbacks.before_encoder(fed)
         if self.is_first:
-            self._check_rows(given)
+            self._check_rows(fed)
         if self.model is not None:
-            hidden = self._encode(self.model, given, hidden)
+            hidden = self._encode(self.model, fed, hidden)
         assert hidden is not None
         if self.projector is None:
             return hidden
         hidden = hidden[:, self.skip_tokens :] if self.skip_tokens else hidden
         if self.callbacks.after_encoder is not None:
-            hidden = self.callbacks.after_encoder(given, hidden)
+            hidden = self.callbacks.after_encoder(fed, hidden)
         hidden = self.projector(in_dtype_of(self.projector, hidden))
         if self.callbacks.after_projector is not None:
-            hidden = self.callbacks.after_projector(given, hidden)
+            hidden = self.callbacks.after_projector(fed, hidden)
         return hidden
 
     def recording(self, model: nn.Module, fed: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -168,6 +223,10 @@ class EncoderUnit(Unit, EncoderStage):
 
     parts = ("model", "projector")
     stage_type: type[EncoderStage] = EncoderStage
+    has_blocks = True
+    """False for a transformers model that is one layer, as modules of other libraries are."""
+    tail = "norm"
+    """The layer of the modules after the blocks."""
     model: nn.Module
     projector: nn.Module
     geometry: EncoderGeometry
@@ -183,17 +242,15 @@ class EncoderUnit(Unit, EncoderStage):
         skip_tokens: int = 0,
         adapter: Adapter | None = None,
     ) -> None:
-        unused: frozenset[str] = frozenset()
-        if isinstance(model, PreTrainedModel):
+        structure = None
+        if isinstance(model, PreTrainedModel) and self.has_blocks:
             structure = find_structure(model)
             adapter = adapter or ADAPTERS.get(model.config.model_type)
             blocks = (f"layers.{i}" for i in range(structure.num_blocks))
-            layers = ("embedding", *blocks, *(("norm",) if structure.after else ()), "projector")
-            weights = name_weights(name, model, structure, "norm", projector)
-            # Pooling heads and mask tokens do not influence the output tokens: they never get a gradient.
-            unused = unused_parameters(model, geometry.input_name, geometry.row_shape)
+            layers = ("embedding", *blocks, *((self.tail,) if structure.after else ()), "projector")
+            weights = name_weights(name, model, structure, self.tail, projector)
         else:
-            structure, layers = None, ("encoder", "projector")
+            layers = ("encoder", "projector")
             weights = name_module_weights(
                 name, {"encoder": ("model", model), "projector": ("projector", projector)}
             )
@@ -211,10 +268,16 @@ class EncoderUnit(Unit, EncoderStage):
         self.structure = structure
         self.width = geometry.width
         self.width_out = width_out
-        self.unused = frozenset(
-            weight.name for weight in weights if weight.part == "model" and adapted_key(weight.key) in unused
-        )
+        self.unused = self._unused(model)
         self._freeze_at_start(self.unused)
+
+    def _unused(self, model: nn.Module) -> frozenset[str]:
+        """Return the weights that do not influence the output tokens (pooling heads, mask tokens) and therefore never
+        get a gradient."""
+        if not isinstance(model, PreTrainedModel):
+            return frozenset()
+        keys = unused_parameters(model, self.geometry.input_name, self.geometry.row_shape)
+        return frozenset(w.name for w in self.weights if w.part == "model" and adapted_key(w.key) in keys)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make a batch of whole items with about `tokens` tokens."""

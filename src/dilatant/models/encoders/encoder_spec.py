@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.signatures import require_call
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry, Features, encoder_geometry
 from dilatant.models.core.stage import StageInputs
-from dilatant.models.encoders.encoder import Callbacks, EncoderUnit
-from dilatant.models.encoders.encoder_adapters import Adapter
-from dilatant.models.encoders.patch_merger import patch_merger_encoder, refuse_options
+from dilatant.models.encoders.encoder import Adapter, Callbacks, EncoderUnit
+from dilatant.models.encoders.native_encoder import native_encoder, width_of_merged
 from dilatant.models.encoders.projector import build_projector
+from dilatant.models.encoders.sound_encoder import SoundEncoderUnit
 from dilatant.models.sources import load_encoder
 
 _CALLED = {
@@ -36,7 +36,7 @@ class Encoder:
     [rows, ...] to [rows, tokens, width]. projector: "linear", "mlp", "identity", or a module from the encoder's width
     to the language model's. placeholder_id: the id of the text token that one encoder token replaces; by default an id
     outside the vocabulary, so that any tokenizer works. merge: at the placeholders, or in front of the text. features:
-    "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `encoder_adapters`. processor:
+    "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `Adapter`. processor:
     saved with the model.
 
     Other modules also need: kind, "image", "audio" or a name of your own, which the built-in readers do not support;
@@ -103,47 +103,58 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
 def _build_patch_merger(
     name: str, tower: PreTrainedModel, encoder: Encoder, hidden_size: int, where: str
 ) -> EncoderUnit:
+    """Build the unit of a Qwen-VL or Qwen-Audio encoder: items of different sizes are packed in one row, and the
+    encoder itself merges tokens before a new projector takes them."""
     _refuse_stated(encoder, where)
     assert encoder.placeholder_id is not None
-    refuse_options(
-        where,
-        **{key: getattr(encoder, key) is not None for key in (*_CALLED, "adapter", "tokens_per_row")},
-        **{"merge: prepend": encoder.merge == "prepend", "features: patch": encoder.features == "patch"},
-    )
-
-    def projector(width: int) -> nn.Module:
-        given = encoder.projector
-        if isinstance(given, nn.Module):
-            _check_projector(given, 1, width, hidden_size, where)
-            return given
+    options = {key: getattr(encoder, key) is not None for key in (*_CALLED, "adapter", "tokens_per_row")}
+    options |= {"merge: prepend": encoder.merge == "prepend", "features: patch": encoder.features == "patch"}
+    problems = [
+        f"{option}: its items are of unlike sizes, which this needs to be one; leave it out"
+        for option, is_given in options.items()
+        if is_given
+    ]
+    if problems:
+        raise list_problems(f"{where} cannot have:", problems)
+    is_audio = PATCH_MERGER_ENCODERS[tower.config.model_type] == "audio"
+    width = int(tower.config.d_model) if is_audio else width_of_merged(tower.config)
+    projector = encoder.projector
+    if isinstance(projector, str):
         with torch.device("meta"):
-            return build_projector(given, width, hidden_size, where)
-
-    return patch_merger_encoder(name, tower, projector, hidden_size, encoder.placeholder_id)
+            projector = build_projector(projector, width, hidden_size, where)
+    else:
+        _check_projector(projector, 1, width, hidden_size, where)
+    if is_audio:
+        return SoundEncoderUnit(name, tower, projector, hidden_size, encoder.placeholder_id)
+    return native_encoder(name, tower, projector, hidden_size)
 
 
 def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
-    kind, own = encoder.kind or "", encoder.example
+    kind, example = encoder.kind or "", encoder.example
     usual = {"image": "pixel_values", "audio": "input_features"}
-    name = next(iter(own), None) if own else encoder.input_name or usual.get(kind)
-    shape = encoder.row_shape if own is None else tuple(next(iter(own.values()), torch.empty(0)).shape[1:])
+    name = next(iter(example), None) if example else encoder.input_name or usual.get(kind)
+    shape = (
+        encoder.row_shape
+        if example is None
+        else tuple(next(iter(example.values()), torch.empty(0)).shape[1:])
+    )
     problems = [
         f"{key} is missing; {what}"
-        for key, what, said in (
+        for key, what, stated in (
             ("kind", "'image', 'audio' or a word of your own", encoder.kind),
             ("row_shape", "of one encoder row: (channels, height, width) or (mel_bins, frames)", shape),
             ("input_name", "the keyword of its forward", name or not kind),
             ("width", "of one output token", encoder.width),
             ("tokens_per_row", "how many tokens one row gives", encoder.tokens_per_row),
         )
-        if not said and said != ()
+        if not stated and stated != ()
     ]
-    if own is not None:
+    if example is not None:
         if encoder.row_shape is not None or encoder.input_name is not None:
             problems.append("row_shape and input_name are told by the example; leave them out")
         problems += [
             f"the example of {key!r} is no tensor of one row: [1, ...]"
-            for key, row in own.items()
+            for key, row in example.items()
             if not isinstance(row, Tensor) or not row.shape or row.shape[0] != 1
         ]
     dimensions = {"image": 3, "audio": 2}.get(kind)
@@ -165,9 +176,8 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
         input_name=name,
         tokens_per_row=encoder.tokens_per_row,
         encoder_tokens=encoder.tokens_per_row,
-        leading_tokens=0,
         width=encoder.width,
-        example=own if own is not None or of_kind else {name: torch.zeros(1, *shape)},
+        example=example if example is not None or of_kind else {name: torch.zeros(1, *shape)},
         **dict(zip(of_kind, shape)),
     )
 
@@ -189,11 +199,12 @@ def _check_projector(projector: nn.Module, tokens: int, width: int, hidden_size:
     weight = next(projector.parameters(), torch.empty(0))
     rows = torch.zeros(1, tokens, width, dtype=weight.dtype, device=weight.device)
     try:
-        given = projector(rows).shape[-1]
+        width_out = projector(rows).shape[-1]
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{where}: the projector does not take the encoder's width {width}: {reason}"
+            f"{where}: the projector does not take the encoder's width {width}: {one_line(error, 200)}"
         ) from None
-    if given != hidden_size:
-        raise UserError(f"{where}: the projector gives width {given}, the language model takes {hidden_size}")
+    if width_out != hidden_size:
+        raise UserError(
+            f"{where}: the projector gives width {width_out}, the language model takes {hidden_size}"
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -12,16 +13,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.data.media_units.native_image_unit import GRID
-from dilatant.data.sample import EncodedSample
-from dilatant.data.text.encoding import grid_part
+from dilatant.data.media_units.native_clip_unit import NativeClipUnit
+from dilatant.data.media_units.native_image_unit import GRID, STEP, NativeImageUnit
+from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import Placeholder
 from dilatant.models.core.stage import Boundary, in_dtype_of
 from dilatant.models.core.structure import find_structure
-from dilatant.models.core.weights import name_weights
-from dilatant.models.encoders.encoder import Callbacks, EncoderStage
-from dilatant.models.encoders.packed_encoder import PackedEncoderStage, PackedEncoderUnit
+from dilatant.models.encoders.encoder import EncoderUnit
+from dilatant.models.encoders.media import native_limits, patches_of
+from dilatant.models.encoders.packed_encoder import (
+    PackedEncoderStage,
+    PackedEncoderUnit,
+    TowerProjector,
+    rows_of_unit,
+)
+from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 
 MERGERS = ("merger", "deepstack_merger_list")
 """Encoder modules that merge patches into rows of the text."""
@@ -32,27 +39,22 @@ TYPICAL_GRID = 32
 """Patches on each side of the image with which layers are measured."""
 
 
-class Merger(nn.Module):
+class Merger(TowerProjector):
     """The encoder's patch merger: [patches, width * (1 + taps)] to [patches / merged, width of the text * (1 + taps)].
 
     tower: the encoder; its merger is moved into this module and replaced by a placeholder. taps: hidden states of inner
     blocks, each with a separate merger (DeepStack), concatenated after those of the last block.
     """
 
-    drawn_by: PreTrainedModel
-    """The model that initialises the weights."""
-
     def __init__(self, tower: PreTrainedModel) -> None:
-        super().__init__()
+        super().__init__(tower)
         model = cast(Any, tower)
-        # Not registered: the encoder is another part of the unit.
-        self.__dict__["drawn_by"] = tower
         self.merger = model.merger
-        tower._modules["merger"] = Placeholder(model.merger)
+        model.merger = Placeholder(self.merger)
         taps = getattr(model, "deepstack_merger_list", None)
         if taps is not None:
             self.deepstack_merger_list = taps
-            tower._modules["deepstack_merger_list"] = nn.ModuleList([_PassThrough() for _ in taps])
+            model.deepstack_merger_list = nn.ModuleList([nn.Identity() for _ in taps])
 
     def forward(self, hidden: Tensor) -> Tensor:
         mergers = [self.merger, *getattr(self, "deepstack_merger_list", ())]
@@ -60,13 +62,6 @@ class Merger(nn.Module):
         return torch.cat(
             [merge(part.contiguous()) for merge, part in zip(mergers, parts, strict=True)], dim=-1
         )
-
-
-class _PassThrough(nn.Module):
-    """Identity for a block's hidden states."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
 
 
 class NativeStage(PackedEncoderStage):
@@ -80,23 +75,15 @@ class NativeStage(PackedEncoderStage):
     patches_at_once = PATCHES_AT_ONCE
     """Frames run in groups of at most this many patches; a larger single frame runs alone."""
 
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Encode patches. inputs: `image_grid_thw` int64 [images, 3], and for the first stage pixels [patches, ...].
-        hidden: [patches, width], followed by taps. Returns hidden states in the form of `hidden`; after the merger,
-        rows of the text."""
-        inputs = inputs or {}
-        if self.model is not None:
-            fed = inputs[self.geometry.input_name].flatten(1) if hidden is None else hidden
-            with self.recording(self.model, [fed]):
-                grids = _groups(inputs[GRID].tolist(), self.patches_at_once)
-                parts = fed.split([sum(t * h * w for t, h, w in group) for group in grids])
-                made = [
-                    self._through_blocks(self.model, part, inputs[GRID].new_tensor(group), hidden is not None)
-                    for part, group in zip(parts, grids, strict=True)
-                ]
-                hidden = made[0] if len(made) == 1 else torch.cat(made)
-        assert hidden is not None
-        return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
+    def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
+        """Run on patches. sizes: int64 [images, 3]. Hidden states are followed by taps."""
+        groups = _groups(sizes.tolist(), self.patches_at_once)
+        parts = fed.split([sum(t * h * w for t, h, w in group) for group in groups])
+        encoded = [
+            self._through_blocks(model, part, sizes.new_tensor(group), is_hidden)
+            for part, group in zip(parts, groups, strict=True)
+        ]
+        return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
 
     def _through_blocks(self, model: nn.Module, fed: Tensor, grid: Tensor, has_taps: bool) -> Tensor:
         width = self.geometry.width
@@ -113,21 +100,21 @@ class NativeStage(PackedEncoderStage):
         hidden = output.last_hidden_state
         if full is not None:
             hidden = _in_order(tower, hidden, grid)
-        made = [*(getattr(output, "deepstack_features", None) or ())]
+        tapped = [*(getattr(output, "deepstack_features", None) or ())]
         if self.shards is not None:  # after the last block all tokens are gathered already
-            made = [
+            tapped = [
                 each if block + 1 == self.end_block else self.shards.join_beside(each, hidden.shape[:-1])
-                for block, each in zip(self.taps, made, strict=True)
+                for block, each in zip(self.taps, tapped, strict=True)
             ]
-        return torch.cat([hidden, *taps, *made], dim=-1)
+        return torch.cat([hidden, *taps, *tapped], dim=-1)
 
 
 class NativeEncoderUnit(PackedEncoderUnit):
     """A native-resolution encoder: layers `embedding`, `layers.<i>`, `projector`. The projector is the encoder's merger
-    (see `native_encoder_with_merger` for Qwen's), or another module; in that case the merger is a separate layer
-    `merger`."""
+    (see `native_encoder` for Qwen's), or another module; in that case the merger is a separate layer `merger`."""
 
     stage_type = NativeStage
+    tail = "merger"
 
     def __init__(
         self,
@@ -144,43 +131,26 @@ class NativeEncoderUnit(PackedEncoderUnit):
         Widths: width, a hidden state's; width_merged, that of a row from the encoder's own merger; out, that of a row
         of the text."""
         config = cast(Any, tower).config
-        structure = find_structure(tower)
-        blocks = (f"layers.{i}" for i in range(structure.num_blocks))
-        layers = ("embedding", *blocks, *(("merger",) if structure.after else ()), "projector")
         merged = side**2
-        self._taps = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
-        typical = self._typical = TYPICAL_GRID // side * side
-        patches = typical**2
-        pixels = getattr(config, "in_channels", 3) * frames * config.patch_size**2
+        typical = TYPICAL_GRID // side * side
+        channels = getattr(config, "in_channels", 3)
         geometry = EncoderGeometry(
             kind="image",
             input_name="pixel_values",
-            tokens_per_row=patches // merged,
-            encoder_tokens=patches,
-            leading_tokens=0,
+            tokens_per_row=typical**2 // merged,
+            encoder_tokens=typical**2,
             width=width,
             height=typical * config.patch_size,
             row_width=typical * config.patch_size,
             patch_size=config.patch_size,
-            channels=getattr(config, "in_channels", 3),
+            channels=channels,
         )
-        EncoderStage.__init__(
-            self,
-            unit=name,
-            layers=tuple(f"{name}.{layer}" for layer in layers),
-            weights=name_weights(name, tower, structure, "merger", projector),
-            model=tower,
-            projector=projector,
-            geometry=geometry,
-            callbacks=Callbacks(),
-        )
-        self.structure = structure
-        self.width = width
-        self.width_out = out * (1 + len(self._taps))
+        self._taps = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
+        super().__init__(name, tower, projector, geometry, out * (1 + len(self._taps)))
+        self._typical = typical
         self.width_merged = width_merged
         self.merged = merged
-        self.numbers_of_patch = pixels
-        self._freeze_at_start()
+        self.numbers_of_patch = channels * frames * config.patch_size**2
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make images of the typical size, and one smaller image from the remainder."""
@@ -203,9 +173,6 @@ class NativeEncoderUnit(PackedEncoderUnit):
         structure = self.structure
         return len(self.layers) - (2 if structure is not None and structure.after else 1)
 
-    def reads(self, first: int, end: int) -> frozenset[str]:
-        return frozenset({self.unit if first == 0 else grid_part(self.unit)})
-
     def boundary(self, end: int, consumer: str) -> Boundary:
         is_merged = end > self._merging_layer
         taps = sum(1 for block in self._taps if block < end - 1)
@@ -213,7 +180,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         return Boundary(
             width=self.width_out if end == len(self.layers) else width,
             dtype=self.row_dtype,
-            rows_of=partial(_rows, self.unit, self.merged if is_merged else 1),
+            rows_of=partial(rows_of_unit, self.unit, self.merged if is_merged else 1),
         )
 
     def stage(self, first: int, end: int) -> NativeStage:
@@ -225,23 +192,18 @@ class NativeEncoderUnit(PackedEncoderUnit):
         return stage
 
 
-def native_encoder_with_merger(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
-    """Build the unit of a Qwen encoder with its own language model; the projector is the encoder's merger."""
-    config = cast(Any, tower).config
-    side, frames = config.spatial_merge_size, config.temporal_patch_size
-    width = _width_of_patches(tower, find_structure(tower).before[0])
-    return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, width_of_merged(config))
-
-
-def native_encoder_with_projector(
-    name: str, tower: PreTrainedModel, projector: nn.Module, hidden_size: int
+def native_encoder(
+    name: str, tower: PreTrainedModel, projector: nn.Module | None = None, width_out: int = 0
 ) -> NativeEncoderUnit:
-    """Build the unit of a Qwen encoder with another language model; `projector` takes merged rows."""
+    """Build the unit of a Qwen encoder: with its own language model, whose projector is the encoder's merger, or with
+    another one of hidden size `width_out`, whose `projector` takes merged rows."""
     config = cast(Any, tower).config
-    side, frames = config.spatial_merge_size, config.temporal_patch_size
-    width = _width_of_patches(tower, find_structure(tower).before[0])
-    merged = width_of_merged(config)
-    return NativeEncoderUnit(name, tower, projector, side, frames, width, hidden_size, merged)
+    side, frames, merged = config.spatial_merge_size, config.temporal_patch_size, width_of_merged(config)
+    # The hidden size, whose config key differs between families.
+    width = next(tower.get_submodule(find_structure(tower).before[0]).parameters()).shape[0]
+    if projector is None:
+        return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, merged)
+    return NativeEncoderUnit(name, tower, projector, side, frames, width, width_out, merged)
 
 
 def width_of_merged(config: Any) -> int:
@@ -253,27 +215,17 @@ def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:
     """Split the frames of all items into groups of at most `most` patches (or a single larger frame): for each group,
     (frames, rows, columns) of its items. Frames do not attend to each other, not even within a clip."""
     groups: list[list[list[int]]] = [[]]
-    room = most
+    left = most
     for frames, rows, columns in grids:
         while frames:
-            count = min(frames, max(room // (rows * columns), not groups[-1]))
+            count = min(frames, max(left // (rows * columns), not groups[-1]))
             if count:
                 groups[-1].append([count, rows, columns])
-            frames, room = frames - count, room - count * rows * columns
+            frames, left = frames - count, left - count * rows * columns
             if frames:
                 groups.append([])
-                room = most
+                left = most
     return groups
-
-
-def _rows(unit: str, merged: int, sample: EncodedSample) -> int:
-    return sample.sizes.get(unit, 0) // merged
-
-
-def _width_of_patches(tower: PreTrainedModel, embedding: str) -> int:
-    """Return the hidden size, whose config key differs between families."""
-    weight = next(tower.get_submodule(embedding).parameters())
-    return weight.shape[0]
 
 
 def _in_order(tower: Any, hidden: Tensor, grid: Tensor) -> Tensor:
@@ -284,3 +236,67 @@ def _in_order(tower: Any, hidden: Tensor, grid: Tensor) -> Tensor:
         grid, tower.spatial_merge_size, tower.config.window_size, tower.config.patch_size
     )
     return hidden.unflatten(0, (-1, tower.spatial_merge_size**2))[index.argsort()].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class NativeTower(Tower):
+    """Qwen's image encoder, which projects its rows itself. seconds: config path of the positions per second of a clip;
+    empty if positions count its frames; seconds_keyword: the forward's keyword for the seconds per temporal patch."""
+
+    seconds: str = ""
+    seconds_keyword: str = ""
+
+    is_native = True
+    blocks = ("patch_embed", "blocks")
+    mergers = MERGERS
+
+    def build(self, host: HostModel) -> EncoderUnit:
+        _, encoder = self.in_model(host)
+        return native_encoder(host.name, encoder)
+
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> NativeImageUnit:
+        patches = patches_of(host.config.vision_config, settings or {})
+        return NativeImageUnit(host.name, host.placeholder_id, patches, written=written)
+
+    def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> MediaUnit:
+        is_apart = self.clips == "patches apart"
+        settings = {**options.saved, **options.requested}
+        return NativeClipUnit(
+            host.name,
+            host.placeholder_id,
+            *native_limits(host.config.vision_config, settings, options.saved, is_apart),
+            self.seconds_scale(host.config),
+            is_apart,
+            written=options.written,
+        )
+
+    def seconds_scale(self, config: Any) -> float | None:
+        """Return the positions per second of a clip; None if positions follow its frames."""
+        return float(attrgetter(self.seconds)(config)) if self.seconds else None
+
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
+        """Clips, which have several frames, are other inputs than images, and have other tokens."""
+        grids, patches = inputs[GRID], inputs["pixel_values"].flatten(1)
+        is_clip = grids[:, 0] > 1
+        if not bool(is_clip.any()):
+            return {"pixel_values": patches, GRID: grids}
+        sizes = grids.prod(1)
+        of_items = patches.split(sizes.tolist())
+        merged = (sizes // host.config.vision_config.spatial_merge_size**2).tolist()
+        places = (ids == host.placeholder_id).nonzero().split(merged)
+        ids = ids.clone()
+        found = {"input_ids": ids}
+        for clip, pixels, grid in (
+            (False, "pixel_values", GRID),
+            (True, "pixel_values_videos", "video_grid_thw"),
+        ):
+            numbers = (is_clip == clip).nonzero()[:, 0].tolist()
+            if numbers:
+                found[pixels] = torch.cat([of_items[number] for number in numbers])
+                found[grid] = grids[numbers]
+            for number in numbers if clip else ():
+                ids[places[number].unbind(1)] = host.config.video_token_id
+        scale = self.seconds_scale(host.config)
+        if scale is not None:
+            found[self.seconds_keyword] = inputs[STEP][is_clip].float() / scale
+        return found

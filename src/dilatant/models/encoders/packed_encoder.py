@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from dilatant.data.sample import EncodedSample
+from dilatant.data.text.encoding import grid_part
 from dilatant.models.core.random_draws import SampleLayout
-from dilatant.models.core.stage import StageOutput, StepData, media_of
+from dilatant.models.core.stage import StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.encoders.encoder import EncoderStage, EncoderUnit
 from dilatant.models.parallel.shared_samples import SampleParallel
+
+
+class TowerProjector(nn.Module):
+    """Base of projectors that come from a pretrained model."""
+
+    def __init__(self, tower: PreTrainedModel) -> None:
+        super().__init__()
+        self._tower = (tower,)  # not registered: the encoder is another part of the unit
+
+    @property
+    def drawn_by(self) -> PreTrainedModel:
+        """The model that initialises the weights."""
+        return self._tower[0]
+
+
+class NamedModule(TowerProjector):
+    """Holds a module under its name in the whole model, because adapters need a parent of the linear layer."""
+
+    def __init__(self, name: str, module: nn.Module, tower: PreTrainedModel) -> None:
+        super().__init__(tower)
+        self._name = name
+        self.add_module(name, module)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.get_submodule(self._name)(hidden)
+
+
+class StagedEncoderUnit(EncoderUnit):
+    """An encoder unit that runs as the stage of all its layers, because `stage_type` runs differently."""
+
+    def whole_stage(self) -> EncoderStage:
+        """Return the stage of all layers."""
+        return self.stage(0, len(self.layers))
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        return self.whole_stage().run(data, samples, inbound)
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
+        return self.whole_stage().spread(data, samples)
+
+    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
+        return self.whole_stage()(inputs, hidden)
 
 
 class PackedEncoderStage(SampleParallel, EncoderStage):
@@ -30,24 +76,38 @@ class PackedEncoderStage(SampleParallel, EncoderStage):
     def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
         return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
 
-    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **given}) if self.is_first else self(given, value)
+    def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
+        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
+
+    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Encode a row of items. inputs: `sizes_name` int64 [items, ...], and for the first stage patches or frames
+        [rows, ...]. hidden: [rows, width]. Returns hidden states in the form of `hidden`; after the projector, rows of
+        the text."""
+        inputs = inputs or {}
+        if self.model is not None:
+            fed = inputs[self.geometry.input_name].flatten(1) if hidden is None else hidden
+            with self.recording(self.model, [fed]):
+                hidden = self.encode_items(self.model, fed, inputs[self.sizes_name], hidden is not None)
+        assert hidden is not None
+        return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
+
+    @abstractmethod
+    def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
+        """Run the stage's part of the encoder. fed: its input or, if `is_hidden`, hidden states."""
 
 
-class PackedEncoderUnit(SampleParallel, EncoderUnit):
-    """A packing encoder unit; it runs as the stage that holds all layers."""
+class PackedEncoderUnit(SampleParallel, StagedEncoderUnit):
+    """A packing encoder unit; stages after the first read the items' sizes alone."""
 
     packs = True
 
-    def whole_stage(self) -> EncoderStage:
-        """Return the stage of all layers."""
-        return self.stage(0, len(self.layers))
+    def _unused(self, model: nn.Module) -> frozenset[str]:
+        return frozenset()
 
-    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        return self.whole_stage().run(data, samples, inbound)
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit if first == 0 else grid_part(self.unit)})
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        return self.whole_stage().spread(data, samples)
 
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        return self.whole_stage()(inputs, hidden)
+def rows_of_unit(unit: str, merged: int, sample: EncodedSample) -> int:
+    """Return a sample's tokens in an encoder, divided by `merged`, the number that becomes one row."""
+    return sample.sizes.get(unit, 0) // merged

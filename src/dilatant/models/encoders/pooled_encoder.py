@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from dilatant.models.core.slicing import Placeholder
+from dilatant.config.errors import UserError
+from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
+from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit
+from dilatant.data.media_units.soft_token_image_unit import SOFT_TOKENS, soft_token_processor
+from dilatant.data.sample import MediaMarkup
+from dilatant.models.adapters.lora import plain_key
+from dilatant.models.core.slicing import Placeholder, shell_of
 from dilatant.models.core.stage import in_dtype_of
+from dilatant.models.core.weights import Weight
+from dilatant.models.encoders.media import COUNTS, SOFT_TOKENS_OF_FRAMES, frame_choice
 from dilatant.models.encoders.native_encoder import NativeEncoderUnit, NativeStage
+from dilatant.models.encoders.packed_encoder import NamedModule
+from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 
 BUFFERS = ("std_bias", "std_scale")
 """Buffers that the end of an encoder uses."""
@@ -22,33 +33,24 @@ OF_END = "end."
 """Key prefix of these buffers in the projector."""
 
 
-class PooledMerger(nn.Module):
+class PooledMerger(NamedModule):
     """Average pooling and embedder: [patches, width] to [patches / merged, width of the text].
 
     Runs the encoder's own forward with placeholders for embedding and blocks, on each group of patches as a separate
     image. tower: the encoder, whose pooling is moved here. name, embedder: the projecting module and its name.
     """
 
-    drawn_by: PreTrainedModel
-    """The model that initialises the weights."""
-
     def __init__(self, tower: PreTrainedModel, name: str, embedder: nn.Module) -> None:
-        super().__init__()
-        # Not registered: the encoder is another part of the unit.
-        self.__dict__["drawn_by"] = tower
-        end: Any = copy.copy(tower)
-        own = {"patch_embedder": Placeholder(cast(Any, tower).patch_embedder), "encoder": _BlocksDone()}
-        end.__dict__["_modules"] = {**own, "pooler": cast(Any, tower).pooler}
-        end.__dict__["_parameters"] = {}
-        end.__dict__["_buffers"] = {
-            buffer: tower._buffers.pop(buffer) for buffer in BUFFERS if buffer in tower._buffers
-        }
-        tower.__dict__["config"] = copy.deepcopy(tower.config)
-        tower.config.standardize = False
-        self.end = end
-        self._side = int(cast(Any, tower).config.pooling_kernel_size)
-        self._name = name
-        self.add_module(name, embedder)
+        super().__init__(name, embedder, tower)
+        encoder: Any = tower
+        done = {"patch_embedder": Placeholder(encoder.patch_embedder), "encoder": _BlocksDone()}
+        self.end = shell_of(tower, done, lambda entry: entry in ("pooler", *BUFFERS))
+        for buffer in BUFFERS:
+            if hasattr(tower, buffer):
+                delattr(tower, buffer)
+        encoder.config = copy.deepcopy(encoder.config)
+        encoder.config.standardize = False
+        self._side = int(encoder.config.pooling_kernel_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         side = self._side
@@ -56,7 +58,7 @@ class PooledMerger(nn.Module):
         grid = torch.stack(torch.meshgrid(place, place, indexing="xy"), -1).flatten(0, 1)
         groups = hidden.unflatten(0, (-1, side**2))
         rows = self.end(pixel_values=groups, pixel_position_ids=grid.expand(len(groups), -1, -1))
-        return cast(Any, self._modules[self._name])(inputs_embeds=rows.last_hidden_state)
+        return self.get_submodule(self._name)(inputs_embeds=rows.last_hidden_state)
 
 
 class _BlocksDone(nn.Module):
@@ -80,7 +82,7 @@ class PooledStage(NativeStage):
         alike: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
             alike.setdefault(len(part), []).append(number)
-        made: dict[int, Tensor] = {}
+        encoded: dict[int, Tensor] = {}
         for numbers in alike.values():
             hidden = torch.stack([parts[number] for number in numbers])
             places = torch.stack([_places(grids[number], side, fed.device) for number in numbers])
@@ -90,23 +92,14 @@ class PooledStage(NativeStage):
             output = tower.encoder(
                 inputs_embeds=in_dtype_of(model, hidden), attention_mask=None, pixel_position_ids=places
             )
-            made |= dict(zip(numbers, output.last_hidden_state, strict=True))
-        return torch.cat([made[number] for number in range(len(parts))])
+            encoded |= dict(zip(numbers, output.last_hidden_state, strict=True))
+        return torch.cat([encoded[number] for number in range(len(parts))])
 
 
 class PooledEncoderUnit(NativeEncoderUnit):
     """The encoder and its embedder: layers `embedding`, `layers.<i>`, `projector` (average pooling, then embedder)."""
 
     stage_type = PooledStage
-
-
-def pooled_encoder_unit(
-    name: str, tower: PreTrainedModel, embedder: tuple[str, nn.Module], out: int
-) -> PooledEncoderUnit:
-    """Build the unit of an encoder. embedder: its name, and the module that projects to `out` features."""
-    config = cast(Any, tower).config
-    merger = PooledMerger(tower, *embedder)
-    return PooledEncoderUnit(name, tower, merger, config.pooling_kernel_size, 1, config.hidden_size, out)
 
 
 def _places(grid: Sequence[int], side: int, device: torch.device) -> Tensor:
@@ -119,13 +112,57 @@ def _places(grid: Sequence[int], side: int, device: torch.device) -> Tensor:
     return places.transpose(1, 2).flatten(0, 3).repeat(frames, 1)
 
 
-def padded_patches(pixels: Tensor, grids: Tensor, side: int) -> dict[str, Tensor]:
-    """Pad images to equally many patches, as transformers' encoder takes them, with the patches' positions. pixels:
-    [patches, channels, height, width]; grids: int64 [images, 3]."""
-    sizes = grids.prod(1).tolist()
-    own = [_places(each, side, pixels.device) for each in grids.tolist()]
-    parts = pixels.movedim(1, -1).flatten(1).split(sizes)
-    return {
-        "pixel_values": nn.utils.rnn.pad_sequence(list(parts), batch_first=True),
-        "image_position_ids": nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1),
-    }
+class PooledTower(Tower):
+    """Gemma 4's image encoder, whose patches are averaged and then projected."""
+
+    is_native = True
+    blocks = ("patch_embedder", "encoder")
+
+    def build(self, host: HostModel) -> PooledEncoderUnit:
+        model, encoder = self.in_model(host)
+        config = encoder.config
+        merger = PooledMerger(encoder, *self.named_projector(model))
+        return PooledEncoderUnit(
+            host.name, encoder, merger, config.pooling_kernel_size, 1, config.hidden_size, host.text_width
+        )
+
+    def key_of(self, weight: Weight) -> str:
+        key = plain_key(weight.key)
+        if key.startswith(OF_END):
+            return f"{self.path}.{key.removeprefix(OF_END)}"
+        return Tower.key_of(self, weight)
+
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> NativeImageUnit:
+        vision = host.config.vision_config
+        processor = soft_token_processor(
+            settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
+        )
+        return NativeImageUnit(host.name, host.placeholder_id, processor, written=written)
+
+    @property
+    def clip_settings(self) -> tuple[str, ...]:
+        return (*COUNTS, SOFT_TOKENS_OF_FRAMES)
+
+    def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> FramedClipUnit:
+        saved = options.saved
+        tokens = (
+            options.requested.get(SOFT_TOKENS_OF_FRAMES) or saved.get("max_soft_tokens") or SOFT_TOKENS[0]
+        )
+        if tokens not in SOFT_TOKENS:
+            known = ", ".join(map(str, SOFT_TOKENS))
+            raise UserError(f"processor: {SOFT_TOKENS_OF_FRAMES} is {tokens!r}; it must be one of {known}")
+        frame = replace(image, processor=replace(image.processor, soft_tokens=tokens))
+        choice = frame_choice("timed", saved, options.requested)
+        return FramedClipUnit(frame, choice, "timed", written=options.written)
+
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
+        """Images are padded to equally many patches."""
+        pixels, grids = inputs["pixel_values"], inputs[GRID]
+        side = host.config.vision_config.pooling_kernel_size
+        places = [_places(grid, side, pixels.device) for grid in grids.tolist()]
+        images = pixels.movedim(1, -1).flatten(1).split(grids.prod(1).tolist())
+        pad = nn.utils.rnn.pad_sequence
+        return {
+            "pixel_values": pad(list(images), batch_first=True),
+            "image_position_ids": pad(places, batch_first=True, padding_value=-1),
+        }

@@ -3,6 +3,9 @@
 For Qwen's Whisper-like encoders: two convolutions halve the frames, blocks attend inside a sound (or inside its chunks,
 if the encoder has them), and neighbours are averaged at the end. The result equals the family's, which pads to 30 s,
 because each sound includes the padding frames that influence its end (see `data.media_units.sound_unit`).
+
+The family's forward takes whole windows only. Therefore the functions at the end of this file call its modules one by
+one: convolutions, blocks, average and norm. They repeat what the forward does between its modules.
 """
 
 from __future__ import annotations
@@ -17,114 +20,58 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from dilatant.data.media_units.sound_unit import FRAMES
-from dilatant.data.sample import EncodedSample
-from dilatant.data.text.encoding import grid_part
+from dilatant.data.media_units.processors import sound_processor
+from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
+from dilatant.data.sample import EncodedSample, MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.slicing import Placeholder
 from dilatant.models.core.stage import Boundary, in_dtype_of
-from dilatant.models.core.structure import find_structure
-from dilatant.models.core.weights import name_weights
-from dilatant.models.encoders.encoder import Callbacks, EncoderStage
-from dilatant.models.encoders.packed_encoder import PackedEncoderStage, PackedEncoderUnit
+from dilatant.models.encoders.packed_encoder import (
+    NamedModule,
+    PackedEncoderStage,
+    PackedEncoderUnit,
+    rows_of_unit,
+)
+from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
 
 FEATURES = "input_features"
 TYPICAL_FRAMES = 1000
 """Frames of the sound with which layers are measured: 10 s."""
 
 
-class NamedModule(nn.Module):
-    """Holds a module under its name in the whole model, because adapters need a parent of the linear layer."""
-
-    drawn_by: PreTrainedModel
-    """The model that initialises the weights."""
-
-    def __init__(self, name: str, module: nn.Module, tower: PreTrainedModel) -> None:
-        super().__init__()
-        self._name = name
-        self.add_module(name, module)
-        # Not registered: the encoder is another part of the unit.
-        self.__dict__["drawn_by"] = tower
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.get_submodule(self._name)(hidden)
-
-
 class SoundStage(PackedEncoderStage):
     """Layers of an audio encoder and its projector, run on all frames of the samples in one row."""
 
     sizes_name = FRAMES
-    blocks_path = "layers"
 
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Encode frames. inputs: `feature_lens` int64 [sounds, 2], frames of each sound without and with its padding;
-        for the first stage `input_features` [frames with padding, mel bins]. hidden: [rows, width]. Returns such hidden
-        states; after the norm, half as many; after the projector, rows of the text."""
-        inputs = inputs or {}
-        if self.model is not None:
-            fed = inputs[FEATURES] if hidden is None else hidden
-            with self.recording(self.model, [fed]):
-                hidden = self._encode_sounds(self.model, fed, inputs[FRAMES], hidden is not None)
-        assert hidden is not None
-        return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
-
-    def _encode_sounds(self, model: nn.Module, fed: Tensor, lengths: Tensor, is_hidden: bool) -> Tensor:
+    def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
+        """Run on frames. sizes: int64 [sounds, 2], frames of each sound without and with its padding. After the norm
+        there are half as many rows."""
         hidden = in_dtype_of(model, fed)
         if not is_hidden:
-            hidden = _convolved(model, hidden, lengths)
-        hidden = _through_blocks(model, in_dtype_of(model, hidden), lengths[:, 0])
-        return _averaged(model, hidden, lengths[:, 0]) if f"{self.unit}.norm" in self.layers else hidden
+            hidden = _convolved(model, hidden, sizes)
+        hidden = _through_blocks(model, in_dtype_of(model, hidden), sizes[:, 0])
+        return _averaged(model, hidden, sizes[:, 0]) if f"{self.unit}.norm" in self.layers else hidden
 
 
 class SoundEncoderUnit(PackedEncoderUnit):
     """An audio encoder: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
 
-    stage_type = SoundStage
+    stage_type: type[PackedEncoderStage] = SoundStage
 
     def __init__(
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
     ) -> None:
-        config: Any = tower.config
-        rows = rows_of(TYPICAL_FRAMES)
-        geometry = EncoderGeometry(
-            kind="audio",
-            input_name=FEATURES,
-            tokens_per_row=rows // 2,
-            encoder_tokens=rows,
-            leading_tokens=0,
-            width=config.d_model,
-            mel_bins=config.num_mel_bins,
-            frames=TYPICAL_FRAMES,
-        )
-        self._hold(name, tower, projector, geometry, width_out, placeholder_id)
-        # Omni's encoder has embeddings of audio begin and end, but the thinker uses text tokens for them.
-        self.unused = frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)
-        self._freeze_at_start(self.unused)
-
-    def _hold(
-        self,
-        name: str,
-        tower: PreTrainedModel,
-        projector: nn.Module,
-        geometry: EncoderGeometry,
-        width_out: int,
-        placeholder_id: int,
-    ) -> None:
-        structure = find_structure(tower)
-        layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
-        EncoderStage.__init__(
-            self,
-            unit=name,
-            layers=tuple(f"{name}.{layer}" for layer in layers),
-            weights=name_weights(name, tower, structure, "norm", projector),
-            model=tower,
-            projector=projector,
-            geometry=geometry,
-            callbacks=Callbacks(),
-        )
-        self.structure = structure
-        self.width = geometry.width
-        self.width_out = width_out
+        super().__init__(name, tower, projector, self._geometry_of(tower.config), width_out)
         self.placeholder_id = placeholder_id
+
+    def _geometry_of(self, config: Any) -> EncoderGeometry:
+        rows = rows_of(TYPICAL_FRAMES)
+        return sound_geometry(rows, rows // 2, config.d_model, config.num_mel_bins)
+
+    def _unused(self, model: nn.Module) -> frozenset[str]:
+        # Omni's encoder has embeddings of audio begin and end, but the thinker uses text tokens for them.
+        return frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make sounds of the typical length, and one shorter sound from the remainder."""
@@ -139,16 +86,15 @@ class SoundEncoderUnit(PackedEncoderUnit):
         count = sum(rows) // 2 if merges else sum(rows)
         return torch.randn(count, self.geometry.width, device=device), {FRAMES: frames}
 
-    def reads(self, first: int, end: int) -> frozenset[str]:
-        return frozenset({self.unit if first == 0 else grid_part(self.unit)})
-
     def boundary(self, end: int, consumer: str) -> Boundary:
         is_output = end == len(self.layers)
         halved = end >= len(self.layers) - 1
         return Boundary(
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
-            rows_of=partial(_halved, self.unit, self.placeholder_id) if halved else partial(_rows, self.unit),
+            rows_of=partial(_halved, self.unit, self.placeholder_id)
+            if halved
+            else partial(rows_of_unit, self.unit, 1),
         )
 
 
@@ -157,8 +103,18 @@ def rows_of(frames: Any) -> Any:
     return (frames - 1) // 2 + 1
 
 
-def _rows(unit: str, sample: EncodedSample) -> int:
-    return sample.sizes.get(unit, 0)
+def sound_geometry(rows: int, merged: int, width: int, mel_bins: int) -> EncoderGeometry:
+    """Return the geometry of an audio encoder that makes `rows` hidden states, and `merged` rows of the text, of a
+    sound of the typical length."""
+    return EncoderGeometry(
+        kind="audio",
+        input_name=FEATURES,
+        tokens_per_row=merged,
+        encoder_tokens=rows,
+        width=width,
+        mel_bins=mel_bins,
+        frames=TYPICAL_FRAMES,
+    )
 
 
 def _halved(unit: str, placeholder_id: int, sample: EncodedSample) -> int:
@@ -174,10 +130,10 @@ def _halved(unit: str, placeholder_id: int, sample: EncodedSample) -> int:
 
 def _convolved(model: Any, features: Tensor, lengths: Tensor) -> Tensor:
     """Embed [frames, mel bins] to [rows, width]."""
-    own, given = lengths.T.tolist()
-    chunk = 2 * model.n_window if hasattr(model, "n_window") else max(given)
+    real_frames, padded_frames = lengths.T.tolist()
+    chunk = 2 * model.n_window if hasattr(model, "n_window") else max(padded_frames)
     pieces, rows = [], []
-    for sound, frames in zip(features.split(given), own, strict=True):
+    for sound, frames in zip(features.split(padded_frames), real_frames, strict=True):
         parts = sound.split(chunk)
         pieces += parts
         rows += [rows_of(min(len(part), frames - chunk * number)) for number, part in enumerate(parts)]
@@ -201,13 +157,13 @@ def _through_blocks(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
         for block in model.layers:
             (hidden,) = block(hidden, cu_seqlens=borders)
         return hidden
-    made = []
+    encoded = []
     for sound in hidden.split(rows_of(frames).tolist()):
         sound = sound[None]
         for block in model.layers:
             sound = block(sound, None)
-        made.append(sound[0])
-    return torch.cat(made)
+        encoded.append(sound[0])
+    return torch.cat(encoded)
 
 
 def _averaged(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
@@ -215,3 +171,53 @@ def _averaged(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
     pairs = [sound[: len(sound) // 2 * 2] for sound in hidden.split(rows_of(frames).tolist())]
     norm = model.ln_post if hasattr(model, "ln_post") else model.layer_norm
     return norm(torch.cat(pairs).unflatten(0, (-1, 2)).mean(1))
+
+
+def sound_unit(
+    name: str,
+    placeholder_id: int,
+    config: Any,
+    settings: Mapping[str, Any] | None,
+    marker: str = "<audio>",
+    written: MediaMarkup | None = None,
+) -> SoundUnit:
+    """Build the media unit of an encoder with this config. Raises UserError."""
+    # An encoder with chunks has positions only inside them.
+    longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
+    mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
+    return SoundUnit(name, placeholder_id, mel, longest, 0 if longest is None else 2, marker, written)
+
+
+class SoundTower(Tower):
+    """Qwen's audio encoder."""
+
+    kind = "audio"
+    is_native = True
+    blocks = ("conv1", "conv2", "layers")
+    unit_type: type[SoundEncoderUnit] = SoundEncoderUnit
+
+    def build(self, host: HostModel) -> SoundEncoderUnit:
+        model, encoder = self.in_model(host)
+        name, projector = self.named_projector(model)
+        if self.projector[0].startswith(f"{self.path}."):
+            setattr(encoder, name, Placeholder(projector))
+        held = NamedModule(name, projector, encoder)
+        return self.unit_type(host.name, encoder, held, host.text_width, host.placeholder_id)
+
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
+        config = host.config.audio_config
+        return sound_unit(host.name, host.placeholder_id, config, settings, written=written)
+
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
+        """Sounds are padded to one length, which is a fixed window if the encoder needs one."""
+        config = host.config.audio_config
+        frames, padded = inputs[FRAMES].T.tolist()
+        sounds = [*inputs[FEATURES].split(padded)]
+        window = max(padded) if hasattr(config, "n_window") else 2 * config.max_source_positions
+        sounds.append(sounds[0].new_zeros(window, sounds[0].shape[1]))
+        features = nn.utils.rnn.pad_sequence(sounds, batch_first=True)[:-1]
+        mask = torch.arange(window) < torch.tensor(frames)[:, None]
+        return {
+            FEATURES: features.transpose(1, 2),
+            "feature_attention_mask": mask.long().to(features.device),
+        }

@@ -1,4 +1,4 @@
-"""Families of pretrained multimodal models: the paths of their units, and the peculiarities of their forwards.
+"""Families of pretrained multimodal models: the towers of their encoders, and the peculiarities of their forwards.
 
 All other properties are derived from the model. transformers' own code projects the rows of an encoder (`Projection`)
 and computes the logits; no part of a family's forward is repeated here.
@@ -7,49 +7,20 @@ and computes the logits; no part of a family's forward is repeated here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.models.encoders.anyres_encoder import AnyresTower
+from dilatant.models.encoders.conformer_encoder import ConformerTower
+from dilatant.models.encoders.fixed_tower import FixedTower
+from dilatant.models.encoders.native_encoder import NativeTower
+from dilatant.models.encoders.pooled_encoder import PooledTower
+from dilatant.models.encoders.sound_encoder import SoundTower
+from dilatant.models.encoders.tiled_encoder import TiledTower
+from dilatant.models.encoders.tower import Clips, Tower
 
 MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix", "in_windows"]
-Clips = Literal["patches", "patches apart", "pooled", "counted", "timed", "introduced"]
-"""A clip's layout in the text: temporal patches as one item (Qwen), or apart with text between them; frames whose
-neighbouring patches are pooled to one row (LLaVA-OneVision); or frames as separate images, with the texts of this name
-around them (see `data.media_units.frame_texts`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PretrainedEncoder:
-    """An encoder inside a pretrained multimodal model; paths are those of the ...ForConditionalGeneration class.
-
-    path: the encoder's. projector: paths of the modules and parameters that project its rows for the text. token:
-    config key of the placeholder id that one row replaces. features: the method that projects. batched: True if the
-    method takes pixels as [samples, images, ...] instead of [images, ...]. written, opens, closes: see
-    `MediaMarkup`; {key} in them is the text of the token whose id is the config's value of `key`; written defaults
-    to the text of `token`. settings: overrides of the image processor. native: True if images, or sounds, of
-    different sizes are packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by
-    the encoder itself or, with pooled, averaged and then projected (see `PooledEncoderUnit`). conformer: True for a
-    conformer audio encoder (see `ConformerEncoderUnit`). crossing: True if its rows go to cross-attention blocks of
-    the text model instead of the text (see `CrossAttentionLayout`). anyres: True if an image's shape determines its
-    tiles and rows (see `AnyresEncoderUnit`).
-    """
-
-    path: str
-    projector: tuple[str, ...]
-    token: str = "image_token_id"
-    kind: Literal["image", "audio"] = "image"
-    features: str = "get_image_features"
-    batched: bool = False
-    written: str = ""
-    opens: str = ""
-    closes: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    native: bool = False
-    pooled: bool = False
-    conformer: bool = False
-    crossing: bool = False
-    anyres: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +31,25 @@ class Family:
     (see `positions`). media_attention: the mask among tokens of an item, as in `model.language_model.media_attention`;
     "prefix": all tokens before the first target attend to each other; "in_windows": tokens of an item attend to each
     other in sliding-window layers, if the config's `use_bidirectional_attention` enables it. first_position: a sample's
-    first position. behind_time: see `spatial_positions`. seconds: config path of the positions per second of a clip;
-    empty if positions count its frames; seconds_keyword: the forward's keyword for the seconds per temporal patch.
-    clips: layout of clips, if the family reads them (see `Clips`).
+    first position. behind_time: see `spatial_positions`.
     """
 
-    towers: Mapping[str, PretrainedEncoder]
+    towers: Mapping[str, Tower]
     decoder: str = "model.language_model"
     spatial: bool = False
     media_attention: MediaAttention = "causal"
     first_position: int = 0
     behind_time: bool = False
-    seconds: str = ""
-    seconds_keyword: str = ""
-    clips: Clips | None = None
 
     @property
-    def frames_apart(self) -> bool:
-        """True if the text contains timestamps between the temporal patches of a clip."""
-        return self.clips == "patches apart"
+    def clips(self) -> Clips | None:
+        """Layout of clips, if the family reads them."""
+        return next((tower.clips for tower in self.towers.values() if tower.clips is not None), None)
 
 
-_PLAIN = PretrainedEncoder("model.vision_tower", ("model.multi_modal_projector",))
-_CONNECTED = PretrainedEncoder(
+_PROJECTOR = ("model.multi_modal_projector",)
+_PLAIN = FixedTower("model.vision_tower", _PROJECTOR)
+_CONNECTED = FixedTower(
     "model.vision_model",
     ("model.connector",),
     batched=True,
@@ -90,46 +57,41 @@ _CONNECTED = PretrainedEncoder(
     closes="<fake_token_around_image>",
     settings={"do_image_splitting": False},  # its tiles have texts between them
 )
-
-_VISUAL = PretrainedEncoder("model.visual", (), native=True)
-_QWEN = Family({"vision": _VISUAL}, spatial=True, clips="patches")
-_QWEN3 = replace(_QWEN, clips="patches apart")
-_SOUND = PretrainedEncoder(
-    "model.audio_tower",
-    ("model.multi_modal_projector",),
-    token="audio_token_id",
-    kind="audio",
-    native=True,
-)
+_VISUAL = NativeTower("model.visual", clips="patches")
+_QWEN = Family({"vision": _VISUAL}, spatial=True)
+_QWEN3 = replace(_QWEN, towers={"vision": replace(_VISUAL, clips="patches apart")})
+_SOUND = SoundTower("model.audio_tower", _PROJECTOR, "audio_token_id")
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": replace(
-        _QWEN, seconds="vision_config.tokens_per_second", seconds_keyword="second_per_grid_ts"
+        _QWEN,
+        towers={
+            "vision": replace(
+                _VISUAL, seconds="vision_config.tokens_per_second", seconds_keyword="second_per_grid_ts"
+            )
+        },
     ),
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
     "qwen2_5_omni_thinker": Family(
-        {"vision": _VISUAL, "audio": replace(_SOUND, projector=("model.audio_tower.proj",))},
+        {
+            "vision": replace(
+                _VISUAL, seconds="position_id_per_seconds", seconds_keyword="video_second_per_grid"
+            ),
+            "audio": replace(_SOUND, projector=("model.audio_tower.proj",)),
+        },
         spatial=True,
-        clips="patches",
         behind_time=True,
-        seconds="position_id_per_seconds",
-        seconds_keyword="video_second_per_grid",
     ),
     "qwen2_audio": Family({"audio": _SOUND}),
     "llava": Family({"vision": _PLAIN}),
     "llava_onevision": Family(
-        {
-            "vision": replace(
-                _PLAIN, projector=("model.multi_modal_projector", "model.image_newline"), anyres=True
-            )
-        },
-        clips="pooled",
+        {"vision": AnyresTower(_PLAIN.path, (*_PROJECTOR, "model.image_newline"), clips="pooled")}
     ),
-    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}, clips="counted"),
+    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>", clips="counted")}),
     "gemma3": Family(
         {
             "vision": replace(
@@ -144,39 +106,28 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4": Family(
         {
-            "vision": PretrainedEncoder(
+            "vision": PooledTower(
                 "model.vision_tower",
                 ("model.embed_vision",),
-                native=True,
-                pooled=True,
                 opens="{boi_token_id}",
                 closes="{eoi_token_id}",
+                clips="timed",
             ),
-            "audio": replace(
-                _SOUND,
-                projector=("model.embed_audio",),
-                conformer=True,
+            "audio": ConformerTower(
+                "model.audio_tower",
+                ("model.embed_audio",),
+                "audio_token_id",
                 opens="{boa_token_id}",
                 closes="{eoa_token_index}",
             ),
         },
         media_attention="in_windows",
-        clips="timed",
     ),
     # All tokens before the answer attend to each other.
     "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
-    "mllama": Family(
-        {
-            "vision": PretrainedEncoder(
-                "model.vision_model",
-                ("model.multi_modal_projector",),
-                token="image_token_index",
-                crossing=True,
-            )
-        }
-    ),
+    "mllama": Family({"vision": TiledTower("model.vision_model", _PROJECTOR, "image_token_index")}),
     "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
-    "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model", clips="introduced"),
+    "smolvlm": Family({"vision": replace(_CONNECTED, clips="introduced")}, decoder="model.text_model"),
 }
 
 

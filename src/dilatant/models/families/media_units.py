@@ -1,85 +1,21 @@
-"""Media units of encoders: encoder geometry as the `MediaUnit` with which `data` loads and counts media."""
+"""Media units of models: how `data` loads and counts the media of their encoders."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from dilatant.config.errors import UserError
-from dilatant.data.media_units.anyres_image_unit import AnyresImageUnit
-from dilatant.data.media_units.aspect_image_unit import AspectImageUnit
-from dilatant.data.media_units.audio_unit import AudioUnit
-from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.native_clip_unit import CLIP_SETTINGS, NativeClipUnit
 from dilatant.data.media_units.native_image_unit import NativeImageUnit
-from dilatant.data.media_units.processors import (
-    HuggingFaceImageProcessor,
-    audio_processor,
-    clip_settings,
-    fixed_size,
-    image_processor,
-    pretrained_settings,
-    sound_processor,
-)
-from dilatant.data.media_units.soft_token_image_unit import soft_token_processor
-from dilatant.data.media_units.sound_unit import SoundUnit
-from dilatant.data.media_units.tiled_image_unit import TiledImageUnit, check_tiles
-from dilatant.data.media_units.usm_sound_unit import UsmSoundUnit, usm_processor
+from dilatant.data.media_units.processors import clip_settings, pretrained_settings
 from dilatant.data.sample import MediaMarkup, MediaUnit
-from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry
-from dilatant.models.encoders.conformer_encoder import mel_bins_of
-from dilatant.models.families.clip_units import (
-    CLIP_KEYS,
-    check_clip_settings,
-    clip_unit,
-    native_limits,
-    patches_of,
-)
+from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
+from dilatant.models.encoders.media import CLIP_KEYS, native_limits, patches_of
+from dilatant.models.encoders.sound_encoder import sound_unit
+from dilatant.models.encoders.tower import ClipOptions, Tower
 from dilatant.models.families.pretrained import PretrainedModel
-
-
-def media_unit(
-    name: str,
-    geometry: EncoderGeometry,
-    *,
-    processor: str | Mapping[str, Any] | None,
-    placeholder_id: int,
-    marker: str,
-    merge: Literal["placeholder", "prepend"],
-) -> ImageUnit | AudioUnit:
-    """Build the `MediaUnit` of an encoder. processor: an id, a folder, settings, or None to fit the encoder's shape.
-
-    Raises UserError if the processor's output does not fit the encoder.
-    """
-    if geometry.kind == "image":
-        return ImageUnit(
-            name=name,
-            placeholder_id=placeholder_id,
-            tokens_per_image=geometry.encoder_tokens,
-            merged_per_image=geometry.tokens_per_row,
-            processor=image_processor(
-                processor, height=geometry.height, width=geometry.row_width, channels=geometry.channels
-            ),
-            marker=marker,
-            merge=merge,
-        )
-    if geometry.kind != "audio":
-        raise UserError(
-            f"{name}: no reader of files knows the kind {geometry.kind!r}; give `execute` samples of your own "
-            "(`EncodedSample`)"
-        )
-    return AudioUnit(
-        name=name,
-        placeholder_id=placeholder_id,
-        tokens_per_window=geometry.encoder_tokens,
-        merged_per_window=geometry.tokens_per_row,
-        processor=audio_processor(processor, frames=geometry.frames, mel_bins=geometry.mel_bins),
-        marker=marker,
-        merge=merge,
-    )
 
 
 def units_of_patch_merger(
@@ -94,7 +30,7 @@ def units_of_patch_merger(
     and clips, or sounds. processor: as in `media_unit`. Raises UserError."""
     settings = pretrained_settings(processor) if isinstance(processor, str) else dict(processor or {})
     if PATCH_MERGER_ENCODERS[config.model_type] == "audio":
-        return (_sound_unit(name, placeholder_id, config, settings, marker, None),)
+        return (sound_unit(name, placeholder_id, config, settings, marker),)
     plain = {key: value for key, value in (settings or {}).items() if key not in CLIP_SETTINGS}
     of_clips = clip_settings(processor) if isinstance(processor, str) else {}
     return (
@@ -117,7 +53,7 @@ def units_of_pretrained(
     """Build the `MediaUnit`s of every encoder of a pretrained multimodal model. processor: an id, a folder, or
     settings; settings that name no processor change those of `source`, an id or folder. Raises UserError."""
     if isinstance(processor, Mapping):
-        check_clip_settings(whole, processor)
+        _check_clip_settings(whole, processor)
     if processor is None:
         processor = source
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
@@ -125,102 +61,48 @@ def units_of_pretrained(
     settings = pretrained_settings(processor) if isinstance(processor, str) else processor
     of_clips = {} if source is None else clip_settings(source)
     units: list[MediaUnit] = []
+    plain = {k: v for k, v in settings.items() if k not in CLIP_KEYS} if settings else settings
     for name, tower in whole.family.towers.items():
-        own = {k: v for k, v in settings.items() if k not in CLIP_KEYS} if settings else settings
-        unit = _unit_of_encoder(whole, name, own, tokenizer)
+        host = whole.host(name)
+        unit = tower.media_unit(host, plain, _markup_of(tower, whole.config, tokenizer))
         units.append(unit)
-        if whole.family.clips is not None and tower.kind == "image":
-            units.append(clip_unit(whole, unit, settings or {}, of_clips, tokenizer))
+        if tower.clips is not None:
+            written = _markup_of_clips(tower, whole.config, tokenizer)
+            units.append(tower.clip_unit(host, unit, ClipOptions(settings or {}, of_clips, written)))
     return tuple(units)
 
 
-def _sound_unit(
-    name: str,
-    placeholder_id: int,
-    config: Any,
-    settings: Mapping[str, Any] | None,
-    marker: str,
-    written: MediaMarkup | None,
-) -> SoundUnit:
-    # An encoder with chunks has positions only inside them.
-    longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
-    mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
-    return SoundUnit(name, placeholder_id, mel, longest, 0 if longest is None else 2, marker, written)
-
-
-def _unit_of_encoder(
-    whole: PretrainedModel, name: str, settings: Mapping[str, Any] | None, tokenizer: Any
-) -> MediaUnit:
-    tower = whole.family.towers[name]
-    marker = f"<{tower.kind}>"
-    written = _markup_of(whole, name, tokenizer)
-    placeholder = whole.placeholder_ids[name]
-    if tower.kind == "audio":
-        config = whole.config.audio_config
-        if tower.conformer:
-            usm = usm_processor(settings, mel_bins_of(config))
-            return UsmSoundUnit(name, placeholder, usm, marker, written)
-        return _sound_unit(name, placeholder, config, settings, marker, written)
-    if tower.native:
-        vision = whole.config.vision_config
-        if tower.pooled:
-            pooled = soft_token_processor(
-                settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
-            )
-            return NativeImageUnit(name, placeholder, pooled, marker, written)
-        return NativeImageUnit(name, placeholder, patches_of(vision, settings or {}), marker, written)
-    geometry = whole.encoder(name).geometry
-    if tower.crossing:
-        if settings is None or "image_processor_type" not in settings:
-            raise UserError(
-                f"model.processor is missing: {whole.config.model_type} cuts images into tiles as its own says"
-            )
-        cutting = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
-        return AspectImageUnit(name, placeholder, geometry.encoder_tokens, cutting, marker, written)
-    shape = (geometry.channels, geometry.height, geometry.row_width)
-    if settings is not None and "image_processor_type" in settings:
-        settings = {**settings, **tower.settings}
-        if tower.anyres:
-            maker = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
-            return AnyresImageUnit(
-                name, placeholder, geometry.encoder_tokens, whole.anyres_shape, maker, marker, written
-            )
-        if fixed_size(settings, geometry.channels) is None:
-            tiling = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
-            check_tiles(tiling, shape)
-            return TiledImageUnit(
-                name,
-                placeholder,
-                geometry.encoder_tokens,
-                geometry.tokens_per_row,
-                shape,
-                tiling,
-                marker,
-                written,
-            )
-    if tower.anyres:
+def _check_clip_settings(whole: PretrainedModel, requested: Mapping[str, Any]) -> None:
+    """Raise UserError for clip settings that this family does not use."""
+    known = [name for tower in whole.family.towers.values() for name in tower.clip_settings]
+    wrong = [key for key in requested if key in CLIP_KEYS and key not in known]
+    if wrong:
+        sees = f"knows of clips: {', '.join(known)}" if known else "sees no clips"
         raise UserError(
-            f"model.processor is missing: {whole.config.model_type} cuts images into tiles as its own processor says"
+            f"model.processor: {', '.join(wrong)} says nothing to {whole.config.model_type}, which {sees}"
         )
-    plain = media_unit(
-        name, geometry, processor=settings, placeholder_id=placeholder, marker=marker, merge="placeholder"
-    )
-    return replace(plain, written=written)
 
 
-def _markup_of(whole: PretrainedModel, name: str, tokenizer: Any) -> MediaMarkup:
-    tower = whole.family.towers[name]
-
+def _markup_of(tower: Tower, config: Any, tokenizer: Any) -> MediaMarkup:
     def text(form: str) -> str:
-        for key in re.findall(r"\{(\w+)\}", form):
-            token = getattr(whole.config, key, None)
-            token = (
-                None if token is None or token >= len(tokenizer) else tokenizer.convert_ids_to_tokens(token)
-            )
-            form = form.replace(f"{{{key}}}", token or "")
-        return form
+        return re.sub(r"\{(\w+)\}", lambda key: _token(config, key[1], tokenizer), form)
 
-    marker = f"<{tower.kind}>"
-    return MediaMarkup(
-        text(tower.written or f"{{{tower.token}}}") or marker, text(tower.opens), text(tower.closes)
-    )
+    token = text(tower.written or f"{{{tower.token}}}") or f"<{tower.kind}>"
+    return MediaMarkup(token, text(tower.opens), text(tower.closes))
+
+
+def _markup_of_clips(tower: Tower, config: Any, tokenizer: Any) -> MediaMarkup:
+    """Return the text of a clip: the template's single token, or start and end tokens around each temporal patch."""
+    token = _token(config, "video_token_id", tokenizer)
+    if tower.clips not in ("patches", "patches apart"):
+        return MediaMarkup(getattr(tokenizer, "video_token", None) or token or "<video>")
+    if tower.clips == "patches":
+        return MediaMarkup(token or "<video>")
+    opens, closes = (_token(config, f"vision_{end}_token_id", tokenizer) for end in ("start", "end"))
+    return MediaMarkup(f"{opens}{token}{closes}" or "<video>", opens, closes)
+
+
+def _token(config: Any, key: str, tokenizer: Any) -> str:
+    """Return the text of the token whose id is the config's value of `key`; empty if there is none."""
+    id_ = getattr(config, key, None)
+    return "" if id_ is None or id_ >= len(tokenizer) else tokenizer.convert_ids_to_tokens(id_) or ""

@@ -1,4 +1,4 @@
-"""Generation by transformers' own class for an exported pretrained multimodal model."""
+"""Generation by transformers' own class for an exported pretrained multimodal model, with its own inputs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, one_line
+from dilatant.data.media_units.native_image_unit import STEP
 from dilatant.models.adapters.lora import merged_by_peft
 from dilatant.models.families.pretrained import PretrainedModel
-from dilatant.models.families.pretrained_inputs import composite_inputs
 
 
 class PretrainedGeneration:
@@ -34,8 +34,7 @@ class PretrainedGeneration:
         except UserError:
             raise
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"{str(folder)!r} cannot be loaded: {reason}") from None
+            raise UserError(f"{str(folder)!r} cannot be loaded: {one_line(error)}") from None
 
     def to(self, device: torch.device) -> Self:
         """Move the model to a device."""
@@ -54,6 +53,31 @@ class PretrainedGeneration:
         """Generate token ids [batch, new tokens]; prompts are padded on the left."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        given = composite_inputs(self._whole, input_ids, encoder_inputs or {}, self._model.dtype)
-        written = self._model.generate(attention_mask=attention_mask, **given, **generation)
-        return written[:, input_ids.shape[1] :]
+        inputs = composite_inputs(self._whole, input_ids, encoder_inputs or {}, self._model.dtype)
+        generated = self._model.generate(attention_mask=attention_mask, **inputs, **generation)
+        return generated[:, input_ids.shape[1] :]
+
+
+def composite_inputs(
+    whole: PretrainedModel,
+    input_ids: Tensor,
+    encoder_inputs: Mapping[str, Mapping[str, Tensor]],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return the keywords, without the mask, for `input_ids` [batch, tokens]; floating ones in `dtype`."""
+    keywords = {"input_ids": input_ids}
+    for name, inputs in encoder_inputs.items():
+        inputs = {k: t.to(dtype) if t.is_floating_point() and k != STEP else t for k, t in inputs.items()}
+        keywords |= whole.family.towers[name].forward_inputs(whole.host(name), input_ids, inputs)
+    kinds = torch.zeros_like(input_ids)
+    for name, placeholder in whole.placeholder_ids.items():
+        if whole.family.towers[name].kind == "image":
+            kinds += input_ids == placeholder
+    kinds[keywords["input_ids"] != input_ids] = 2  # clips
+    if whole.media_attention == "bidirectional":
+        keywords["token_type_ids"] = kinds
+    if whole.media_attention == "prefix":
+        keywords["token_type_ids"] = torch.zeros_like(input_ids)
+    if whole.media_attention == "in_windows" or (whole.family.spatial and "audio" not in whole.family.towers):
+        keywords["mm_token_type_ids"] = kinds
+    return keywords

@@ -6,14 +6,14 @@ the first slice computes and the last compares with.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dilatant.models.generators.denoiser_cuts import (
+from dilatant.models.core.slicing import shell_of
+from dilatant.models.generators.denoiser_families import (
     BLOCKS,
     BlockInputs,
     DenoiserCut,
@@ -43,7 +43,11 @@ class DenoiserSlice(nn.Module):
         super().__init__()
         net: Any = whole.net
         tokens, self.rows = rows
-        self.net = _shell(net, cut, first, end, enters, leaves)
+        # Blocks keep their numbers, and so their keys.
+        blocks = nn.ModuleDict({str(number): getattr(net, BLOCKS)[number] for number in range(first, end)})
+        self.net = shell_of(
+            net, {BLOCKS: blocks}, lambda name: leaves if name in cut.last else enters or name == BLOCKS
+        )
         self.pool = whole.pool if enters else None
         self.encoder = whole.encoder if enters else None
         self.enters, self.leaves = enters, leaves
@@ -75,7 +79,7 @@ class DenoiserSlice(nn.Module):
         return (self.leave(between) - wanted).square().flatten(1).mean(dim=1)
 
     def enter(self, seen: Tensor, times: Tensor, rows: Tensor) -> BlockInputs:
-        """Return the input of the first block; see `Diffusion.say`."""
+        """Return the input of the first block; see `Diffusion.predict`."""
         pooled = None if self.pool is None else self.pool(rows.mean(dim=1))
         return self._cut.enter(self.net, seen.to(rows.dtype), times, rows, pooled)
 
@@ -119,19 +123,3 @@ def _pieces(dtype: torch.dtype) -> int:
     """Return the number of summands of a dtype that represent the 24 bits of a float32."""
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return math.ceil(24 / bits)
-
-
-def _shell(net: Any, cut: DenoiserCut, first: int, end: int, enters: bool, leaves: bool) -> nn.Module:
-    """Copy the denoiser without the modules of other slices; blocks keep their numbers, and so their keys."""
-    shell: nn.Module = copy.copy(net)
-    blocks = getattr(net, BLOCKS)
-
-    def keeps(name: str) -> bool:
-        return leaves if name in cut.last else enters
-
-    modules = {name: module for name, module in net._modules.items() if name == BLOCKS or keeps(name)}
-    modules[BLOCKS] = nn.ModuleDict({str(number): blocks[number] for number in range(first, end)})
-    shell.__dict__["_modules"] = modules
-    shell.__dict__["_parameters"] = {k: p for k, p in net._parameters.items() if keeps(k)}
-    shell.__dict__["_buffers"] = {k: b for k, b in net._buffers.items() if keeps(k)}
-    return shell

@@ -13,7 +13,7 @@ from transformers.utils.hub import cached_file
 from dilatant.config.errors import UserError
 from dilatant.config.model import GeneratorConfig
 from dilatant.models.generators.diffusion import Objective
-from dilatant.models.generators.image_features import FeatureSource
+from dilatant.models.generators.target_encoders import FeatureSource
 
 _SUBFOLDERS = ("transformer", "unet")
 """Subfolders of a diffusers pipeline that may hold the denoiser."""
@@ -128,9 +128,3 @@ def scheduler_settings(objective: Objective) -> dict[str, Any]:
         "clip_sample": False,
         "set_alpha_to_one": False,
     }
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a config file as diffusers does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilatant.config.errors import UserError, list_problems
-from dilatant.models.generators.autoencoder import encode, latents_of, spread_of
+from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.models.generators.denoiser_families import AUTOENCODERS, FAMILIES, DenoiserFamily
 from dilatant.models.generators.denoiser_source import DenoiserSource
-from dilatant.models.generators.diffusion import Diffusion, Objective
-from dilatant.models.generators.image_features import features
+from dilatant.models.generators.diffusion import Diffusion, Objective, Targets
+from dilatant.models.generators.target_encoders import encode, features, latents_of, spread_of
 from dilatant.models.sources import MOST_BLOCKS
 
 INSTALL = 'pip install "dilatant[generators]"'
@@ -99,18 +98,17 @@ def _draw_nothing(net: nn.Module, family: DenoiserFamily, shape: tuple[int, int,
     pooled = family.pooled(config)
     with torch.device("meta"):
         rows = torch.empty(1, 1, family.width(config))
-        told = None if pooled is None else torch.empty(1, pooled)
+        pooled_row = None if pooled is None else torch.empty(1, pooled)
         try:
-            said = family.say(net, torch.empty(1, *shape), torch.empty(1), rows, told)
+            drawn = family.predict(net, torch.empty(1, *shape), torch.empty(1), rows, pooled_row)
         except Exception as error:
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise UserError(
                 f"{where}: {type(net).__name__} with these settings cannot draw pictures of its sample_size "
-                f"{list(shape[1:])}: {reason}"
+                f"{list(shape[1:])}: {one_line(error)}"
             ) from None
-    if tuple(said.shape[2:]) != shape[1:]:
+    if tuple(drawn.shape[2:]) != shape[1:]:
         raise UserError(
-            f"{where}: {type(net).__name__} with these settings draws {list(said.shape[2:])}, but its sample_size is "
+            f"{where}: {type(net).__name__} with these settings draws {list(drawn.shape[2:])}, but its sample_size is "
             f"{list(shape[1:])}"
         )
 
@@ -153,32 +151,27 @@ def build_diffusion(
         if seen.pooled is not None:
             pool = nn.Identity() if seen.pooled == seen.width else nn.Linear(seen.width, seen.pooled)
     config: Any = net.config
+    if source.features is not None:
+        encoding: tuple[Any, Any] = features, None
+    else:
+        encoding = (None, None) if source.vae_settings is None else (encode, latents_of)
+    predict, cut = seen.family.predict, seen.family.cut
     module = Diffusion(
         net,
-        _first_half(seen.family.say) if seen.learned_variance else seen.family.say,
-        seen.shape,
-        seen.pixels,
+        _first_half(predict) if seen.learned_variance else predict,
+        Targets(seen.shape, seen.pixels, *encoding, keeps_latents),
         objective,
         drop,
         pool,
         encoder,
-        *_seen_by(source),
         fresh,
-        seen.family.cut if seen.family.cut is not None and seen.family.cut.fits(config) else None,
-        keeps_latents,
+        cut if cut is not None and cut.fits(config) else None,
     )
     if not hollow and source.has_weights:
         module.to_empty(device="cpu")
         module.draw_weights()
         module.load_state_dict(pretrained_weights(source, where), strict=False)
     return module
-
-
-def _seen_by(source: DenoiserSource) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
-    """Return the arguments `encode` and `of_spread` of a `Diffusion`."""
-    if source.features is not None:
-        return features, None
-    return (None, None) if source.vae_settings is None else (encode, latents_of)
 
 
 def pretrained_weights(source: DenoiserSource, where: str) -> dict[str, Tensor]:
@@ -217,30 +210,31 @@ def _pretrained(
     try:
         return kind.from_pretrained(place, subfolder=below or None, torch_dtype=dtype)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{where}: the weights of {folder[0]!r} cannot be loaded: {reason}") from None
+        raise UserError(
+            f"{where}: the weights of {folder[0]!r} cannot be loaded: {one_line(error)}"
+        ) from None
 
 
-def _first_half(say: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `say` to drop the learned variance from a denoiser's output."""
+def _first_half(predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap `predict` to drop the learned variance from a denoiser's output."""
 
-    def said(*given: Any) -> Tensor:
-        return say(*given).chunk(2, dim=1)[0]
+    def first_half(*inputs: Any) -> Tensor:
+        return predict(*inputs).chunk(2, dim=1)[0]
 
-    return said
+    return first_half
 
 
 def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> Any:
     kind = _class_of(settings, where, known)
-    given = {key: value for key, value in settings.items() if not key.startswith("_")}
+    values = {key: value for key, value in settings.items() if not key.startswith("_")}
     allowed = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
     problems = []
-    for key in given:
+    for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"{key!r} is not a setting of {kind.__name__}{hint}")
-    for key, value in given.items():
+    for key, value in values.items():
         if "layers" in key and isinstance(value, int) and value > MOST_BLOCKS:
             raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
     if problems and "_diffusers_version" not in settings:  # diffusers knows the settings that it wrote
@@ -248,8 +242,7 @@ def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> A
     try:
         return kind.from_config(dict(settings))
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{where}: {kind.__name__} refuses these settings: {reason}") from None
+        raise UserError(f"{where}: {kind.__name__} refuses these settings: {one_line(error)}") from None
 
 
 def _class_of(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> Any:

@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
-from dilatant.models.generators.denoiser_cuts import DenoiserCut
+from dilatant.models.generators.denoiser_families import MOMENTS, DenoiserCut
 
 Objective = Literal["flow", "epsilon", "velocity"]
-MOMENTS = 1000
-"""Scale of the timesteps passed to denoisers; the number of steps for epsilon and velocity."""
 _BETAS = 0.00085, 0.012
 """First and last variance of the noise per step, evenly spaced in their square roots (Stable Diffusion)."""
 
@@ -101,17 +99,28 @@ def add_noise(objective: Objective, picture: Tensor, noise: Tensor, moments: Ten
     return NoisedPictures(seen, target, steps.to(torch.float32))
 
 
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a denoiser generates. shape: [channels, height, width]; pixels: that of the pictures. For latents or
+    features of an encoder: encode(encoder, pixels, noise) computes them from pixels, with noise for a variational
+    encoder, and of_spread(encoder, latents, noise) from its stored output. are_stored: True if samples hold stored
+    encoder outputs instead of pixels."""
+
+    shape: tuple[int, int, int]
+    pixels: tuple[int, int, int]
+    encode: Callable[..., Tensor] | None = None
+    of_spread: Callable[..., Tensor] | None = None
+    are_stored: bool = False
+
+
 class Diffusion(nn.Module):
     """A denoiser that is trained with rows of the language model as its condition.
 
-    say(net, seen [items, channels, height, width], times [items], rows [items, k, width], pooled [items, width] or
-    None) → [items, channels, height, width]: calls the denoiser. encoder: frozen; its latents or features are the
-    targets: encode(encoder, pixels, noise) computes them from pixels, with noise for a variational encoder, and
-    of_spread(encoder, latents, noise) from its stored output. pool: maps the rows' mean to the pooled condition, for
-    denoisers with one. drop: probability that an item's condition is zeroed, for classifier-free guidance. shape:
-    [channels, height, width] of the targets; pixels: that of the pictures. fresh: builds denoiser and encoder in memory
-    with initial weights, for a module on the meta device. cut: how to run the denoiser in parts, if possible.
-    keeps_latents: True if targets are stored encoder outputs instead of pixels.
+    predict(net, seen [items, channels, height, width], times [items], rows [items, k, width], pooled [items, width] or
+    None) → [items, channels, height, width]: calls the denoiser. pool: maps the rows' mean to the pooled condition, for
+    denoisers with one. encoder: frozen; its latents or features are the targets. drop: probability that an item's
+    condition is zeroed, for classifier-free guidance. fresh: builds denoiser and encoder in memory with initial
+    weights, for a module on the meta device. cut: how to run the denoiser in parts, if possible.
     """
 
     takes_keys = True
@@ -119,18 +128,14 @@ class Diffusion(nn.Module):
     def __init__(
         self,
         net: nn.Module,
-        say: Callable[..., Tensor],
-        shape: tuple[int, int, int],
-        pixels: tuple[int, int, int],
+        predict: Callable[..., Tensor],
+        targets: Targets,
         objective: Objective = "flow",
         drop: float = 0.1,
         pool: nn.Module | None = None,
         encoder: Any = None,
-        encode: Callable[..., Tensor] | None = None,
-        of_spread: Callable[..., Tensor] | None = None,
         fresh: Callable[[], tuple[nn.Module, nn.Module | None]] | None = None,
         cut: DenoiserCut | None = None,
-        keeps_latents: bool = False,
     ) -> None:
         super().__init__()
         self.net = net
@@ -138,15 +143,12 @@ class Diffusion(nn.Module):
         self.encoder = encoder
         if encoder is not None:
             encoder.requires_grad_(False)
-        self.shape = shape
-        self.pixels = pixels
+        self.targets = targets
+        self.shape = targets.shape
         self.objective = objective
         self.drop = drop
         self.cut = cut
-        self.keeps_latents = keeps_latents
-        self._say = say
-        self._encode = encode
-        self._of_spread = of_spread
+        self._predict = predict
         self._fresh = fresh
 
     def forward(
@@ -158,8 +160,8 @@ class Diffusion(nn.Module):
         stored output of the autoencoder, `latents` [items, parts, channels, height, width].
         """
         mixed, condition = self.shown(rows, seed=seed, keys=keys, place=place, **target)
-        said = self.say(mixed.seen, mixed.times, condition)
-        return (said.float() - mixed.target).square().flatten(1).mean(dim=1)
+        predicted = self.predict(mixed.seen, mixed.times, condition)
+        return (predicted.float() - mixed.target).square().flatten(1).mean(dim=1)
 
     def shown(
         self,
@@ -172,16 +174,17 @@ class Diffusion(nn.Module):
         latents: Tensor | None = None,
     ) -> tuple[NoisedPictures, Tensor]:
         """Return the denoiser's input and target, and the condition rows: zeros for dropped conditions."""
-        noise = draw_noise(seed, keys, self.shape, self.drop, place, self._of_spread is not None)
+        noise = draw_noise(seed, keys, self.shape, self.drop, place, self.targets.of_spread is not None)
         device = rows.device
         drawn = None if noise.latent is None else noise.latent.to(device)
         if latents is not None:
-            assert self._of_spread is not None
+            assert self.targets.of_spread is not None
             dtype = next(self.encoder.parameters()).dtype
-            picture = self._of_spread(self.encoder, latents.to(dtype).unbind(1), drawn).float()
+            picture = self.targets.of_spread(self.encoder, latents.to(dtype).unbind(1), drawn).float()
         else:
             assert pixel_values is not None
-            picture = pixel_values.float() if self._encode is None else self.encode(pixel_values, drawn)
+            is_encoded = self.targets.encode is not None
+            picture = self.encode(pixel_values, drawn) if is_encoded else pixel_values.float()
         if picture.shape[1:] != self.shape:
             raise UserError(
                 f"{place}: it draws {_times(self.shape)} numbers, but the target has {_times(picture.shape[1:])}"
@@ -192,29 +195,28 @@ class Diffusion(nn.Module):
     @property
     def draws_features(self) -> bool:
         """True if the denoiser generates features of an encoder, which cannot be decoded to a picture here."""
-        return self.encoder is not None and self._of_spread is None
+        return self.encoder is not None and self.targets.of_spread is None
 
     def example(self, items: int, device: torch.device) -> dict[str, Any]:
         """Make targets and keys for measuring."""
         keyed: dict[str, Any] = {"seed": 0, "keys": [str(item) for item in range(items)], "place": ""}
-        if self.keeps_latents:
+        if self.targets.are_stored:
             return {"latents": torch.randn(items, 1, *self.shape, device=device), **keyed}
-        channels, height, width = self.pixels
-        pixels = torch.rand(items, channels, height, width, device=device) * 2 - 1
+        pixels = torch.rand(items, *self.targets.pixels, device=device) * 2 - 1
         return {"pixel_values": pixels, **keyed}
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
         """Encode pixels [items, channels, height, width]: float32 [items, *shape]. noise: of the same shape, for a
         variational autoencoder; None takes the mean."""
-        assert self._encode is not None
-        return self._encode(self.encoder, pixels, noise).float()
+        assert self.targets.encode is not None
+        return self.targets.encode(self.encoder, pixels, noise).float()
 
-    def say(self, seen: Tensor, times: Tensor, rows: Tensor) -> Tensor:
+    def predict(self, seen: Tensor, times: Tensor, rows: Tensor) -> Tensor:
         """Return the prediction for `seen` [items, channels, height, width] at the timesteps `times` [items],
         conditioned on `rows`."""
         pooled = None if self.pool is None else self.pool(rows.mean(dim=1))
-        return self._say(self.net, seen.to(rows.dtype), times, rows, pooled)
+        return self._predict(self.net, seen.to(rows.dtype), times, rows, pooled)
 
     @torch.no_grad()
     def draw_weights(self, names: Collection[str] | None = None) -> None:
@@ -222,7 +224,7 @@ class Diffusion(nn.Module):
         torch's generator seeded. All are drawn even if few are named, so that each depends on the seed alone. (Buffers
         too, since computed buffers, such as positions, are lost on the meta device.)"""
         assert self._fresh is not None
-        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         net, encoder = self._fresh()
         pool = copy.deepcopy(self.pool)
         if pool is not None:
@@ -230,11 +232,11 @@ class Diffusion(nn.Module):
             for module in pool.modules():
                 if isinstance(module, nn.Linear):
                     module.reset_parameters()
-        for part, made in (("net", net), ("encoder", encoder), ("pool", pool)):
-            if made is not None:
-                for key, tensor in (*made.named_parameters(), *made.named_buffers()):
+        for part, built in (("net", net), ("encoder", encoder), ("pool", pool)):
+            if built is not None:
+                for key, tensor in (*built.named_parameters(), *built.named_buffers()):
                     if names is None or f"{part}.{key}" in names:
-                        own[f"{part}.{key}"].copy_(tensor)
+                        tensors[f"{part}.{key}"].copy_(tensor)
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
-"""Generator units: a connector and a module that computes losses from the language model's rows."""
+"""Generator units: a connector, which maps the language model's rows, and a module that computes losses from them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
@@ -18,10 +20,13 @@ from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights
-from dilatant.models.generators.connector import TransformerConnector, build_connector
-from dilatant.models.generators.denoiser_cuts import BLOCKS, DenoiserCut, net_width
+from dilatant.models.encoders.projector import build_projector
+from dilatant.models.generators.denoiser_families import BLOCKS, DenoiserCut, net_width
 from dilatant.models.generators.denoiser_slice import DenoiserSlice, rows_between
 from dilatant.models.generators.diffusion import Diffusion
+
+HEAD_SIZE = 64
+"""Head size of a transformer connector's attention between an item's rows, if the width allows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +83,20 @@ class GeneratorStage(Stage):
             rows = self.connector(in_dtype_of(self.connector, rows))
         if self.model is None:
             return StageOutput(rows)
-        own = self.own(data, samples)
+        items = self.own(data, samples)
         targets: dict[str, Any] = {}
         if self.enters:
-            loaded = [data.samples[s] for s in samples if own is None or data.samples[s].media.get(self.unit)]
+            loaded = [
+                data.samples[s] for s in samples if items is None or data.samples[s].media.get(self.unit)
+            ]
             self._check_items(loaded)
-            targets |= media_of(data, samples, self, own)
+            targets |= media_of(data, samples, self, items)
             if getattr(self.model, "takes_keys", False):
-                targets |= self._keys(data, samples, own)
-        made = self(rows, **targets)
+                targets |= self._keys(data, samples, items)
+        outputs = self(rows, **targets)
         if not self.leaves:
-            return StageOutput(made)
-        return StageOutput(losses={self.unit: made.float().sum() / data.counts[self.unit]})
+            return StageOutput(outputs)
+        return StageOutput(losses={self.unit: outputs.float().sum() / data.counts[self.unit]})
 
     @property
     def enters(self) -> bool:
@@ -102,14 +109,14 @@ class GeneratorStage(Stage):
         return self.model is not None and getattr(self.model, "leaves", True)
 
     def _keys(
-        self, data: StepData, samples: tuple[int, ...], own: NDArray[np.int64] | None
+        self, data: StepData, samples: tuple[int, ...], chosen: NDArray[np.int64] | None
     ) -> dict[str, Any]:
         """Return the seed and keys of the items' random numbers."""
         items = zip(samples, self.spread(data, samples).lengths)
         keys = [f"{data.draws[sample]} item {item}" for sample, count in items for item in range(count)]
         return {
             "seed": data.seed,
-            "keys": keys if own is None else [keys[item] for item in own],
+            "keys": keys if chosen is None else [keys[item] for item in chosen],
             "place": self.unit,
         }
 
@@ -118,9 +125,9 @@ class GeneratorStage(Stage):
         problems = []
         for sample in samples:
             places = _rows(self.unit, sample)
-            given = {len(array) for array in sample.media.get(self.unit, {}).values()} if places else {0}
-            if given != {places / self.tokens_per_item}:
-                listed = " and ".join(str(count) for count in sorted(given))
+            counts = {len(array) for array in sample.media.get(self.unit, {}).values()} if places else {0}
+            if counts != {places / self.tokens_per_item}:
+                listed = " and ".join(str(count) for count in sorted(counts))
                 problems.append(
                     f"sample {sample.id!r} has {places} places in its text, {self.tokens_per_item} for an item, but "
                     f"targets of {listed} items"
@@ -134,27 +141,27 @@ class GeneratorStage(Stage):
     def items(self, sizes: Mapping[str, int]) -> int:
         return sizes.get(self.unit, 0) // self.tokens_per_item
 
-    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+    def one_layer(self, value: Tensor, **targets: Any) -> Tensor:
         if self.connector is not None:
             return self.connector(value)
-        made = self(value, **given)
-        return made.sum() if self.leaves else made
+        outputs = self(value, **targets)
+        return outputs.sum() if self.leaves else outputs
 
     def forward(self, rows: Tensor, **targets: Any) -> Tensor:
         """Return the losses, [items]; a denoiser slice before the last returns rows for the next. rows: the items'
         rows, concatenated, after the connector. Raises UserError if the module does not return one loss per item."""
         assert self.model is not None
         each = self.tokens_per_item if self.enters else cast(DenoiserSlice, self.model).rows
-        given = in_dtype_of(self.model, rows).unflatten(0, (-1, each))
-        made = self.model(given, **targets)
+        by_item = in_dtype_of(self.model, rows).unflatten(0, (-1, each))
+        outputs = self.model(by_item, **targets)
         if not self.leaves:
-            return made.flatten(0, 1)
-        if made.shape != given.shape[:1]:
+            return outputs.flatten(0, 1)
+        if outputs.shape != by_item.shape[:1]:
             raise UserError(
-                f"{self.unit}: the module returns losses of shape {[*made.shape]} for {given.shape[0]} items; "
+                f"{self.unit}: the module returns losses of shape {[*outputs.shape]} for {by_item.shape[0]} items; "
                 "return one number for each item"
             )
-        return made
+        return outputs
 
 
 class GeneratorUnit(Unit, GeneratorStage):
@@ -334,3 +341,54 @@ def _rows_between(unit: str, tokens_per_item: int, rows: int, sample: EncodedSam
 
 def _items(unit: str, tokens_per_item: int, sample: EncodedSample) -> float:
     return _rows(unit, sample) / tokens_per_item
+
+
+class TransformerConnector(nn.Module):
+    """Transformer connector, [..., width_in] to [..., width]: the rows of an item attend to each other in pre-norm
+    blocks of the language model's width, then a linear layer projects (the order of MetaQueries: encoder, then
+    projection).
+
+    rows: number per item; the input holds the rows of whole items, concatenated.
+    """
+
+    def __init__(self, width_in: int, width: int, rows: int, layers: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.blocks = nn.Sequential(*(_ConnectorBlock(width_in) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width_in)
+        self.projection = nn.Linear(width_in, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        items = tokens.reshape(-1, self.rows, tokens.shape[-1])
+        rows = self.projection(self.norm(self.blocks(items)))
+        return rows.reshape(*tokens.shape[:-1], rows.shape[-1])
+
+
+class _ConnectorBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // math.gcd(width, HEAD_SIZE)
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, items: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(items)).chunk(3, dim=-1)
+        queries, keys, values = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        seen = functional.scaled_dot_product_attention(queries, keys, values)
+        items = items + self.out(seen.transpose(1, 2).flatten(2))
+        return items + self.fc2(functional.gelu(self.fc1(self.norm2(items))))
+
+
+def build_connector(kind: str, width_in: int, width: int, rows: int, layers: int, where: str) -> nn.Module:
+    """Build a connector from `width_in` to `width`: [..., width_in] → [..., width].
+
+    kind: one of `build_projector`, which map each row independently, or "transformer" with `layers` blocks, in which
+    the `rows` rows of an item attend to each other. Raises UserError.
+    """
+    if kind == "transformer":
+        return TransformerConnector(width_in, width, rows, layers)
+    return build_projector(kind, width_in, width, where)

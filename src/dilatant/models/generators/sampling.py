@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilatant.models.generators.autoencoder import decode
-from dilatant.models.generators.diffusion import MOMENTS, Diffusion, alphas
+from dilatant.models.generators.denoiser_families import MOMENTS
+from dilatant.models.generators.diffusion import Diffusion, alphas
+from dilatant.models.generators.target_encoders import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +52,15 @@ def _ddim_steps(model: Diffusion, rows: Tensor, noise: Tensor, how: SamplingSett
     moments = (np.arange(how.steps) * (MOMENTS // how.steps)).round()[::-1].astype(int)
     seen = noise.float()
     for at, following in zip(moments, [*moments[1:], None]):
-        said = _guided_prediction(model, seen, float(at), rows, how.guidance)
+        predicted = _guided_prediction(model, seen, float(at), rows, how.guidance)
         picture_part, noise_part = left[at] ** 0.5, (1 - left[at]) ** 0.5
         if model.objective == "epsilon":
-            noise_said, picture = said, (seen - noise_part * said) / picture_part
+            noise_of_step, picture = predicted, (seen - noise_part * predicted) / picture_part
         else:
-            picture = picture_part * seen - noise_part * said
-            noise_said = picture_part * said + noise_part * seen
+            picture = picture_part * seen - noise_part * predicted
+            noise_of_step = picture_part * predicted + noise_part * seen
         then = left[0] if following is None else left[following]
-        seen = then**0.5 * picture + (1 - then) ** 0.5 * noise_said
+        seen = then**0.5 * picture + (1 - then) ** 0.5 * noise_of_step
     return seen
 
 
@@ -68,7 +69,7 @@ def _guided_prediction(
 ) -> Tensor:
     times = torch.full((len(seen),), moment, dtype=torch.float32, device=seen.device)
     if guidance == 1:
-        return model.say(seen, times, rows).float()
+        return model.predict(seen, times, rows).float()
     both = torch.cat([rows, torch.zeros_like(rows)])
-    told, untold = model.say(seen.repeat(2, 1, 1, 1), times.repeat(2), both).float().chunk(2)
-    return untold + guidance * (told - untold)
+    conditioned, free = model.predict(seen.repeat(2, 1, 1, 1), times.repeat(2), both).float().chunk(2)
+    return free + guidance * (conditioned - free)

@@ -7,7 +7,6 @@ the cost of one more forward of the head.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dilatant.models.core.loss import cross_entropy
+from dilatant.models.core.slicing import shell_of
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 """Maps logits [positions, vocabulary] and targets [positions] to a loss per position."""
@@ -65,11 +65,13 @@ def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:
 
     container: path of the module that holds the blocks and ends with the final norm.
     """
-    root = shell = _shallow(model)
+    root = shell = shell_of(model)
     *outer, last = container.split(".")
     for part in outer:
-        shell._modules[part] = shell = _shallow(cast(nn.Module, shell._modules[part]))
-    shell._modules[last] = _HiddenStates()
+        inner = shell_of(shell.get_submodule(part))
+        setattr(shell, part, inner)
+        shell = inner
+    setattr(shell, last, _HiddenStates())
     return cast(PreTrainedModel, root)
 
 
@@ -118,9 +120,3 @@ def chunked_predictions(
 
 def _loss(head: PreTrainedModel, cross_entropy: CrossEntropy, hidden: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits_of(head, hidden[None])[0], targets)
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    shell = copy.copy(module)
-    shell.__dict__["_modules"] = dict(module.__dict__["_modules"])
-    return shell

@@ -29,7 +29,7 @@ def denoiser_layer_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
     seen = torch.randn(1, *model.shape, device="meta")
     times = torch.zeros(1, device="meta")
     if hollow.cut is None:
-        products, kept, calls = _counted(lambda: model.say(seen, times, rows), model)
+        products, kept, calls = _counted(lambda: model.predict(seen, times, rows), model)
     else:
         first: Any = hollow.stage(1, 2).model
         head: Any = hollow.stage(last, last + 1).model
@@ -42,8 +42,8 @@ def denoiser_layer_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
             cut, block = hollow.cut, hollow.blocks[layer - 2]
             products, kept, calls = _counted(lambda: cut.block(model.net, block, between).patches, block)
     encoded = 0
-    if layer == 1 and model.encoder is not None and not model.keeps_latents:
-        pixels = torch.randn(1, *model.pixels, device="meta")
+    if layer == 1 and model.encoder is not None and not model.targets.are_stored:
+        pixels = torch.randn(1, *model.targets.pixels, device="meta")
         with torch.no_grad():
             encoded, _, _ = _counted(lambda: model.encode(pixels), model)
     passed_on = 0 if layer == last else hollow.rows_between * hollow.boundary(layer + 1, unit.unit).width

@@ -14,8 +14,7 @@ from dilatant.attention.recompute_cache import attention_cache_contexts
 from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.adapters.lora import is_adapter
-from dilatant.models.core.dtype import cast_weights
-from dilatant.models.core.four_bit_stages import quantize
+from dilatant.models.core.dtype import cast_weights, quantize
 from dilatant.models.core.materialize import materialize
 from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit

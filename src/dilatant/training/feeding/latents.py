@@ -21,9 +21,9 @@ from dilatant.data.media_units.image_target import ImageTarget, Latents, data_fi
 from dilatant.data.order.blend import Blend
 from dilatant.data.sample import Media
 from dilatant.data.text.encode import media_of
-from dilatant.models.generators.autoencoder import spread_of
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import inspect_denoiser, pretrained_autoencoder
+from dilatant.models.generators.target_encoders import spread_of
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.precision import pick_precision
 

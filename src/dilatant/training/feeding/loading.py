@@ -15,7 +15,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import TOKENS, Encoding
 from dilatant.data.workers.loader import GlobalBatch
-from dilatant.models.families.media_units import media_unit
+from dilatant.models.encoders.media import media_unit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
