@@ -339,7 +339,7 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
     scaled = {}
     for name, of_row in grows.items():
         whole = getattr(cost, name)
-        scaled[name] = replace(whole, a=whole.a * share, b=of_row.b + max(0.0, whole.b - of_row.b) * share)
+        scaled[name] = Quadratic(whole.a * share, of_row.b + max(0.0, whole.b - of_row.b) * share, whole.c)
     return replace(cost, **scaled)
 
 
