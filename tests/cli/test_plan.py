@@ -222,7 +222,8 @@ def test_advice_names_untried_schedules_and_needless_recompute(project: Path, di
         *deep,
     ]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
-    report = planned(dilatant, project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=4", *arguments)
+    four = ("--set", "cluster.gpus_per_node=4", "--like", "language: {replicas: 1, pp: 3}")  # with a bubble
+    report = planned(dilatant, project / "config.yaml", *H100, *four, *arguments)
     found = simulated(dilatant, project / "run" / "plan")["schedules"]
     tried = ("1f1b", "half-eager", "eager", "zb-h1", "zb-h2")
     fastest = min(tried, key=lambda name: found[name]["seconds"])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -336,7 +337,7 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
         **dict.fromkeys(("activation_bytes", "frozen_bytes", "forward_bytes"), cost.row_bytes),
         **dict.fromkeys(("working_bytes", "frozen_working_bytes"), cost.row_working_bytes),
     }
-    scaled = {}
+    scaled: dict[str, Any] = {}
     for name, of_row in grows.items():
         whole = getattr(cost, name)
         scaled[name] = Quadratic(whole.a * share, of_row.b + max(0.0, whole.b - of_row.b) * share, whole.c)
