@@ -105,7 +105,7 @@ def config_of(folder: Path, frozen: list[str], nodes: int) -> Config:
         },
         "train": {"steps": 1, "global_batch_size": 64, "precision": "bf16"},
         "cluster": {"nodes": nodes, "gpus_per_node": 8, "hardware": "H100"},
-        "plan": {"samples": 256},
+        "debug": {"planned_samples": 256},
     }  # fmt: skip
     path = folder / "config.yaml"
     path.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML

@@ -39,7 +39,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, launch_local
 from dilatant.cost.memory import FP32
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan import Cluster, Plan, PlanError, RankedPlan, Workload
+from dilatant.plan import Cluster, Plan, PlanError, RankedPlan, SearchProblem, SearchSettings, Workload
 from dilatant.plan.search.search import search
 from dilatant.planning.measuring.layer_costs import costs_in_use, measure_layers
 from dilatant.planning.problem.dense_rows import dense_rows
@@ -149,12 +149,14 @@ def choose(case: Drawn, target: Target, cluster: Cluster, most: int) -> list[Cho
     families = {name: FAMILIES[name] for name in PACED_FAMILIES} if case.pace else None
     scorer = PlanSimulator(found.spec, costs, cluster, workload, batch, rules=FP32, families=families)
     sizes = [size for size in (1, 2, 4, 8) if batch % size == 0]
-    how = {"microbatch_sizes": sizes, "rules": FP32, "all_devices": True}
-    free = search(found.spec, costs, cluster, workload, batch, scorer, **how)
+    settings = SearchSettings(sizes, all_devices=True)
+    problem = SearchProblem(found.spec, costs, cluster, workload, batch, FP32, settings)
+    free = search(problem, scorer)
     ranking = {_key(one): one for one in (free.winner, *free.runners_up)}
     for number in MICROBATCHES:
         try:
-            held = search(found.spec, costs, cluster, workload, batch, scorer, num_microbatches=number, **how)
+            fixed = replace(settings, num_microbatches=number)
+            held = search(replace(problem, settings=fixed), scorer)
         except PlanError:  # the batch has no such number
             continue
         ranking = {_key(one): one for one in (held.winner, *held.runners_up)} | ranking

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 from machine import machine
+from papers.algorithm_2 import trial_batch
+from papers.orchestrate import ModuleCost, orchestrate
 from planning_quality import small_cases
 
 from dilatant.cost.layer import LayerCost
@@ -34,13 +36,12 @@ from dilatant.plan import (
     LayerSpec,
     Link,
     ModelSpec,
-    ModuleCost,
+    SearchProblem,
     UnitSpec,
     Workload,
     compose_pipelines,
     feasible_allocations,
     minimum_stable_batch,
-    orchestrate,
     partition_layers,
     plan_templates,
     reinstantiate,
@@ -181,8 +182,8 @@ def stable_batch_rows(runs: int) -> Iterator[Row]:
     tokens = vision / 4 + text
     work = np.stack([vision * (1 + vision / 8000), tokens * (1 + tokens / 16000)], axis=1)
     allocations = feasible_allocations([range(2, 16, 2)] * 2, 16)
-    for method in ("delta", "trials"):
-        seconds = best_of(runs, minimum_stable_batch, work, allocations, method=method, rule="nearest")
+    for method, find in (("delta", minimum_stable_batch), ("trials", trial_batch)):
+        seconds = best_of(runs, find, work, allocations)
         yield Row(f"minimum stable batch of 20,000 samples, {method}", seconds)
 
 
@@ -193,17 +194,19 @@ def searched(
     samples: Workload,
     batch: int,
     zeros: Sequence[Zero],
-    glanced: Sequence[Zero] = (),
+    rescored: Sequence[Zero] = (),
 ) -> SearchResult:
     """A search over who shares optimizer state, as `dilatant plan` makes it on so many devices."""
-    rules = {zero: replace(BF16, zero=zero, ranks_per_node=8) for zero in (*zeros, *glanced)}
+    rules = {zero: replace(BF16, zero=zero, ranks_per_node=8) for zero in (*zeros, *rescored)}
     score = {
         zero: PlanSimulator(model, costs, cluster, samples, batch, rules=own) for zero, own in rules.items()
     }
     return search(
-        model, costs, cluster, samples, batch, score[zeros[0]], rules=rules[zeros[0]],
-        others={zero: score[zero] for zero in zeros[1:]}, glanced={zero: score[zero] for zero in glanced},
-    )  # fmt: skip
+        SearchProblem(model, costs, cluster, samples, batch, rules[zeros[0]]),
+        score[zeros[0]],
+        others={zero: score[zero] for zero in zeros[1:]},
+        rescored={zero: score[zero] for zero in rescored},
+    )
 
 
 def sharing(found: SearchResult) -> str:
@@ -321,7 +324,6 @@ def first_use_rows() -> Iterator[Row]:
         "partition_layers([1.0, 2.0], 2);"
         "t = plan_templates({1: [1.0, 2.0]}, [1, 2], 1, 8);"
         "compose_pipelines(t, 3, 0, 8);"
-        "orchestrate([], ModuleCost('language', 2, {1: 1.0}), [], 2, 4);"
         "print(imported - began, time.perf_counter() - imported)"
     )
     with tempfile.TemporaryDirectory() as folder:

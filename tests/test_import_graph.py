@@ -98,7 +98,7 @@ SUB_ROOMS = {
     "data": ("media", "media_units", "readers", "text", "order", "index", "workers"),
     "attention": ("masks", "kernels"),
     "models": ("adapters", "core", "dropout", "parallel", "language", "encoders", "generators", "families"),
-    "plan": ("costs", "layouts", "orchestration", "templates", "search", "replay"),
+    "plan": ("costs", "layouts", "templates", "search", "replay"),
     "schedule": ("families", "simulator", "assignment"),
     "report": ("text", "pages"),
     "runtime": ("state", "partial_step", "step"),

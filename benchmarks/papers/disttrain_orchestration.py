@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dilatant.plan import Mode
-from dilatant.plan.orchestration.orchestrate import ModuleCost, orchestrate
 from papers.disttrain_case import (
     BATCH,
     GPUS,
@@ -28,7 +26,9 @@ from papers.models import (
     backward,
     seconds,
 )
+from papers.orchestrate import ModuleCost, orchestrate
 from papers.planner import layout_text
+from papers.searches import Mode
 from papers.tables import Outcome, PaperTable, in_range, spread
 
 _LARGE, _LARGE_BATCH = 1296, 1920
@@ -165,7 +165,7 @@ def orchestration_gain(shared: Path) -> PaperTable:
         rigid, rigid_gpus, _ = megatron(one, model)
         flops, flops_gpus = by_operations(one, model)
         found = one.search(Mode.DISTTRAIN, (1, 2), policy=disttrain)
-        best = one.search(Mode.BEST, (1, 2))
+        best = one.search(None, (1, 2))
         assert found is not None, model
         assert best is not None, model
         own = GPUS - found.winner.idle_devices

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from dilatant.cost.hardware import Link
-from dilatant.plan import Mode
 from papers.disttrain_case import (
     BATCH,
     GPUS,
@@ -24,6 +23,7 @@ from papers.models import (
     backward,
     seconds,
 )
+from papers.searches import Mode
 from papers.tables import Outcome, PaperTable, in_range, spread, untested
 
 PREPROCESSING = Path(__file__).parents[1] / "results" / "preprocessing.json"

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from dilatant.cost.hardware import load_hardware
-from dilatant.plan import Mode, SearchResult, Workload
+from dilatant.plan import SearchResult, Workload
 from dilatant.plan.cluster import cluster_of
 from papers.datasets import Sizes, entrain_sizes
 from papers.models import LLAMA_3_2_1B, LLAMA_3_2_3B, PaperUnit, qwen_vision
 from papers.planner import Case, layout_text
+from papers.searches import Mode
 from papers.tables import Outcome, PaperTable, spread
 
 # Thesis Tables 4.1 and C.1: stages of encoder and LLM that Entrain chose. Table C.8 settles at 8:8 GPUs for CocoQA, 3b.
@@ -40,8 +41,8 @@ def layouts(data: dict[str, Sizes]) -> PaperTable:
     rows: list[tuple[Any, ...]] = []
     for (name, llm), chosen in _CHOSEN.items():
         entrain = case(data[name], llm, ((2, 1),)).search(Mode.ENTRAIN, (_SAMPLES,), _MICROBATCHES)
-        same = case(data[name], llm, ((2, 1),)).search(Mode.BEST, (_SAMPLES,), _MICROBATCHES)
-        free = case(data[name], llm, ((1, 1), (2, 1))).search(Mode.BEST, (2, 4, 8))
+        same = case(data[name], llm, ((2, 1),)).search(None, (_SAMPLES,), _MICROBATCHES)
+        free = case(data[name], llm, ((1, 1), (2, 1))).search(None, (2, 4, 8))
         assert None not in (entrain, same, free), name
         ours = stages(entrain)
         rows.append(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.plan.costs.stable_batch import minimum_stable_batch
+from papers.algorithm_2 import trial_batch
 from papers.datasets import Sizes, entrain_sizes
 from papers.models import LLAMA_3_2_1B, LLAMA_3_2_3B, operations_only, qwen_vision, seconds
 from papers.tables import Outcome, PaperTable, judged, untested
@@ -244,12 +245,7 @@ def smallest_batches(shared: Path, data: dict[str, Sizes]) -> PaperTable:
     for (table, name, llm), seen in _SEEN.items():
         samples = work(data[name], llm) * (1.0, language_factor(shared, llm))
         paper = next(batch for batch, entry in zip(BATCHES, seen, strict=True) if len(entry) == 1)
-        trials = [
-            minimum_stable_batch(
-                samples, feasible, method="trials", rule="nearest", seed=seed, largest=65_536
-            ).batch
-            for seed in range(8)
-        ]
+        trials = [trial_batch(samples, feasible, largest=65_536, seed=seed)[0] for seed in range(8)]
         delta = minimum_stable_batch(samples, feasible, tolerance=0.02, largest=65_536)
         found = [batch for batch in trials if batch is not None]
         spread = f"{min(found)} to {max(found)}" if found else "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from dilatant.config.errors import UserError
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import load_node_trace
-from dilatant.plan.replay.reactions import from_rates, from_templates, restart_from_checkpoint
+from dilatant.plan.replay.reactions import from_templates, restart_from_checkpoint
 from dilatant.plan.replay.replay import Reaction, RecoveryCosts, Replay, RunningPipelines, replay
 from dilatant.plan.templates.compose import compose_pipelines
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
@@ -340,6 +340,15 @@ def layer_bytes(name: str) -> list[int]:
 
 
 _TF32 = 2.0  # an A40's bf16 peak over its TF32 peak (74.8 TFLOP/s, data sheet)
+
+
+def from_rates(step_seconds: Callable[[int], float]) -> Reaction:
+    """Return a reaction by node count alone, for tables: `step_seconds(nodes)`, infinite if training is impossible."""
+
+    def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
+        return RunningPipelines((tuple(sorted(alive)),), step_seconds(len(alive)))
+
+    return react
 
 
 def _composed(templates: Mapping[int, Template], nodes: int, microbatches: int) -> float:

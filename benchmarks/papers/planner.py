@@ -12,7 +12,7 @@ import numpy as np
 from dilatant.config.recompute import Recompute
 from dilatant.cost.hardware import Hardware
 from dilatant.cost.memory import BF16, ParameterBytes
-from dilatant.plan import Cluster, Mode, PlanScore, SearchResult, Workload
+from dilatant.plan import Cluster, PlanScore, SearchProblem, SearchResult, SearchSettings, Workload
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
 from dilatant.plan.rank_mapping import Chain, RankOrder, map_ranks
@@ -20,6 +20,7 @@ from dilatant.plan.search.search import search
 from dilatant.schedule.assignment.assign import Policy
 from dilatant.schedule.plan_scorer import PlanSimulator, families_for
 from papers.models import PaperUnit, cost_model, model_spec
+from papers.searches import Mode, candidates_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,34 +36,25 @@ class Case:
 
     def search(
         self,
-        mode: Mode = Mode.BEST,
+        mode: Mode | None = None,
         sizes: Sequence[int] = (1, 2, 4, 8),
         num_microbatches: int | None = None,
         chunks: Sequence[int] = (1,),
         policy: Policy = "balanced",
     ) -> SearchResult | None:
-        """What a mode of `dilatant plan` chooses, its microbatches formed by `policy`; None where nothing fits."""
+        """What `dilatant plan` chooses, or the search of a published system; None where nothing fits. policy: forms
+        microbatches."""
         model, costs = model_spec(self.units), cost_model(self.units, self.hardware)
-        splits = mode is Mode.BEST  # as published systems do not
+        splits = mode is None  # as published systems do not
         scorer = PlanSimulator(
             model, costs, self.cluster, self.workload, self.batch, policy=policy, rules=self.rules,
             families=partial(families_for, splits=splits),
         )  # fmt: skip
+        settings = SearchSettings(sizes, num_microbatches, chunks, splits_backward=splits)
+        known = self.cluster, self.workload, self.batch, self.rules
+        problem = SearchProblem(model, costs, *known, settings)
         try:
-            return search(
-                model,
-                costs,
-                self.cluster,
-                self.workload,
-                self.batch,
-                scorer,
-                mode,
-                sizes,
-                self.rules,
-                num_microbatches=num_microbatches,
-                chunks=chunks,
-                halves=splits,
-            )
+            return search(problem, scorer, only=None if mode is None else candidates_of(mode, problem))
         except PlanError:
             return None
 

@@ -55,7 +55,8 @@ def model_section(**language: Any) -> dict[str, Any]:
 
 
 def config(folder: Path, **sections: Any) -> Config:
-    plan = {"steps": 2, "microbatch_sizes": [2, 4], **sections.pop("plan", {})}
+    plan = {"microbatch_sizes": [2, 4], **sections.pop("plan", {})}
+    debug = {"planned_steps": 2, **sections.pop("debug", {})}
     tree = {
         "output_dir": "run",
         "model": model_section(),
@@ -64,6 +65,7 @@ def config(folder: Path, **sections: Any) -> Config:
         # Costs are then modelled: the same on any machine, and nothing is measured.
         "cluster": {"hardware": "H100", "gpus_per_node": 4},
         "plan": plan,
+        "debug": debug,
         **sections,
     }
     return parse_config(tree, folder)

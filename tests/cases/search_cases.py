@@ -6,14 +6,41 @@ from dataclasses import replace
 
 import numpy as np
 
+import dilatant.plan.search.search as search_room
 from cases.model_cases import cluster, model, unit
-from dilatant.cost.memory import ParameterBytes
-from dilatant.plan import Mode, PlanScore, Workload
+from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.plan import EncoderPosition, PlanScore, SearchProblem, SearchSettings, Workload
 from dilatant.plan.costs.depth import path_depths
 from dilatant.plan.costs.stage_costs import stage_costs
-from dilatant.plan.search.search import search
+from dilatant.plan.search.enumeration import enumerate_candidates
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
+
+
+def search(
+    spec, costs, machine, workload, batch, scorer, sizes=(1, 2, 4, 8), rules=BF16, finalists=24,
+    others=None, rescored=None, only=None, **asked,
+):  # fmt: skip
+    """The search of a case; what else is asked goes into its settings."""
+    settings = SearchSettings(sizes, **asked)
+    problem = SearchProblem(spec, costs, machine, workload, batch, rules, settings)
+    return search_room.search(problem, scorer, finalists, others or {}, rescored or {}, only)
+
+
+def open_space(spec, costs, machine, workload, batch, rules=BF16, **asked):
+    """The only space of a case on equal devices."""
+    settings = SearchSettings(**asked)
+    (space,) = SearchProblem(spec, costs, machine, workload, batch, rules, settings).spaces()
+    return space
+
+
+def encoders_apart(space):
+    """The candidates whose encoders have devices of their own, in as many pipelines as the language model."""
+    return [
+        one
+        for one in enumerate_candidates(space)
+        if one.encoders_at is not EncoderPosition.IN_LANGUAGE and len(set(one.counts)) == 1
+    ]
 
 
 def polynomial(coefficients, tokens):
@@ -57,7 +84,7 @@ def dearer(scorer, times):
     return evaluate
 
 
-def find(spec, costs, tokens, devices, batch, mode=Mode.BEST, sizes=(1, 2), finalists=10_000, **kwargs):
+def find(spec, costs, tokens, devices, batch, only=None, sizes=(1, 2), finalists=10_000, **kwargs):
     machine = kwargs.pop("machine", None) or cluster(1, devices)
     rules = kwargs.pop("rules", RULES)
     zeros = kwargs.pop(
@@ -76,11 +103,11 @@ def find(spec, costs, tokens, devices, batch, mode=Mode.BEST, sizes=(1, 2), fina
         workload,
         batch,
         scorers.pop(rules.zero),
-        mode,
         sizes,
         rules,
         finalists,
         others=scorers,
+        only=only,
     )
 
 

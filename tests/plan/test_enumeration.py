@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.model_cases import cost_model
-from cases.search_cases import RULES, random_vlm
+from cases.search_cases import RULES, open_space, random_vlm, search
 from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.layouts.space import open_space
-from dilatant.plan.layouts.ways import JointLayout, UnitLayout, joined
-from dilatant.plan.modes import Mode
-from dilatant.plan.search.enumeration import WORTH, enumerate_candidates
-from dilatant.plan.search.search import SLOW, search
+from dilatant.plan.layouts.unit_layouts import JointLayout, UnitLayout, joined
+from dilatant.plan.limits import SLOW, WORTH
+from dilatant.plan.search.enumeration import enumerate_candidates
 
 ROUNDING = 1 + 1e-9
 
@@ -45,15 +43,16 @@ def a_space(draw):
     halves = draw.random() < 0.5
     return lambda: open_space(
         spec, replace(costs, layers=curved), cluster, Workload(tokens), batch, RULES,
-        chunks=(1, 2), halves=halves, row_tokens=(30,),
+        microbatch_sizes=(1, 2), chunks=(1, 2), splits_backward=halves, row_tokens=(30,),
     )  # fmt: skip
 
 
 def shape(one):
     """What a candidate is, in values."""
+    chains = ((o.chain, o.headroom) for o in one.options)
     return (
         one.encoders_at, one.replicas, one.num_microbatches, one.row_tokens, one.counts, one.estimate, one.bound,
-        tuple((o.tp, o.cp, o.ep, o.chunks, o.room, *sorted(o.cuts.items())) for o in one.options),
+        tuple((c.tp, c.cp, *c.ep.values(), c.chunks, room, *sorted(c.cuts.items())) for c, room in chains),
     )  # fmt: skip
 
 
@@ -63,17 +62,17 @@ def test_only_candidates_bounded_above_the_limit_are_skipped(cases):
     @given(st.integers(0, 2**32 - 1), st.floats(1.0, 4.0))
     def check(seed, far):
         space = a_space(random.Random(seed))
-        every = enumerate_candidates(space(), Mode.BEST, (1, 2))
+        every = enumerate_candidates(space())
         if not every:
             return
-        once = [shape(one) for one in every if not one.disaggregated]
+        once = [shape(one) for one in every]
         assert len(once) == len(set(once))
-        best = min(one.estimate for one in every if len(set(one.counts)) == 1 or one.disaggregated)
+        best = min(one.estimate for one in every if len(set(one.counts)) == 1)
         limit = far * best
-        kept = enumerate_candidates(space(), Mode.BEST, (1, 2), far=far)
-        below = enumerate_candidates(space(), Mode.BEST, (1, 2), most_seconds=limit)
+        kept = enumerate_candidates(space(), most_times=far)
+        below = enumerate_candidates(space(), most_seconds=limit)
         known = {shape(one) for one in every}
-        own = [one for one in kept if len(set(one.counts)) > 1 and not one.disaggregated]
+        own = [one for one in kept if len(set(one.counts)) > 1]
         assert all(one.estimate <= WORTH * best for one in own)
         for found in (kept, below):
             shapes = {shape(one) for one in found}
@@ -137,7 +136,7 @@ def test_slow_plans_are_searched_where_no_other_fits():
     found = search(spec, costs, cluster, workload, 160, scorer, rules=RULES)
     assert len(found.winner.plan.ranks) < 20 < max(asked)
     assert found.candidates >= len(
-        enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES), Mode.BEST, (1, 2, 4, 8))
+        enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES))
     )
 
 
@@ -152,9 +151,7 @@ def test_skipped_candidates_do_not_enter_the_proven_bound():
         return PlanScore(1e6, 1.0, 0.0, {}, (0.0,) * len(plan.ranks))
 
     found = search(spec, costs, cluster, workload, 160, scorer, rules=RULES)
-    every = enumerate_candidates(
-        open_space(spec, costs, cluster, workload, 160, RULES), Mode.BEST, (1, 2, 4, 8)
-    )
+    every = enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES))
     assert found.candidates < len(every)
     assert found.lower_bound <= SLOW * every[0].estimate
     assert not found.proven
@@ -167,8 +164,8 @@ def test_a_limit_of_nothing_leaves_nothing_out():
     workload = Workload({"vision": np.full(160, 4.0), "language": np.full(160, 8.0)})
     cluster = Cluster(20, 8, 1e6, Link(1e9, 1e-6), Link(1e8, 1e-5))
     space = open_space(spec, costs, cluster, workload, 160, RULES)
-    every = enumerate_candidates(space, Mode.CORNSTARCH, (1, 2))
-    assert len(enumerate_candidates(space, Mode.CORNSTARCH, (1, 2), far=SLOW)) == len(every) > 0
+    every, within = (enumerate_candidates(space, most_times=times) for times in (float("inf"), SLOW))
+    assert len(within) == len(every) > 0
 
 
 def test_the_fullest_replica_sharing_a_microbatch_counts():

@@ -7,9 +7,8 @@ import random
 import numpy as np
 
 from cases.model_cases import cluster, cost_model, model, unit
-from cases.search_cases import RULES
-from dilatant.plan import Mode, Workload
-from dilatant.plan.search.search import search
+from cases.search_cases import RULES, search
+from dilatant.plan import Workload
 from dilatant.plan.validate import plan_problems
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.families import FAMILIES
@@ -20,7 +19,7 @@ from dilatant.schedule.validate import schedule_problems
 BATCH = 16
 
 
-def searched(seed, devices, leftovers, all_devices=False):
+def searched(seed, devices, fills_idle, all_devices=False):
     """(search, what is needed to check its plans) of a small drawn model on so many devices."""
     draw = random.Random(seed)
     spec = model(
@@ -35,8 +34,8 @@ def searched(seed, devices, leftovers, all_devices=False):
     workload = Workload(tokens)
     scorer = PlanSimulator(spec, costs, machine, workload, BATCH, rules=RULES)
     found = search(
-        spec, costs, machine, workload, BATCH, scorer, Mode.BEST, (1, 2, 4), RULES,
-        all_devices=all_devices, leftovers=leftovers,
+        spec, costs, machine, workload, BATCH, scorer, (1, 2, 4), RULES,
+        all_devices=all_devices, fills_idle=fills_idle,
     )  # fmt: skip
     return found, (spec, costs, machine, workload, tokens)
 
@@ -44,8 +43,8 @@ def searched(seed, devices, leftovers, all_devices=False):
 def test_a_leftover_pipeline_keeps_all_samples_and_never_slows():
     gained = 0
     for seed, devices in enumerate([5, 5, 7, 7, 11]):
-        plain, _ = searched(seed, devices, leftovers=False)
-        filled, (spec, costs, machine, workload, tokens) = searched(seed, devices, leftovers=True)
+        plain, _ = searched(seed, devices, fills_idle=False)
+        filled, (spec, costs, machine, workload, tokens) = searched(seed, devices, fills_idle=True)
         assert filled.seconds <= plain.seconds
         gained += filled.seconds < plain.seconds
         plans = [one for one in (filled.winner, *filled.runners_up)
@@ -64,6 +63,6 @@ def test_a_leftover_pipeline_keeps_all_samples_and_never_slows():
 
 
 def test_where_every_process_must_have_work_leftovers_give_it():
-    plain, _ = searched(0, 11, leftovers=False, all_devices=True)
-    filled, _ = searched(0, 11, leftovers=True, all_devices=True)
+    plain, _ = searched(0, 11, fills_idle=False, all_devices=True)
+    filled, _ = searched(0, 11, fills_idle=True, all_devices=True)
     assert filled.winner.idle_devices <= plain.winner.idle_devices

@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.model_cases import cluster, cost_model, model, unit
-from cases.search_cases import RULES
+from cases.search_cases import RULES, open_space, search
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.quadratic import Quadratic
-from dilatant.plan import Mode, Workload
-from dilatant.plan.layouts.space import open_space
+from dilatant.plan import Workload
 from dilatant.plan.search.enumeration import enumerate_candidates
 from dilatant.plan.search.finals import Finals
-from dilatant.plan.search.search import search
 from dilatant.plan.search.why_not import parse_asked_layout, why_not
 from dilatant.schedule.plan_scorer import PlanSimulator
 
@@ -60,9 +58,11 @@ def test_no_plan_beats_the_bound_of_its_candidate(seed):
     draw = random.Random(seed)
     spec, costs, workload, batch = case(draw)
     machine, budget = cluster(1, draw.randint(2, 4)), draw.randint(3, 40)
-    space = open_space(spec, costs, machine, workload, batch, RULES, row_tokens=(budget,))
-    candidates = enumerate_candidates(space, Mode.BEST, (1, 2))
-    finals = Finals(space, RULES, PlanSimulator(spec, costs, machine, workload, batch, rules=RULES))
+    space = open_space(
+        spec, costs, machine, workload, batch, RULES, row_tokens=(budget,), microbatch_sizes=(1, 2)
+    )
+    candidates = enumerate_candidates(space)
+    finals = Finals(space, PlanSimulator(spec, costs, machine, workload, batch, rules=RULES))
     by_tokens = [one for one in candidates if one.row_tokens is not None]
     for one in by_tokens:
         finals.simulate(one)
@@ -78,9 +78,11 @@ def test_no_plan_beats_its_candidate_bound_under_a_row_limit(seed):
     workload = replace(workload, dense={"language": dense_rows(draw)})
     machine, limit = cluster(1, draw.randint(1, 3)), draw.randint(3, 40)
     scorer = PlanSimulator(spec, costs, machine, workload, batch, rules=RULES, row_tokens=limit)
-    space = open_space(spec, costs, machine, workload, batch, RULES, row_limit=limit)
-    finals = Finals(space, RULES, scorer)
-    for one in enumerate_candidates(space, Mode.BEST, (1, 2, 3)):
+    space = open_space(
+        spec, costs, machine, workload, batch, RULES, row_limit=limit, microbatch_sizes=(1, 2, 3)
+    )
+    finals = Finals(space, scorer)
+    for one in enumerate_candidates(space):
         finals.simulate(one)
         assert finals.seconds[one] >= one.bound / ROUNDING
 
@@ -91,9 +93,9 @@ def test_bound_holds_where_dense_rows_cost_less_than_samples():
     workload = Workload({"language": np.array([9.0, 1.0, 9.0, 1.0])}, {}, {"language": DenseRows.always(0.5)})
     machine = cluster(1, 1)
     scorer = PlanSimulator(spec, costs, machine, workload, 4, rules=RULES, row_tokens=10)
-    space = open_space(spec, costs, machine, workload, 4, RULES, row_limit=10)
-    one = enumerate_candidates(space, Mode.BEST, (4,))[0]
-    finals = Finals(space, RULES, scorer)
+    space = open_space(spec, costs, machine, workload, 4, RULES, row_limit=10, microbatch_sizes=(4,))
+    one = enumerate_candidates(space)[0]
+    finals = Finals(space, scorer)
     finals.simulate(one)
     assert finals.seconds[one] >= one.bound / ROUNDING
 
@@ -112,9 +114,7 @@ def test_a_search_that_also_cuts_by_tokens_is_no_slower(seed):
         batch,
         PlanSimulator(spec, costs, machine, workload, batch, rules=RULES),
     )
-    narrow, wide = (
-        search(*known, Mode.BEST, (1, 2), RULES, 10_000, row_tokens=tokens) for tokens in ((), (budget,))
-    )
+    narrow, wide = (search(*known, (1, 2), RULES, 10_000, row_tokens=tokens) for tokens in ((), (budget,)))
     assert wide.seconds <= narrow.seconds * ROUNDING
 
 
@@ -122,16 +122,18 @@ def test_three_devices_share_a_batch_not_divisible_by_three():
     spec, costs = model(unit("language", 1)), cost_model({"language": 1.0})
     workload, machine = Workload({"language": np.full(8, 5.0)}), cluster(1, 3)
     scorer = PlanSimulator(spec, costs, machine, workload, 8, rules=RULES)
-    known = spec, costs, machine, workload, 8, scorer, Mode.BEST, (1, 2), RULES, 10_000
+    known = spec, costs, machine, workload, 8, scorer, (1, 2), RULES, 10_000
     without, found = search(*known), search(*known, row_tokens=(15,))
     assert without.winner.idle_devices == 1
     winner = found.winner
     assert (winner.replicas, winner.idle_devices, winner.row_tokens) == (3, 0, 15)
     assert found.seconds < without.seconds
     for tokens, seconds in (((), None), ((15,), winner.score.seconds)):
-        space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=tokens)
+        space = open_space(
+            spec, costs, machine, workload, 8, RULES, row_tokens=tokens, microbatch_sizes=(1, 2)
+        )
         asked = parse_asked_layout("language: {replicas: 3}", ["language"])
-        answer = why_not(space, asked, found, scorer, (1, 2), RULES)
+        answer = why_not([space], machine, asked, found, scorer)
         if seconds is None:
             assert "does not divide among 3 replicas" in answer.impossible[0]
         else:
@@ -144,11 +146,11 @@ def test_asked_for_a_budget_of_tokens_it_says_what_became_of_it():
     workload, machine = Workload({"language": np.full(8, 5.0)}), cluster(1, 3)
     scorer = PlanSimulator(spec, costs, machine, workload, 8, rules=RULES)
     budgets = (10, 15)
-    found = search(spec, costs, machine, workload, 8, scorer, Mode.BEST, (1, 2), RULES, 1, row_tokens=budgets)
-    space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=budgets)
+    found = search(spec, costs, machine, workload, 8, scorer, (1, 2), RULES, 1, row_tokens=budgets)
+    space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=budgets, microbatch_sizes=(1, 2))
 
     def ask(text):
-        return why_not(space, parse_asked_layout(text, ["language"]), found, scorer, (1, 2), RULES)
+        return why_not([space], machine, parse_asked_layout(text, ["language"]), found, scorer)
 
     assert found.winner.row_tokens == 15
     assert ask("microbatch_tokens: 15").is_chosen
@@ -175,9 +177,9 @@ def test_bounds_count_on_no_number_of_dense_rows():
     workload = Workload(
         {"language": np.array([1.0] * 12 + [5.0] * 12)}, {}, {"language": DenseRows.always(0.4)}
     )
-    space = open_space(spec, costs, machine, workload, 12, RULES, row_tokens=(10,))
-    finals = Finals(space, RULES, PlanSimulator(spec, costs, machine, workload, 12, rules=RULES))
-    (one,) = (each for each in enumerate_candidates(space, Mode.BEST, (1, 2)) if each.row_tokens)
+    space = open_space(spec, costs, machine, workload, 12, RULES, row_tokens=(10,), microbatch_sizes=(1, 2))
+    finals = Finals(space, PlanSimulator(spec, costs, machine, workload, 12, rules=RULES))
+    (one,) = (each for each in enumerate_candidates(space) if each.row_tokens)
     assert one.num_microbatches == 4
     assert finals.simulate(one)
     assert finals.seconds[one] >= one.bound

@@ -18,10 +18,9 @@ from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.state_sharing import sharing
 from dilatant.plan.costs.sync_time import sync_seconds
 from dilatant.plan.costs.unit_layers import UnitLayers
-from dilatant.plan.layouts.options import OptionTable
+from dilatant.plan.layouts.option_table import OptionTable
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
-from dilatant.plan.modes import Mode
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.roles import roles_of
 from dilatant.plan.search.shapes import shapes
@@ -94,10 +93,10 @@ def test_gradients_that_nobody_else_has_can_make_it_faster() -> None:
     slow = replace(cluster(1, 2), inside=Link(100.0, 0.0))
     workload = Workload({"language": np.full(2, 8.0)})
     table = OptionTable(UnitLayers(MODEL, _costs(0.05), workload, 2, RULES, 2), math.inf)
-    space = Space(MODEL, roles_of(MODEL), table, table, table, slow, 2, np.full(2, 8.0))
+    space = Space(MODEL, roles_of(MODEL), table, table, slow, 2, np.full(2, 8.0))
     estimates = {
-        one.options[0].ep: one.estimate
-        for one in shapes(space, Mode.BEST, 1, 2)
-        if (one.options[0].tp, one.options[0].cp) == (1, 2)
+        one.options[0].chain.ep["language"]: one.estimate
+        for one in shapes(space, 1, 2)
+        if (one.options[0].chain.tp, one.options[0].chain.cp) == (1, 2)
     }
     assert estimates[2] < estimates[1]

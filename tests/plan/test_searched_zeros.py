@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from cases.drawn_searches import ROUNDING, check, drawn, often
 from cases.model_cases import cluster, cost_model, model, unit, vlm_of
-from cases.search_cases import RULES, find
+from cases.search_cases import RULES, find, search
 from dilatant.cost.memory import ParameterBytes
-from dilatant.plan import DoesNotFitError, Mode, Workload
-from dilatant.plan.search.search import search
+from dilatant.plan import DoesNotFitError, Workload
 from dilatant.schedule.plan_scorer import PlanSimulator
 from oracles.search import best_step, layer_seconds
 
@@ -173,9 +172,7 @@ def test_no_simulated_plan_beats_the_bound_whoever_shares_state(cases):
             first, *others = [replace(RULES, zero=zero, ranks_per_node=per_node) for zero in zeros]
             known = spec, costs, machine, workload, batch
             scorers = {own.zero: PlanSimulator(*known, rules=own) for own in (first, *others)}
-            return search(
-                *known, scorers.pop(first.zero), Mode.BEST, (1, 2), first, finalists, others=scorers
-            )
+            return search(*known, scorers.pop(first.zero), (1, 2), first, finalists, others=scorers)
 
         try:
             early = found(1, zeros)
@@ -217,26 +214,26 @@ def test_of_equally_fast_ways_the_first_is_chosen():
         assert found_on(2, 1, float("inf"), dict.fromkeys(zeros, 1.0)).winner.zero == zeros[0]
 
 
-def glancing(capacity, glanced):
-    """One layer of 4,000 parameters, which two nodes of one device hold; `node` is searched, others are glanced at."""
+def rescoring(capacity, rescored):
+    """One layer of 4,000 parameters, which two nodes of one device hold; `node` is searched, others are rescored."""
     spec, workload = model(unit("language", 1, parameters=4000)), Workload({"language": np.full(8, 1.0)})
     case = spec, PER_TOKEN, cluster(2, 1, capacity), workload, 8
-    rules = {zero: ParameterBytes(1.0, 1.0, 2.0, zero, 1) for zero in ("node", *glanced)}
+    rules = {zero: ParameterBytes(1.0, 1.0, 2.0, zero, 1) for zero in ("node", *rescored)}
     scorers = {zero: PlanSimulator(*case, rules=own) for zero, own in rules.items()}
-    return search(*case, scorers.pop("node"), rules=rules["node"], glanced=scorers)
+    return search(*case, scorers.pop("node"), rules=rules["node"], rescored=scorers)
 
 
 def test_secondary_sharding_is_searched_when_nothing_else_fits():
-    for glanced in ((), ("none",)):
+    for rescored in ((), ("none",)):
         with pytest.raises(DoesNotFitError):
-            glancing(15_000, glanced)
-    found = glancing(15_000, ("none", "all"))
+            rescoring(15_000, rescored)
+    found = rescoring(15_000, ("none", "all"))
     assert found.winner.zero == "all"
     assert found.by_zero["node"] is None
 
 
 def test_best_plan_is_simulated_under_secondary_sharding():
-    found = glancing(float("inf"), ("none", "all"))
+    found = rescoring(float("inf"), ("none", "all"))
     assert found.by_zero.keys() == {"node", "none", "all"}
     assert None not in found.by_zero.values()
     assert found.seconds == min(found.by_zero.values())

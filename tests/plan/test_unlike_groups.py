@@ -13,14 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.model_cases import cost_model, model, unit
-from cases.search_cases import RULES, dearer, random_vlm
+from cases.search_cases import RULES, dearer, encoders_apart, open_space, random_vlm, search
 from dilatant.cost.dense import DenseRows
-from dilatant.plan import DoesNotFitError, Link, Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload
+from dilatant.plan import DoesNotFitError, Link, Plan, PlanError, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.cluster import Cluster, cluster_of_groups
-from dilatant.plan.layouts.space import open_space
 from dilatant.plan.search.enumeration import enumerate_candidates, spanning_candidates
 from dilatant.plan.search.finals import Finals
-from dilatant.plan.search.search import search
 from dilatant.plan.search.search_result import NoneFasterError
 from dilatant.plan.search.zero_search import search_zeros
 from dilatant.plan.validate import plan_problems
@@ -93,14 +91,14 @@ class Case:
     def scorer(self, cluster, costs=None):
         return PlanSimulator(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)
 
-    def search(self, *groups, finalists=10_000, mode=Mode.BEST, zeros=(), all_devices=False):
+    def search(self, *groups, finalists=10_000, only=None, zeros=(), all_devices=False):
         """zeros: who else may share state, and how many times as long steps take then."""
         cluster = cluster_of_groups(groups)
         costs = self.costs if cluster.parts else self.costs.on(cluster.name)
         scorer = self.scorer(cluster, costs)
         return search(
-            self.spec, costs, cluster, self.workload, self.batch, scorer, mode, (1, 2), RULES, finalists,
-            all_devices=all_devices, leftovers=True, row_tokens=self.row_tokens,
+            self.spec, costs, cluster, self.workload, self.batch, scorer, (1, 2), RULES, finalists, only=only,
+            all_devices=all_devices, fills_idle=True, row_tokens=self.row_tokens,
             others={zero: dearer(scorer, times) for zero, times in zeros},
         )  # fmt: skip
 
@@ -163,9 +161,7 @@ def test_the_best_single_group_plan_is_tried_under_each_sharding():
 def test_a_slower_group_is_used_where_it_leaves_fewer_idle():
     groups = [group("fast", 2), group("slow", 3, slow=3.0)]
     idle = {
-        all_devices: Case(0)
-        .search(*groups, mode=Mode.CORNSTARCH, all_devices=all_devices)
-        .winner.idle_devices
+        all_devices: Case(0).search(*groups, only=encoders_apart, all_devices=all_devices).winner.idle_devices
         for all_devices in (False, True)
     }
     assert idle == {False: 3, True: 2}
@@ -363,11 +359,14 @@ def test_estimated_time_of_unlike_pipelines_is_near_simulated():
     tokens = np.random.default_rng(0).lognormal(3.0, 1.0, batch).round() + 1
     workload = Workload({"language": tokens})
     cluster = cluster_of_groups([group("fast", 16), group("slow", 16)])
-    spaces = [open_space(spec, by_group[own.name], own, workload, batch, RULES) for own in cluster.groups]
-    alone = [enumerate_candidates(space, Mode.BEST, (1, 2, 4)) for space in spaces]
-    both = spanning_candidates(spaces, alone, (1, 2, 4), None, False)
+    spaces = [
+        open_space(spec, by_group[own.name], own, workload, batch, RULES, microbatch_sizes=(1, 2, 4))
+        for own in cluster.groups
+    ]
+    alone = [enumerate_candidates(space) for space in spaces]
+    both = spanning_candidates(spaces, alone)
     score = PlanSimulator(spec, costs, cluster, workload, batch, rules=RULES)
-    finals = Finals(replace(spaces[0], cluster=cluster), RULES, score)
+    finals = Finals(replace(spaces[0], cluster=cluster), score)
     some = random.Random(0).sample(both, 40)
     for one in some:
         finals.simulate(one)

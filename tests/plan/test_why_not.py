@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from cases.model_cases import cluster, cost_model, model, unit
-from cases.search_cases import RULES
+from cases.search_cases import RULES, open_space, search
 from dilatant.config.errors import UserError
-from dilatant.plan import Mode, Workload
-from dilatant.plan.layouts.space import open_space
-from dilatant.plan.search.search import search
+from dilatant.plan import Workload
 from dilatant.plan.search.why_not import parse_asked_layout, why_not
 from dilatant.report.text.plan_summary import why_not_text
 from dilatant.schedule.plan_scorer import PlanSimulator
@@ -29,13 +27,12 @@ def case(devices=4, capacity=float("inf"), finalists=10_000):
     tokens = [3.0, 5.0, 4.0, 9.0, 2.0, 6.0, 4.0, 7.0]
     workload = Workload({name: np.array(tokens) for name in ("vision", "language")})
     scorer = PlanSimulator(spec, costs, machine, workload, BATCH, rules=RULES)
-    result = search(spec, costs, machine, workload, BATCH, scorer, Mode.BEST, SIZES, RULES, finalists)
-    space = open_space(spec, costs, machine, workload, BATCH, RULES)
+    result = search(spec, costs, machine, workload, BATCH, scorer, SIZES, RULES, finalists)
+    space = open_space(spec, costs, machine, workload, BATCH, RULES, microbatch_sizes=SIZES)
 
     def ask(text):
-        answer = why_not(
-            space, parse_asked_layout(text, ["vision", "language"]), result, scorer, SIZES, RULES
-        )
+        asked = parse_asked_layout(text, ["vision", "language"])
+        answer = why_not([space], machine, asked, result, scorer)
         return answer, " ".join(why_not_text(answer, result, machine))
 
     return result, ask

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from cases.engine_case import CASE, build_model
+from cases.search_cases import search
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Cluster, Workload
-from dilatant.plan.modes import Mode
-from dilatant.plan.search.search import search
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.runtime.layouts import layout_problems
@@ -44,7 +43,6 @@ def test_a_mixture_is_planned_on_the_ranks_its_experts_need(capacity: float, ep:
         workload,
         4,
         PlanSimulator(found.spec, costs, cluster, workload, 4),
-        Mode.BEST,
     )
     plan = result.winner.plan
     stages = [stage for replica in plan.unit("language").replicas for stage in replica.stages]

@@ -21,7 +21,7 @@ ALL = ("node", "none", "all")
 
 
 @pytest.mark.parametrize(
-    ("cluster", "sections", "searched", "glanced"),
+    ("cluster", "sections", "searched", "rescored"),
     [
         (TWO_NODES, {}, ALL, ()),
         ({**TWO_NODES, "nodes": 1}, {}, ("node", "none"), ()),
@@ -30,14 +30,13 @@ ALL = ("node", "none", "all")
         (MANY, {"train": {"zero": "none"}}, ("none",), ()),
         (TWO_NODES, {"resilience": {"enabled": True}}, ("node", "none"), ()),
         (TWO_NODES, {"train": {"optimizer": {"offload": True}}}, ("node", "all"), ()),
-        (TWO_NODES, {"plan": {"mode": "megatron"}}, ("node",), ()),
         (MANY, {}, ("node", "all"), ("none",)),
         (GROUPS, {}, ALL, ()),
         (MANY_GROUPS, {}, ("node", "all"), ("none",)),
     ],
 )
 def test_ways_that_are_searched(
-    tmp_path: Path, cluster: Any, sections: Any, searched: tuple[str, ...], glanced: tuple[str, ...]
+    tmp_path: Path, cluster: Any, sections: Any, searched: tuple[str, ...], rescored: tuple[str, ...]
 ) -> None:
     tree = {
         "model": {"encoders": {"vision": {"kind": "image", "id": "a"}}, "language_model": {"id": "b"}},
@@ -47,7 +46,7 @@ def test_ways_that_are_searched(
     }
     config = parse_config(tree, tmp_path)
     target = plan_target(config.cluster, config.train)
-    assert zero_variants(config, target) == ZeroVariants(searched, glanced)
+    assert zero_variants(config, target) == ZeroVariants(searched, rescored)
     if "zero" not in sections.get("train", {}):
         found = zero_variants(config, target, fault_tolerance=1)
-        assert "all" not in (*found.searched, *found.glanced)
+        assert "all" not in (*found.searched, *found.rescored)

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from cases.search_cases import search
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.model import CostModel
@@ -15,7 +16,6 @@ from dilatant.plan import Cluster, Link, PlanScore, Workload
 from dilatant.plan.costs.stable_batch import minimum_stable_batch
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
-from dilatant.plan.search.search import search
 from dilatant.report.gantt import predicted_chart
 from dilatant.report.pages.plan_page import render_plan_page
 from dilatant.report.plan_report import PlanReport

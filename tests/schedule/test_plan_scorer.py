@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.model_cases import cluster, cost_model, model, unit
+from cases.search_cases import search
 from dilatant.cost.memory import ParameterBytes
-from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload
+from dilatant.plan import Plan, PlanError, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
-from dilatant.plan.search.search import search
 from dilatant.schedule.assignment.step_assignment import Microbatching, sample_seconds
 from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, PlanSimulator, best_steps, step_costs
 from dilatant.schedule.validate import validate
@@ -194,7 +194,7 @@ def test_no_simulated_step_beats_its_bound(seed):
     samples = workload(24, seed)
     machine = cluster(2, 4)
     evaluate = PlanSimulator(VLM, COSTS, machine, samples, 12, rules=RULES)
-    found = search(VLM, COSTS, machine, samples, 12, evaluate, Mode.BEST, (1, 2, 3), RULES, finalists=40)
+    found = search(VLM, COSTS, machine, samples, 12, evaluate, (1, 2, 3), RULES, finalists=40)
     everyone = (found.winner, *found.runners_up)
     for one in everyone:
         assert one.score.seconds >= one.bound * (1 - 1e-9)

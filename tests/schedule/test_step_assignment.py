@@ -270,7 +270,7 @@ def test_costs_survive_json_exactly_and_fit_only_their_plan() -> None:
     for key, wrong in (("stages", {}), ("cluster", 3), ("sync", [1])):
         with pytest.raises(ValueError, match="not the costs of a step"):
             StepCosts.from_document({**document, key: wrong}, given)
-    link = {**document["cluster"]["inside"], "latency": [0, 0]}
+    link = {**document["cluster"]["inside"], "latency": -1.0}
     for key, wrong in (
         ("cluster", {**document["cluster"], "inside": link}),
         ("sync", {"after": {"0": -1.0}}),

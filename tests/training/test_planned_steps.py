@@ -87,7 +87,10 @@ def test_a_planned_run_executes_the_simulated_steps(
         plan.update(microbatch_tokens=[row_tokens], microbatch_sizes=[2])
     else:
         train["row_tokens"] = row_tokens
-    sections = {"train": train, "cluster": {"hardware": "H100", "gpus_per_node": devices}}
+    sections: dict[str, Any] = {
+        "train": train,
+        "cluster": {"hardware": "H100", "gpus_per_node": devices},
+    }
     if dense:
         sections["model"] = model_section(attn_implementation="sdpa")
         plan["costs"] = str(dense_costs(tmp_path, **sections))

@@ -15,13 +15,14 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dilatant.config.base import PathRule, Section, annotation_of, path_rule, with_absolute_paths
 from dilatant.config.data import DataConfig
+from dilatant.config.debug import DebugConfig
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.exports import with_parts
 from dilatant.config.files.own_files import read_text, require_plain
 from dilatant.config.files.trust import require_trust, run_folder_of
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.config.model import ModelConfig
-from dilatant.config.others_keys import CALLED_HERE
+from dilatant.config.others_keys import CALLED_HERE, FORMER_KEYS
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.resilience import ResilienceConfig
@@ -45,6 +46,7 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
     resilience: ResilienceConfig = ResilienceConfig()
+    debug: DebugConfig = DebugConfig()
 
     @model_validator(mode="after")
     def _layouts_are_of_units(self) -> Self:
@@ -278,6 +280,8 @@ def _as_list(problem: Any) -> str:
 
 def _hint(parents: list[str], key: str) -> str:
     """Suggest a place for an unknown key: the nearest name in its section, else the same name elsewhere."""
+    if former := FORMER_KEYS.get(".".join([*parents, key])):
+        return former
     if key in CALLED_HERE:
         return CALLED_HERE[key]
     here = _keys_at(parents)

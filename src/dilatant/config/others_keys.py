@@ -66,3 +66,11 @@ _KEYS_BY_ANSWER = {
 }
 
 CALLED_HERE = {key: answer for answer, keys in _KEYS_BY_ANSWER.items() for key in keys.split()}
+
+FORMER_KEYS = {
+    "plan.mode": "the search now always considers all layouts: delete the key",
+    "plan.samples": "write 'debug.planned_samples'",
+    "plan.steps": "write 'debug.planned_steps'",
+    "plan.finalists": "write 'debug.finalists'",
+}
+"""Key that this project once had → what to write instead."""

@@ -111,12 +111,6 @@ class ClusterConfig(Section):
 class PlanConfig(Section):
     """Settings of the search for a plan (`dilatant plan`)."""
 
-    mode: Literal["best", "cornstarch", "entrain", "disttrain", "megatron"] = "best"
-    """`best` searches all known layouts; the others only those that the system of that name would consider."""
-    samples: int = Field(4096, gt=0)
-    """Samples to plan with, in training order."""
-    steps: int = Field(4, gt=0)
-    """Global batches on which every finalist is simulated."""
     costs: AnyPath | None = None
     """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
     measure_seconds: float = Field(20.0, ge=0, allow_inf_nan=False)
@@ -128,7 +122,7 @@ class PlanConfig(Section):
     microbatch_tokens: tuple[int, ...] | None = None
     """Microbatches limited by tokens to try as well: the maximum language-model tokens of each. The number of
     microbatches then follows from the samples of a step, and any number of pipelines can divide the batch. Default:
-    `train.row_tokens`; an empty list: none. Tried in mode `best`, without `parallel.microbatches`."""
+    `train.row_tokens`; an empty list: none. Tried without `parallel.microbatches`."""
     tensor_parallel: tuple[int, ...] | None = None
     """Tensor-parallel degrees to measure or model, and to plan with. A cost file has its own. Default: on GPUs the
     powers of two up to the devices of a node that all units support; on a CPU 1."""
@@ -144,8 +138,6 @@ class PlanConfig(Section):
     correct_costs: bool = True
     """Correct the costs with which later steps are planned by the measured seconds of actions, equally on all ranks.
     `false`: samples are assigned identically in every run of a config."""
-    finalists: int = Field(24, gt=0)
-    """Maximum number of candidates to simulate, the most promising first."""
 
     @field_validator("assignment", mode="before")
     @classmethod

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,18 +105,6 @@ class Cluster:
             float(np.max(np.asarray(peak_bytes) - self.bytes_of(ranks), initial=-np.inf))
             if peak_bytes
             else 0.0
-        )
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Cluster:
-        """Read a cluster from the output of `dataclasses.asdict`. Raises KeyError or TypeError for other documents."""
-        return cls(
-            **{
-                **document,
-                **{name: Link(**document[name]) for name in ("inside", "between")},
-                "reserve": MemoryReserve(**document["reserve"]),
-                "parts": tuple(cls.from_document(part) for part in document["parts"]),
-            }
         )
 
 

@@ -10,9 +10,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Annotated, Any
+
+import msgspec
 
 from dilatant.config.recompute import Recompute
+
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+"""Whole number from 0 on, below a limit above any number of layers or ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +50,12 @@ class Stage:
     Every `ep` consecutive ranks divide the experts; with `ep` 1 each rank has all experts, or its tp-th part of each.
     """
 
-    first: int
-    end: int
-    ranks: tuple[int, ...]
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
+    first: Index
+    end: Index
+    ranks: tuple[Index, ...]
+    tp: Index = 1
+    cp: Index = 1
+    ep: Index = 1
 
     def expert_degrees(self) -> tuple[int, ...]:
         """Return the possible values of `ep`: 1, or a multiple of tp that divides the number of ranks."""
@@ -186,35 +191,6 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan written by `to_json`. Raises ValueError, naming the place, when the document is not a plan."""
         try:
-            return cls(units=tuple(_unit_from_dict(unit) for unit in json.loads(text)["units"]))
-        except (KeyError, TypeError, json.JSONDecodeError, RecursionError) as error:
+            return msgspec.convert(json.loads(text), cls)
+        except (msgspec.ValidationError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not a Dilatant plan: {error}") from error
-
-
-def _unit_from_dict(unit: dict[str, Any]) -> UnitPlan:
-    for name in (unit["name"], *unit["feeds"]):
-        if not isinstance(name, str):
-            raise ValueError(f"{name!r} is no name of a unit")
-    replicas = tuple(
-        Replica(tuple(_stage_from_dict(unit["name"], stage) for stage in replica["stages"]))
-        for replica in unit["replicas"]
-    )
-    recompute = tuple(unit.get("recompute", ()))
-    if unknown := sorted({str(how) for how in recompute} - {*get_args(Recompute)}):
-        raise ValueError(f"recompute of unit {unit['name']!r} has {unknown}; there are {get_args(Recompute)}")
-    return UnitPlan(unit["name"], replicas, tuple(unit["feeds"]), recompute)
-
-
-_MOST = 1 << 24
-"""Upper limit above any number of layers or ranks."""
-
-
-def _stage_from_dict(unit: str, entry: dict[str, Any]) -> Stage:
-    stage = Stage(**{**entry, "ranks": tuple(entry["ranks"])})
-    for key, values in {**asdict(stage), "ranks": stage.ranks}.items():
-        for value in values if isinstance(values, tuple) else (values,):
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
-                raise ValueError(
-                    f"{key} of a stage of unit {unit!r} has {value!r}, which is no whole number from 0 on"
-                )
-    return stage

@@ -100,8 +100,8 @@ _FRUGAL: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
 
 
 def _most_recomputed(each: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:
-    said = [own for own in each if own]
-    return tuple(max(layer, key=_FRUGAL.index) for layer in zip(*said, strict=True))
+    decided = [own for own in each if own]
+    return tuple(max(layer, key=_FRUGAL.index) for layer in zip(*decided, strict=True))
 
 
 def _replicas(name: str, chain: Chain, layers: int, number: int, ranks: _Ranks) -> list[Replica]:

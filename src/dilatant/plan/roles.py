@@ -1,11 +1,21 @@
-"""Roles of a model's units: encoder, language model or generator."""
+"""Roles of a model's units (encoder, language model, generator), and the positions of encoders in a plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from dilatant.plan.errors import PlanError
 from dilatant.plan.model_spec import ModelSpec
+
+
+class EncoderPosition(StrEnum):
+    """Placement of the encoders. mixed: different in different pipelines, on groups of different devices."""
+
+    PARALLEL = "parallel"
+    COLOCATED = "colocated"
+    IN_LANGUAGE = "in-language"
+    MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True)

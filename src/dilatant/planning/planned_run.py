@@ -9,7 +9,7 @@ from pathlib import Path
 from dilatant.config import Config, UserError
 from dilatant.config.files.own_files import require_plain
 from dilatant.cost.memory import ZEROS
-from dilatant.plan.costs.sample_work import sample_work
+from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.roles import roles_of
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.why_not import AskedLayout

@@ -14,16 +14,20 @@ from dilatant.config import Config, UserError, list_problems
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.parallel_map import Progress
-from dilatant.plan.costs.sample_work import sample_work
 from dilatant.plan.costs.score import PlanScore
-from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
+from dilatant.plan.costs.stable_batch import (
+    StableBatch,
+    feasible_allocations,
+    minimum_stable_batch,
+    sample_work,
+)
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload, squares_of
 from dilatant.plan.errors import BatchError, PlanError
-from dilatant.plan.layouts.space import open_space
-from dilatant.plan.modes import EncoderPosition, Mode
+from dilatant.plan.layouts.space import SearchProblem, SearchSettings
 from dilatant.plan.plan import Plan
+from dilatant.plan.roles import EncoderPosition
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.refusals import microbatch_sizes_for
 from dilatant.plan.search.search import search
@@ -82,7 +86,7 @@ class PlanningProblem:
 
     def simulated(self) -> Workload:
         """Return the global batches that plans are simulated on."""
-        return self.samples.first(self.config.plan.steps * self.global_batch)
+        return self.samples.first(self.config.debug.planned_steps * self.global_batch)
 
     def forward_seconds(self, samples: int) -> dict[str, tuple[float, float]]:
         """Return forward seconds of a mean microbatch on one device, by layer type: in all, and of calls alone."""
@@ -216,20 +220,8 @@ def plan_like(problem: PlanningProblem, asked: AskedLayout) -> PlannedRun:
 
 
 def _why_not(problem: PlanningProblem, asked: AskedLayout, result: SearchResult | None) -> WhyNot:
-    config, cluster = problem.config, problem.target.cluster
-    spaces = [
-        open_space(
-            problem.model.spec, problem.costs.on(group.name), group, problem.simulated(), problem.global_batch,
-            problem.target.rules, _searched_chunks(config), _splits(config), searched_row_tokens(config),
-            config.row_tokens,
-        )
-        for group in cluster.groups
-    ]  # fmt: skip
-    space = replace(spaces[0], cluster=cluster)
-    return why_not(
-        space, asked, result, scorer_of(problem), _searched_sizes(config, problem.target),
-        problem.target.rules, config.parallel.microbatches, spaces, Mode(config.plan.mode),
-    )  # fmt: skip
+    searched = _search_problem(problem)
+    return why_not(searched.spaces(), searched.cluster, asked, result, scorer_of(problem))
 
 
 def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
@@ -240,7 +232,6 @@ def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
         runners_up=tuple(plans[1:]),
         rejected=(),
         candidates=len(plans),
-        mode=Mode.BEST,
         seconds=winner.score.seconds,
         proven=False,
         lower_bound=0.0,
@@ -248,52 +239,50 @@ def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
     return PlannedRun(problem, result, typical_step(problem, winner).timeline, _work(problem), None)
 
 
-def _searched_chunks(config: Config) -> Sequence[int]:
-    return config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,)
-
-
 def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
     config, zeros = problem.config, zero_variants(problem.config, problem.target, fault_tolerance)
     problem = problem.sharing(zeros.searched[0])
-    target = problem.target
     return search(
-        problem.model.spec,
-        problem.costs,
-        target.cluster,
-        problem.simulated(),
-        problem.global_batch,
+        _search_problem(problem, all_devices, fault_tolerance),
         scorer_of(problem),
-        mode=Mode(config.plan.mode),
-        microbatch_sizes=_searched_sizes(config, target),
-        rules=target.rules,
-        finalists=config.plan.finalists,
-        num_microbatches=config.parallel.microbatches,
-        chunks=_searched_chunks(config),
-        all_devices=all_devices,
-        copies=fault_tolerance + 1,
-        ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
-        halves=_splits(config),
-        leftovers=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
-        row_tokens=searched_row_tokens(config),
-        row_limit=config.row_tokens,
+        config.debug.finalists,
         others={zero: scorer_of(problem.sharing(zero)) for zero in zeros.searched[1:]},
-        glanced={zero: scorer_of(problem.sharing(zero)) for zero in zeros.glanced},
+        rescored={zero: scorer_of(problem.sharing(zero)) for zero in zeros.rescored},
     )
 
 
+def _search_problem(
+    problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0
+) -> SearchProblem:
+    config, target = problem.config, problem.target
+    settings = SearchSettings(
+        microbatch_sizes=_searched_sizes(config, target),
+        num_microbatches=config.parallel.microbatches,
+        chunks=config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,),
+        row_tokens=searched_row_tokens(config),
+        row_limit=config.row_tokens,
+        splits_backward=_splits(config),
+        all_devices=all_devices,
+        copies=fault_tolerance + 1,
+        ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
+        fills_idle=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
+    )
+    known = problem.costs, target.cluster, problem.simulated(), problem.global_batch, target.rules
+    return SearchProblem(problem.model.spec, *known, settings)
+
+
 def searched_row_tokens(config: Config) -> Sequence[int]:
-    """Return the token limits of a microbatch to try: none if the config sets the number of microbatches, or asks for a
-    published system's plans."""
-    if config.parallel.microbatches is not None or config.plan.mode != Mode.BEST:
+    """Return the token limits of a microbatch to try: none if the config sets the number of microbatches."""
+    if config.parallel.microbatches is not None:
         return ()
     asked = config.plan.microbatch_tokens
     return (config.row_tokens,) if asked is None else asked
 
 
 def _splits(config: Config) -> bool:
-    """Return True if the search tries a schedule that splits backwards; published systems' searches try none."""
+    """Return True if the search tries a schedule that splits backwards."""
     named = config.parallel.schedule
-    return config.plan.mode == Mode.BEST if named is None else named in plan_scorer.SPLIT_BACKWARD_FAMILIES
+    return named is None or named in plan_scorer.SPLIT_BACKWARD_FAMILIES
 
 
 def _searched_sizes(config: Config, target: Target) -> Sequence[int]:

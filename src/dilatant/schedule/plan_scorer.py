@@ -18,7 +18,7 @@ from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.sync_time import SyncSeconds, sync_seconds
 from dilatant.plan.costs.workload import Workload
-from dilatant.plan.layouts.microbatch_counts import LARGE_CLUSTER
+from dilatant.plan.limits import LARGE_CLUSTER
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.roles import roles_of

@@ -25,6 +25,7 @@ from dilatant.config import (
     TrainConfig,
     UserError,
 )
+from dilatant.config.debug import DebugConfig
 from dilatant.config.environment import place_from
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
@@ -128,7 +129,8 @@ def parallelize(
         "train": TrainConfig(**train),
         "parallel": ParallelConfig.model_validate({"microbatches": num_microbatches, "schedule": name}),
         "cluster": auto.cluster,
-        "plan": auto.plan.model_copy(update={"assignment": assignment, "steps": len(batches)}),
+        "plan": auto.plan.model_copy(update={"assignment": assignment}),
+        "debug": DebugConfig(planned_steps=len(batches)),
         "seed": seed,
     }
     config = Config.model_construct(**values)

@@ -18,14 +18,14 @@ def pack_rows(sizes: Sequence[float], row_tokens: float) -> tuple[tuple[int, ...
             f"samples {too_long} have {[sizes[position] for position in too_long]} tokens, but a row holds {row_tokens}"
         )
     rows: list[list[int]] = []
-    room: list[tuple[float, int]] = []  # (free tokens, row), sorted
+    remaining: list[tuple[float, int]] = []  # (free tokens, row), sorted
     for position in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
-        best = bisect_left(room, (sizes[position], -1))
-        if best == len(room):
+        best = bisect_left(remaining, (sizes[position], -1))
+        if best == len(remaining):
             rows.append([position])
-            insort(room, (row_tokens - sizes[position], len(rows) - 1))
+            insort(remaining, (row_tokens - sizes[position], len(rows) - 1))
         else:
-            free, row = room.pop(best)
+            free, row = remaining.pop(best)
             rows[row].append(position)
-            insort(room, (free - sizes[position], row))
+            insort(remaining, (free - sizes[position], row))
     return tuple(sorted(tuple(sorted(row)) for row in rows))

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dilatant.cost.memory import bytes_text
-from dilatant.plan.errors import DoesNotFitError, PlanError
+from dilatant.plan.errors import PlanError
+
+Numbers = Sequence[float] | np.ndarray
 
 
-def partition_layers(costs: Sequence[float] | np.ndarray, num_stages: int) -> tuple[int, ...]:
+def partition_layers(costs: Numbers, num_stages: int) -> tuple[int, ...]:
     """Return the first layer of each of `num_stages` stages, beginning with 0: a contiguous min-max partition.
 
     `costs[k]` is one forward plus one backward of layer k in any unit of measure. Costs that follow the frozen rule
@@ -36,41 +37,19 @@ def partition_layers(costs: Sequence[float] | np.ndarray, num_stages: int) -> tu
 
 
 def partition_layers_in_memory(
-    costs: Sequence[float] | np.ndarray,
-    state_bytes: Sequence[float] | np.ndarray,
-    activation_bytes: Sequence[float] | np.ndarray,
-    in_flight: Sequence[int],
-    capacity_bytes: float | Sequence[float],
-    unit: str = "",
-) -> tuple[int, ...]:
+    costs: Numbers,
+    state_bytes: Numbers,
+    activation_bytes: Numbers,
+    in_flight: Numbers,
+    capacity_bytes: float | Numbers,
+) -> tuple[int, ...] | None:
     """Partition as `partition_layers` does, into `len(in_flight)` stages of which each fits its memory; exact.
 
     Per layer, `state_bytes` is static memory (parameters, gradients, optimizer state) and `activation_bytes` the memory
     of one microbatch until its backward, both on one device. Stage s keeps `in_flight[s]` microbatches: its distance to
-    the end along its own path (Cornstarch v3 4.4). `capacity_bytes` is one number or one per stage.
-
-    Raises DoesNotFitError, naming `unit` and the missing bytes, when no cut fits.
+    the end along its own path (Cornstarch v3 4.4). `capacity_bytes` is one number or one per stage. Returns None when
+    no cut fits.
     """
-    cuts = cuts_in_memory(costs, state_bytes, activation_bytes, in_flight, capacity_bytes)
-    if cuts is None:
-        raise _does_not_fit(
-            np.asarray(state_bytes, dtype=np.float64),
-            np.asarray(activation_bytes, dtype=np.float64),
-            np.asarray(in_flight, dtype=np.float64),
-            capacity_bytes,
-            unit,
-        )
-    return cuts
-
-
-def cuts_in_memory(
-    costs: Sequence[float] | np.ndarray,
-    state_bytes: Sequence[float] | np.ndarray,
-    activation_bytes: Sequence[float] | np.ndarray,
-    in_flight: Sequence[int] | np.ndarray,
-    capacity_bytes: float | Sequence[float] | np.ndarray,
-) -> tuple[int, ...] | None:
-    """Return `partition_layers_in_memory`'s cuts, or None when no cut fits, without computing the missing bytes."""
     from dilatant.plan.costs._partition_kernel import min_max_cuts_in_memory
 
     time, state, activation = (
@@ -87,31 +66,22 @@ def cuts_in_memory(
     return tuple(min_max_cuts_in_memory(time, state, activation, held, capacity).tolist()) or None
 
 
-def _does_not_fit(
-    state: np.ndarray,
-    activation: np.ndarray,
-    held: np.ndarray,
-    capacity_bytes: float | Sequence[float],
-    unit: str,
-) -> DoesNotFitError:
-    """Build the error with the additional memory that every stage would need for some cut to fit."""
-    capacity = np.broadcast_to(np.asarray(capacity_bytes, dtype=np.float64), held.shape)
-    zeros = np.zeros(state.size)
-    low, high = 0.0, float(state.sum() + held.max() * activation.sum())
+def missing_bytes(
+    state_bytes: Numbers, activation_bytes: Numbers, in_flight: Numbers, capacity_bytes: float
+) -> float:
+    """Return the additional memory that every stage needs for some cut to fit; 0 if one fits. Arguments as in
+    `partition_layers_in_memory`."""
+    costs, held = np.zeros(len(state_bytes)), (state_bytes, activation_bytes, in_flight)
+    if partition_layers_in_memory(costs, *held, capacity_bytes) is not None:
+        return 0.0
+    low, high = 0.0, float(np.sum(state_bytes) + np.max(in_flight) * np.sum(activation_bytes))
     for _ in range(32):
         middle = (low + high) / 2
-        if cuts_in_memory(zeros, state, activation, held, capacity + middle) is not None:
+        if partition_layers_in_memory(costs, *held, capacity_bytes + middle) is not None:
             high = middle
         else:
             low = middle
-    name = f"unit {unit!r}" if unit else "the unit"
-    return DoesNotFitError(
-        f"{name} does not fit {held.size} stages of {bytes_text(capacity.min())}: every cut leaves a stage "
-        f"at least {bytes_text(high)} short; use more stages, more tensor or context parallelism, smaller "
-        "microbatches or recomputation",
-        unit,
-        high,
-    )
+    return high
 
 
 def _stages_message(num_stages: int, num_layers: int) -> str:

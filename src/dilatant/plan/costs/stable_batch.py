@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dilatant.cost.model import CostModel
+from dilatant.plan.costs.stage_costs import layer_table
+from dilatant.plan.costs.workload import Workload
 from dilatant.plan.errors import PlanError, TooFewDevicesError
+from dilatant.plan.model_spec import ModelSpec
 
 Allocation = tuple[int, ...]
-Rule = Literal["fastest", "nearest"]
-Method = Literal["delta", "trials"]
+
+TRIALS = 400
+"""Batches that are drawn to measure agreement where the bound on disagreement is too loose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,9 @@ class StableBatch:
 
     `batch` is that number, rounded up; None if not even `largest` samples suffice. `allocation`: the devices of each
     unit that the whole data set prefers; `shares`: the units' fractions of all work (ratio of means). `confidence`: the
-    probability that a batch of `batch` samples (of `largest`, if `batch` is None) prefers the same; with `method`
-    "trials", the probability that the trials certify. `equivalents`: allocations whose slowest unit is within the
-    tolerance of the best; a batch that prefers one of them agrees, and simulation should choose among them. `seen`:
-    with `method` "trials", all allocations found, by batch size.
+    probability that a batch of `batch` samples (of `largest`, if `batch` is None) prefers the same. `equivalents`:
+    allocations whose slowest unit is within the tolerance of the best; a batch that prefers one of them agrees, and
+    simulation should choose among them.
     """
 
     batch: int | None
@@ -37,8 +40,6 @@ class StableBatch:
     confidence: float
     equivalents: tuple[Allocation, ...]
     largest: int
-    method: Method
-    seen: Mapping[int, tuple[Allocation, ...]] = field(default_factory=dict)
     wall_seconds: float = field(default=0.0, compare=False)
 
     def warning(self, global_batch: int) -> str | None:
@@ -55,6 +56,24 @@ class StableBatch:
                 f"the same devices per unit; single steps will be unbalanced, a larger batch is steadier"
             )
         return None
+
+
+def sample_work(model: ModelSpec, costs: CostModel, workload: Workload) -> NDArray[np.float64]:
+    """Return [samples, units] device seconds of forward plus backward under the frozen rule, units in model order.
+
+    The seconds are those at the smallest (tp, cp) with costs for the unit, times its devices, as `minimum_stable_batch`
+    expects. Raises UserError for layer types without costs.
+    """
+    columns = []
+    for unit in model.units:
+        degrees = set.intersection(*(set(costs.layers.get(layer.kind, {})) for layer in unit.layers))
+        tp, cp = min(degrees, key=lambda degree: (degree[0] * degree[1], degree), default=(1, 1))
+        table = layer_table(unit, model.upstream_trainable(unit.name), costs, tp, cp)
+        square, linear, constant = (table.seconds[:, 0] + table.seconds[:, 1]).sum(axis=0) * tp * cp
+        tokens = np.asarray(workload.tokens[unit.name], dtype=np.float64)
+        squares = np.asarray(workload.squares.get(unit.name, tokens**2), dtype=np.float64)
+        columns.append(np.where(tokens > 0, square * squares + linear * tokens + constant, 0.0))
+    return np.stack(columns, axis=1)
 
 
 def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[Allocation, ...]:
@@ -79,36 +98,28 @@ def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[A
 def minimum_stable_batch(
     work: ArrayLike,
     allocations: Sequence[Allocation],
-    *,
-    confidence: float = 0.95,
     error: float = 0.05,
-    method: Method = "delta",
-    rule: Rule = "fastest",
     tolerance: float = 0.0,
-    smallest: int = 1,
     largest: int | None = None,
     seed: int = 0,
 ) -> StableBatch:
     """Return Entrain's b_min: the smallest batch size at which random batches prefer the same allocation.
 
-    `work` is [samples, units] seconds on one device. With `rule` "fastest", a batch prefers the allocation whose
-    slowest unit is fastest; with "nearest", the one nearest to proportional (as printed in the thesis). `allocations`
-    must contain only those that some plan can have: tensor degree 2 excludes 9:7 devices.
+    `work` is [samples, units] seconds on one device. A batch prefers the allocation whose slowest unit is fastest.
+    `allocations` must contain only those that some plan can have: tensor degree 2 excludes 9:7 devices.
 
-    "delta": a batch of n disagrees when the mean of some linear function of its samples changes sign; by the central
-    limit theorem this has probability Phi(-sqrt(n) * distance / deviation). The result is the smallest n for which
-    these probabilities add up to at most `error` over all rival allocations. "trials" is Algorithm 2 as printed: draw a
-    reference batch and ceil(ln(1 - confidence) / ln(1 - error)) more, double n from `smallest` until all agree. Its
-    result varies between runs by a factor of 2 to 4, more near a breakpoint, where the printed loop does not end; here
-    it ends at `largest`, by default the number of samples.
+    A batch of n disagrees when the mean of some linear function of its samples changes sign; by the central limit
+    theorem this has probability Phi(-sqrt(n) * distance / deviation) (the delta method). The result is the smallest n,
+    up to `largest` (default: the number of samples), for which these probabilities add up to at most `error` over all
+    rival allocations.
 
     Allocations within `tolerance` (relative, slowest unit) of the best are treated as equal: distinguishing nearly
     equal allocations would take endless samples without benefit.
 
     Raises PlanError for work that is negative, not finite, or all zero.
 
-    Source: Entrain (the thesis, 4.4.2, Algorithm 2 and Appendix C.1-C.2); here with means of work rather than of
-    ratios, and the distance by the delta method.
+    Source: Entrain (the thesis, 4.4.2 and Appendix C.1-C.2); here with means of work rather than of ratios, and the
+    distance by the delta method rather than by trials.
     """
     started = time.perf_counter()
     samples = np.asarray(work, dtype=np.float64)
@@ -121,17 +132,11 @@ def minimum_stable_batch(
         raise PlanError(f"allocations must name at least one device for each of {samples.shape[1]} units")
     largest = largest or len(samples)
     mean = samples.mean(axis=0)
-    chosen = int(_choose(mean[None], table, rule)[0])
+    chosen = int(_choose(mean[None], table)[0])
     slowest = (mean / table).max(axis=1)
     same = slowest <= slowest[chosen] * (1.0 + tolerance)
     same[chosen] = True
-    if method == "delta":
-        batch, reached = _delta(samples, table, chosen, same, rule, error, largest, seed)
-        seen: dict[int, tuple[Allocation, ...]] = {}
-    else:
-        batch, reached, seen = _trials(
-            samples, table, same, rule, confidence, error, smallest, largest, seed, allocations
-        )
+    batch, reached = _delta(samples, table, chosen, same, error, largest, seed)
     return StableBatch(
         batch=batch,
         allocation=tuple(allocations[chosen]),
@@ -139,22 +144,13 @@ def minimum_stable_batch(
         confidence=reached,
         equivalents=tuple(tuple(allocations[k]) for k in np.flatnonzero(same).tolist() if k != chosen),
         largest=largest,
-        method=method,
-        seen=seen,
         wall_seconds=time.perf_counter() - started,
     )
 
 
-def _choose(means: NDArray[np.float64], table: NDArray[np.float64], rule: Rule) -> NDArray[np.int64]:
+def _choose(means: NDArray[np.float64], table: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return for each row of `means` [batches, units] the index of the preferred allocation; the first of equals."""
-    if rule == "fastest":
-        return (means[:, None, :] / table[None]).max(axis=2).argmin(axis=1)
-    shares = means / means.sum(axis=1, keepdims=True)
-    return (
-        ((shares[:, None, :] - (table / table.sum(axis=1, keepdims=True))[None]) ** 2)
-        .sum(axis=2)
-        .argmin(axis=1)
-    )
+    return (means[:, None, :] / table[None]).max(axis=2).argmin(axis=1)
 
 
 def _delta(
@@ -162,7 +158,6 @@ def _delta(
     table: NDArray[np.float64],
     chosen: int,
     same: NDArray[np.bool_],
-    rule: Rule,
     error: float,
     largest: int,
     seed: int,
@@ -170,10 +165,7 @@ def _delta(
     """Return (smallest sufficient samples or None, probability of agreement there; measured by sampling if None)."""
     mean, covariance = samples.mean(axis=0), np.atleast_2d(np.cov(samples, rowvar=False, bias=True))
     ratios = [
-        [
-            [_distance(weights, mean, covariance) for weights in row]
-            for row in _borders(table, chosen, k, rule)
-        ]
+        [[_distance(weights, mean, covariance) for weights in row] for row in _borders(table, chosen, k)]
         for k in range(len(table))
         if not same[k]
     ]
@@ -184,7 +176,9 @@ def _delta(
         return sum(min(sum(_tail(root * ratio) for ratio in row) for row in rows) for rows in ratios)
 
     if disagreement(largest) > error:
-        picks = _draw(samples, table, rule, largest, 400, np.random.default_rng(seed))
+        generator = np.random.default_rng(seed)
+        draws = (samples[generator.integers(len(samples), size=largest)] for _ in range(TRIALS))
+        picks = _choose(np.stack([drawn.mean(axis=0) for drawn in draws]), table)
         agreeing = float(same[picks].mean())  # with many rivals the sum above is a loose bound
         return largest if agreeing >= 1.0 - error else None, agreeing
     low, high = 0, largest
@@ -197,20 +191,13 @@ def _delta(
     return high, 1.0 - disagreement(high)
 
 
-def _borders(
-    table: NDArray[np.float64], chosen: int, rival: int, rule: Rule
-) -> list[list[NDArray[np.float64]]]:
+def _borders(table: NDArray[np.float64], chosen: int, rival: int) -> list[list[NDArray[np.float64]]]:
     """Return linear functions of a batch's mean work that are positive while the chosen allocation wins.
 
     At least one function of each row must change sign before the rival wins, so each row bounds that probability by the
-    sum over its functions, and the best row is used.
-
-    "fastest": the rival's slowest unit must be faster than the chosen one's, so for any unit j some unit k has w_j /
-    rival_j < w_k / chosen_k. "nearest": the squared distances differ by a linear function.
+    sum over its functions, and the best row is used. The rival's slowest unit must be faster than the chosen one's, so
+    for any unit j some unit k has w_j / rival_j < w_k / chosen_k.
     """
-    if rule == "nearest":
-        own, other = table[chosen] / table[chosen].sum(), table[rival] / table[rival].sum()
-        return [[2.0 * (own - other) - ((own**2).sum() - (other**2).sum())]]
     unit = np.eye(table.shape[1])
     return [
         [unit[j] / table[rival, j] - unit[k] / table[chosen, k] for k in range(table.shape[1])]
@@ -232,44 +219,3 @@ def _distance(
 def _tail(z: float) -> float:
     """Return the probability that a standard normal variable exceeds z."""
     return 0.5 * math.erfc(z / math.sqrt(2.0))
-
-
-def _draw(
-    samples: NDArray[np.float64],
-    table: NDArray[np.float64],
-    rule: Rule,
-    n: int,
-    batches: int,
-    generator: np.random.Generator,
-) -> NDArray[np.int64]:
-    """Return the indices of the allocations that random batches of n samples prefer."""
-    means = np.stack([samples[generator.integers(len(samples), size=n)].mean(axis=0) for _ in range(batches)])
-    return _choose(means, table, rule)
-
-
-def _trials(
-    samples: NDArray[np.float64],
-    table: NDArray[np.float64],
-    same: NDArray[np.bool_],
-    rule: Rule,
-    confidence: float,
-    error: float,
-    smallest: int,
-    largest: int,
-    seed: int,
-    allocations: Sequence[Allocation],
-) -> tuple[int | None, float, dict[int, tuple[Allocation, ...]]]:
-    """Return (batch size at which all trials agree or None, agreeing fraction of trials, allocations seen by size)."""
-    trials = math.ceil(math.log(1.0 - confidence) / math.log(1.0 - error))
-    generator = np.random.default_rng(seed)
-    seen: dict[int, tuple[Allocation, ...]] = {}
-    n, agreeing = smallest, 0.0
-    while n <= largest:
-        picks = _draw(samples, table, rule, n, trials + 1, generator)
-        seen[n] = tuple(tuple(allocations[k]) for k in np.unique(picks))
-        agree = (picks[1:] == picks[0]) | (same[picks[1:]] & same[picks[0]])
-        agreeing = float(agree.mean())
-        if agree.all():
-            return n, 1.0 - error, seen
-        n *= 2
-    return None, agreeing, seen

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,43 +97,35 @@ def layer_table(
     recompute: by layer, default as in the unit; ep: expert-parallel degree. Raises UserError when the cost model lacks
     a layer type or degree.
     """
-    seconds, kept, weight, transient, output, common, static, shared = ([] for _ in range(8))
-    tied = [layer.held_before(tp) for layer in unit.layers]
+    columns: dict[str, list[Any]] = {one.name: [] for one in fields(LayerTable)}
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
-    ahead = trainable_before(unit.trainable, upstream)
-    for layer, before, how in zip(unit.layers, ahead, again, strict=True):
+    for layer, before, how in zip(
+        unit.layers, trainable_before(unit.trainable, upstream), again, strict=True
+    ):
         cost = costs.layer(layer.kind, Degrees(tp, cp))
         if layer.experts:
             cost = with_experts_on_ranks(cost, ep)
         work = frozen_work(cost, layer.trainable, before, how)
-        seconds.append(
-            [_triple(q) for q in (work.forward, work.backward, work.input_gradient, work.weight_gradient)]
-        )
-        kept.append(_triple(work.kept_bytes))
-        weight.append(_triple(work.weight_bytes))
-        transient.append(_triple(work.transient_bytes))
-        output.append(_triple(cost.output_bytes))
-        common.append(_triple(work.common_bytes))
-        static.append(
-            rules.held(layer.held(tp, ep), layer.held_trained(tp, ep))
-            - rules.spared(layer.held_in_four_bits(tp))
-        )
-        shared.append(rules.shared(layer.held_trained(tp, ep), True))
-    trains = np.logical_or.accumulate(np.asarray([upstream, *unit.trainable]))[1:]
-    columns = {
-        "seconds": seconds,
-        "kept_bytes": kept,
-        "weight_bytes": weight,
-        "transient_bytes": transient,
-        "output_bytes": output,
-        "common_bytes": common,
-        "static_bytes": static,
-        "shared_bytes": shared,
-        "tied_bytes": [rules.of(own, layer.trainable) for own, layer in zip(tied, unit.layers)],
-        "tied_shared_bytes": [rules.shared(own, layer.trainable) for own, layer in zip(tied, unit.layers)],
-    }
+        kinds = work.forward, work.backward, work.input_gradient, work.weight_gradient
+        held, trained, tied = layer.held(tp, ep), layer.held_trained(tp, ep), layer.held_before(tp)
+        row = {
+            "seconds": [_triple(kind) for kind in kinds],
+            "kept_bytes": _triple(work.kept_bytes),
+            "weight_bytes": _triple(work.weight_bytes),
+            "transient_bytes": _triple(work.transient_bytes),
+            "output_bytes": _triple(cost.output_bytes),
+            "common_bytes": _triple(work.common_bytes),
+            "static_bytes": rules.held(held, trained) - rules.spared(layer.held_in_four_bits(tp)),
+            "shared_bytes": rules.shared(trained, True),
+            "tied_bytes": rules.of(tied, layer.trainable),
+            "tied_shared_bytes": rules.shared(tied, layer.trainable),
+            "backward": layer.trainable or before,
+        }
+        for name, value in row.items():
+            columns[name].append(value)
+    trains = np.array(columns.pop("backward"), dtype=np.bool_)
     return LayerTable(
-        backward=trains, **{name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
+        backward=trains, **{name: np.array(values, dtype=np.float64) for name, values in columns.items()}
     )
 
 
@@ -146,71 +139,83 @@ def stage_costs(
     """Return the costs of every stage of `plan`, each on the devices of its group if `cluster` is heterogeneous.
     Raises UserError when the cost model lacks a layer type or degree."""
     tables: dict[tuple[str, int, int, int, str], LayerTable] = {}
-    placed = plan.stages()
-    seconds = np.empty((len(placed), len(KIND_ORDER), 3))
-    kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
-    late = np.empty((len(placed), 2, 3))
-    static, gradient, summed, own_gradient = (np.empty(len(placed)) for _ in range(4))
-    shared_by = sharing(plan, model, rules)
-    columns = seconds, kept, weight, transient, output, static, gradient, summed, own_gradient, late
-    alike: dict[tuple[object, ...], int] = {}  # index of the first equal stage, mostly of another replica
-    for entry in placed:
-        group = "" if cluster is None else cluster.at(entry.stage.ranks[0]).name
-        key = entry.unit, entry.stage.tp, entry.stage.cp, entry.stage.ep, group
-        same = (
-            *key,
-            entry.stage.first,
-            entry.stage.end,
-            entry.is_first,
-            shared_by[entry.index].tobytes(),
-        )
-        first = alike.setdefault(same, entry.index)
-        if first < entry.index:
-            for column in columns:
-                column[entry.index] = column[first]
-            continue
+    known: dict[tuple[object, ...], tuple[NDArray[np.float64] | float, ...]] = {}  # mostly of another replica
+    rows = []
+    for entry, shared_by in zip(plan.stages(), sharing(plan, model, rules)):
+        stage, unit = entry.stage, model.unit(entry.unit)
+        group = "" if cluster is None else cluster.at(stage.ranks[0]).name
+        key = entry.unit, stage.tp, stage.cp, stage.ep, group
         if key not in tables:
-            upstream = model.upstream_trainable(entry.unit)
-            again = plan.unit(entry.unit).recompute
-            tables[key] = layer_table(
-                model.unit(entry.unit), upstream, costs.on(group), *key[1:3], rules, again, key[3]
-            )
-        table, layers = tables[key], slice(entry.stage.first, entry.stage.end)
-        seconds[entry.index] = table.seconds[layers].sum(axis=0)
-        common = table.common_bytes[layers]
-        kept[entry.index] = table.kept_bytes[layers].sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
-        if table.backward[entry.stage.end - 1]:  # the output stays, as root of the backward
-            kept[entry.index] += table.output_bytes[entry.stage.end - 1]
-        weight[entry.index] = table.weight_bytes[layers].sum(axis=0)
-        transient[entry.index] = _transient(table.transient_bytes[layers], table.kept_bytes[layers])
-        output[entry.index] = table.output_bytes[entry.stage.end - 1]
-        static[entry.index] = table.static_shared_by(shared_by[entry.index], layers).sum()
-        if entry.is_first:
-            static[entry.index] -= table.twice(shared_by[entry.index], layers).sum()
-        own = model.unit(entry.unit).layers[layers]
-        gradients = rules.gradients * np.array(
-            [
-                layer.held_trained(entry.stage.tp, entry.stage.ep)
-                - (layer.held_before(entry.stage.tp) * layer.trained_share if entry.is_first else 0.0)
-                if layer.trainable
-                else 0.0
-                for layer in own
-            ]
-        )
-        gradient[entry.index] = gradients.sum()
-        held = table.transient_bytes[layers], table.kept_bytes[layers], table.weight_bytes[layers]
-        late[entry.index] = _late(*held, gradients)
-        summed[entry.index] = _sum_bytes(entry, plan, model, rules)
-        own_gradient[entry.index] = _own_gradient_bytes(entry, plan, model, rules)
-    items = np.asarray([model.unit(entry.unit).items_per_token for entry in placed])
-    return StageCosts(*columns, items_per_token=items)
+            upstream, again = model.upstream_trainable(entry.unit), plan.unit(entry.unit).recompute
+            degrees = stage.tp, stage.cp, rules, again, stage.ep
+            tables[key] = layer_table(unit, upstream, costs.on(group), *degrees)
+        same = *key, stage.first, stage.end, entry.is_first, shared_by.tobytes()
+        if same not in known:
+            replicas = len(plan.unit(entry.unit).replicas)
+            known[same] = _sum_stage(entry, unit, tables[key], shared_by, rules, replicas)
+        rows.append(known[same])
+    return StageCosts(*(np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)))
 
 
-def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the peak [3] of a stage's layers, [layers, 3] each, beyond all kept bytes of the stage.
+def _sum_stage(
+    entry: PlacedStage,
+    unit: UnitSpec,
+    table: LayerTable,
+    shared_by: NDArray[np.float64],
+    rules: ParameterBytes,
+    replicas: int,
+) -> tuple[NDArray[np.float64] | float, ...]:
+    """Sum the layers of one stage: the columns of `StageCosts`, in order."""
+    stage, layers = entry.stage, slice(entry.stage.first, entry.stage.end)
+    kept, common, output = (
+        table.kept_bytes[layers],
+        table.common_bytes[layers],
+        table.output_bytes[layers][-1],
+    )
+    transient, weight = table.transient_bytes[layers], table.weight_bytes[layers]
+    held = kept.sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
+    if table.backward[layers][-1]:  # the output stays, as root of the backward
+        held = held + output
+    static = table.static_shared_by(shared_by, layers).sum()
+    if entry.is_first:
+        static -= table.twice(shared_by, layers).sum()
+    gradients = rules.gradients * np.array(
+        [
+            layer.held_trained(stage.tp, stage.ep)
+            - (layer.held_before(stage.tp) * layer.trained_share if entry.is_first else 0.0)
+            if layer.trainable
+            else 0.0
+            for layer in unit.layers[layers]
+        ]
+    )
+    summed = _summed(entry, unit, replicas)
+    largest = rules.summed * max((elements for _, elements in summed), default=0.0)
+    # With sharded state there is a second flat copy, which is ordered by shard and exists before the gradient itself is
+    # freed. Local gradients that are kept until the update take a flat copy of each gradient with other holders.
+    second = 0.0 if rules.zero == "none" else largest
+    kept_gradients = sum(elements for elements, _ in summed) * rules.own_gradient + second
+    return (
+        table.seconds[layers].sum(axis=0),
+        held,
+        weight.sum(axis=0),
+        np.maximum(stage_peaks(transient, kept, [0])[0], 0.0),
+        output,
+        static,
+        gradients.sum(),
+        largest + second,
+        kept_gradients if rules.keeps_gradients else 0.0,
+        _late(transient, kept, weight, gradients),
+        unit.items_per_token,
+    )
+
+
+def stage_peaks(
+    transient: NDArray[np.float64], kept: NDArray[np.float64], cuts: Sequence[int]
+) -> NDArray[np.float64]:
+    """Return the peak of each stage's layers beyond all kept bytes of the stage: [stages, ...] of [layers, ...].
     While a layer runs, later layers keep no activations: not yet in the forward, no longer in the backward."""
-    behind = np.cumsum(kept[::-1], axis=0)[::-1] - kept
-    return np.asarray(np.maximum(own - behind, 0.0).max(axis=0))
+    at, until = np.array(cuts), np.cumsum(kept, axis=0)
+    return np.asarray(np.maximum.reduceat(transient + until, at, axis=0) - until[[*at[1:] - 1, -1]])
 
 
 def _late(
@@ -219,7 +224,8 @@ def _late(
     weight: NDArray[np.float64],
     gradients: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Return [2, 3]: the bytes of the first of a stage's largest layers beyond all kept bytes, as in `_transient`. Row
+    """Return [2, 3]: the bytes of the first of a stage's largest layers beyond all kept bytes, as in
+    `stage_peaks`. Row
     0 adds the gradients [layers] of later layers, row 1 the activations [layers, 3] that they keep for W."""
     first = int(own[:, 1].argmax())
     held = own[first] - kept[first + 1 :].sum(axis=0)
@@ -227,33 +233,11 @@ def _late(
     return np.stack([held + made, held + weight[first + 1 :].sum(axis=0)])
 
 
-def _sum_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """Return the buffer bytes to sum the stage's largest gradient over its holders: a flat copy and, with sharded
-    state, a second one, which is ordered by shard and exists before the gradient itself is freed."""
-    return _largest_sum(entry, plan, model, rules) * (1.0 if rules.zero == "none" else 2.0)
-
-
-def _own_gradient_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """Return the bytes in addition to the gradients at the end of a step if local gradients are kept until the update:
-    a flat copy of each gradient with other holders, and the second copy (`_sum_bytes`) of the last."""
-    if not rules.keeps_gradients:
-        return 0.0
-    copies = sum(held for held, _ in _summed(entry, plan, model))
-    second = 0.0 if rules.zero == "none" else _largest_sum(entry, plan, model, rules)
-    return copies * rules.own_gradient + second
-
-
-def _largest_sum(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
-    """Return the bytes of the stage's largest gradient that other ranks hold as well."""
-    return rules.summed * max((largest for _, largest in _summed(entry, plan, model)), default=0.0)
-
-
-def _summed(entry: PlacedStage, plan: Plan, model: ModelSpec) -> list[tuple[float, float]]:
+def _summed(entry: PlacedStage, unit: UnitSpec, replicas: int) -> list[tuple[float, float]]:
     """Return for each trained layer of a stage (elements with other holders, elements of its largest such weight).
     Other holders come from replicas, context parallelism, tensor parallelism that does not divide the layer, and the
     other end of a tied weight."""
-    stage, layers = entry.stage, model.unit(entry.unit).layers
-    replicas = len(plan.unit(entry.unit).replicas)
+    stage, layers = entry.stage, unit.layers
     found = []
     for number in range(stage.first, stage.end):
         layer = layers[number]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.cost.dense import DenseRows
-from dilatant.cost.hardware import Link
-from dilatant.cost.memory import MemoryReserve
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.stage_costs import KIND_ORDER, StageCosts
 from dilatant.plan.costs.sync_time import SyncSeconds
@@ -46,84 +45,66 @@ class StepCosts:
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON, which `from_document` reads back to exactly the same numbers."""
-        return {
-            "origin": self.origin,
-            "stages": {
-                one.name: getattr(self.stages, one.name).tolist() for one in fields(StageCosts)
-            },
-            "item_tokens": dict(self.item_tokens),
-            "media_pairs": {unit: dict(encoders) for unit, encoders in self.media_pairs.items()},
-            "dense": {unit: rows.to_document() for unit, rows in self.dense.items()},
-            "cluster": None if self.cluster is None else asdict(self.cluster),
-            "sync": {
-                name: {str(rank): seconds for rank, seconds in one.items()}
-                for name, one in asdict(self.sync).items()
-            },
-        }  # fmt: skip
+        document: dict[str, Any] = msgspec.to_builtins(self, str_keys=True, enc_hook=np.ndarray.tolist)
+        return document
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], plan: Plan) -> StepCosts:
         """Read the output of `to_document` for `plan`. Raises ValueError for other content or another plan."""
         try:
-            count, stages = len(plan.stages()), document["stages"]
-            arrays = {one.name: np.asarray(stages[one.name], dtype=np.float64) for one in fields(StageCosts)}
-            cluster = document["cluster"]
-            if cluster is not None:
-                cluster = Cluster.from_document(cluster)
-            costs = cls(
-                StageCosts(**arrays),
-                {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
-                {unit: DenseRows.from_document(rows) for unit, rows in document["dense"].items()},
-                {
-                    unit: {name: (float(a), float(b), float(c)) for name, (a, b, c) in encoders.items()}
-                    for unit, encoders in document["media_pairs"].items()
-                },
-                cluster,
-                SyncSeconds(
-                    **{
-                        name: {int(rank): float(seconds) for rank, seconds in one.items()}
-                        for name, one in document["sync"].items()
-                    }
-                ),
-                str(document["origin"]),
-            )
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            arrays = {
+                one.name: np.asarray(document["stages"][one.name], dtype=np.float64)
+                for one in fields(StageCosts)
+            }
+            others = {
+                name: msgspec.convert(document[name], kind, str_keys=True) for name, kind in _READ.items()
+            }
+            costs = cls(StageCosts(**arrays), **others)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not the costs of a step: {type(error).__name__}: {error}") from error
-        _check_numbers(costs)
+        positive = _numbers([document[name] for name in ("item_tokens", "cluster", "sync")])
+        pairs = [*_numbers(document["media_pairs"])]
+        if not (
+            all(number >= 0 for number in positive) and np.isfinite(pairs).all()
+        ):  # links may be infinitely fast
+            raise ValueError("tokens, seconds and links must be numbers and not negative")
+        count = len(plan.stages())
         for name, values in arrays.items():
             shape = {
                 "seconds": (count, len(KIND_ORDER), 3),
                 "late_bytes": (count, 2, 3),
                 **dict.fromkeys(
-                    ("static_bytes", "gradient_bytes", "sum_bytes", "own_gradient_bytes"), (count,)
+                    ("static_bytes", "gradient_bytes", "sum_bytes", "own_gradient_bytes", "items_per_token"),
+                    (count,),
                 ),
-                "items_per_token": (count,),
             }.get(name, (count, 3))
             if values.shape != shape:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
-            least = (
-                -np.inf if name == "late_bytes" else 0.0
-            )  # negative where kept activations are already freed
+            # Late bytes are negative where kept activations are already freed.
+            least = -np.inf if name == "late_bytes" else 0.0
             if not (np.isfinite(values).all() and values.min(initial=0.0) >= least):
                 raise ValueError(f"{name} must be finite and not negative")
         return costs
 
 
-def _check_numbers(costs: StepCosts) -> None:
-    """Raise ValueError for values that are not numbers or below 0. Links may be infinitely fast."""
-    cluster = costs.cluster
-    groups = () if cluster is None else (cluster, *cluster.parts)
-    places = [place for one in groups for place in (one, one.inside, one.between, one.reserve)]
-    values = [getattr(place, field.name) for place in places for field in fields(place)]
-    numbers = [value for value in values if not isinstance(value, Link | MemoryReserve | str | tuple)]
-    numbers += [*costs.item_tokens.values()]
-    numbers += [*costs.sync.beside.values(), *costs.sync.after.values()]
-    pairs = [number for one in costs.media_pairs.values() for three in one.values() for number in three]
-    if not (
-        all(isinstance(number, int | float) and number >= 0 for number in numbers)
-        and np.isfinite(pairs).all()
-    ):
-        raise ValueError("tokens, seconds and links must be numbers and not negative")
+_READ: Mapping[str, Any] = {
+    "item_tokens": dict[str, float],
+    "dense": dict[str, DenseRows],
+    "media_pairs": dict[str, dict[str, tuple[float, float, float]]],
+    "cluster": Cluster | None,
+    "sync": SyncSeconds,
+    "origin": str,
+}
+"""Field of `StepCosts` → its type in a document."""
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield all numbers in nested lists and mappings."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(each)
 
 
 def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dilatant.config.recompute import Recompute
 from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
-from dilatant.plan.costs.stage_costs import LayerTable, layer_table
+from dilatant.plan.costs.stage_costs import LayerTable, layer_table, stage_peaks
 from dilatant.plan.costs.state_sharing import parts_of_a_rank, ranks_together
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.model_spec import ModelSpec
@@ -26,20 +26,20 @@ class MeanCosts:
     """Costs of the mean microbatch per layer of a unit at one (tp, cp), or per stage: arrays [layers] or [stages].
 
     `seconds`: forward plus backward; `backward`: its backward part; `work`: lower bound of `seconds` for any grouping
-    of samples, and `forward` its forward part; `light`, `heavy`: seconds of the lightest and of the heaviest sample
-    alone; `light_split`, `heavy_split`: the part of these that delays other stages when backwards are split. Bytes per
-    rank: `static` for the whole step (including `twice`, which are needed only if the first layer is on another rank),
-    `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
+    of samples, and `forward` its forward part; `lightest`, `heaviest`: seconds of the lightest and of the heaviest
+    sample alone; `lightest_split`, `heaviest_split`: the part of these that delays other stages when backwards are
+    split. Bytes per rank: `static` for the whole step (including `twice`, which are needed only if the first layer is
+    on another rank), `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
     seconds: NDArray[np.float64]
     backward: NDArray[np.float64]
     work: NDArray[np.float64]
     forward: NDArray[np.float64]
-    light: NDArray[np.float64]
-    heavy: NDArray[np.float64]
-    light_split: NDArray[np.float64]
-    heavy_split: NDArray[np.float64]
+    lightest: NDArray[np.float64]
+    heaviest: NDArray[np.float64]
+    lightest_split: NDArray[np.float64]
+    heaviest_split: NDArray[np.float64]
     static: NDArray[np.float64]
     twice: NDArray[np.float64]
     kept: NDArray[np.float64]
@@ -52,18 +52,24 @@ class MeanCosts:
 
     def by_stage(self, cuts: tuple[int, ...]) -> MeanCosts:
         """Sum the layers of each stage. While a layer runs, later layers keep no activations."""
-        at = np.array(cuts)
-        kept = np.cumsum(self.kept)
-        transient = np.maximum.reduceat(self.transient + kept, at) - kept[[*at[1:] - 1, -1]]
+        transient = stage_peaks(self.transient, self.kept, cuts)
         names = [one.name for one in fields(self)]
-        sums = np.add.reduceat(np.stack([getattr(self, name) for name in names]), at, axis=1)
+        sums = np.add.reduceat(np.stack([getattr(self, name) for name in names]), np.array(cuts), axis=1)
         return MeanCosts(**{**dict(zip(names, sums)), "transient": transient})
+
+    def on_groups(self, chunks: int) -> MeanCosts:
+        """Combine the `chunks` stages of each group of devices, except in seconds and those of single samples."""
+        if chunks == 1:
+            return self
+        summed = ("work", "forward", "static", "kept", "gradient")
+        by_group = {name: getattr(self, name).reshape(chunks, -1).sum(axis=0) for name in summed}
+        return replace(self, **by_group, transient=self.transient.reshape(chunks, -1).max(axis=0))
 
     def beside(self, others: Sequence[MeanCosts]) -> MeanCosts:
         """Combine stages on the same ranks, which run in turn; each unit has its own lightest and heaviest sample."""
         joined = {}
         for one in fields(self):
-            of_sample = one.name.startswith(("light", "heavy"))
+            of_sample = one.name.startswith(("lightest", "heaviest"))
             join = np.max if one.name == "transient" else np.min if of_sample else np.sum
             joined[one.name] = join([getattr(each, one.name) for each in (self, *others)], axis=0)
         return MeanCosts(**joined)
@@ -77,7 +83,7 @@ class MeanCosts:
             column, more = getattr(self, one.name).copy(), [getattr(other, one.name) for other in others]
             if one.name == "transient":
                 column[0] = max(column[0], *(float(other.max()) for other in more))
-            elif one.name not in ("heavy", "heavy_split", "twice"):
+            elif one.name not in ("heaviest", "heaviest_split", "twice"):
                 column[0] += sum(float(other.sum()) for other in more)
             if one.name == "static" and one_ahead:
                 column[0] += sum(float(other.kept.sum()) for other in others)
@@ -119,21 +125,15 @@ class UnitLayers:
             unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units
         }
 
-    def shared_by(self, chains: int) -> UnitLayers:
-        """Return these costs with `chains` neighbouring chains that shard optimizer state together."""
-        return self._but(chains, self._by_tokens, self.rules)
-
-    def cut_by_tokens(self) -> UnitLayers:
-        """Return these costs for steps that may have more microbatches."""
-        return self._but(self._sharing, True, self.rules)
-
-    def sharing(self, zero: Zero) -> UnitLayers:
-        """Return these costs under this sharding of optimizer state."""
-        return self._but(self._sharing, self._by_tokens, replace(self.rules, zero=zero))
-
-    def _but(self, sharing: int, by_tokens: bool, rules: ParameterBytes) -> UnitLayers:
+    def variant(
+        self, sharing: int | None = None, by_tokens: bool | None = None, zero: Zero | None = None
+    ) -> UnitLayers:
+        """Return these costs with another number of chains that shard optimizer state together, for steps that may have
+        more microbatches (`by_tokens`), or under another sharding of optimizer state."""
+        by_tokens = self._by_tokens if by_tokens is None else by_tokens
+        rules = self.rules if zero is None else replace(self.rules, zero=zero)
         known = self.model, self._costs, self._workload, self.gpus_per_node, rules, self._batch
-        other = UnitLayers(*known, sharing, by_tokens)
+        other = UnitLayers(*known, sharing or self._sharing, by_tokens)
         other._tables = self._tables
         if by_tokens == self._by_tokens:
             other._unshared = self._unshared
@@ -192,18 +192,18 @@ class UnitLayers:
             free = self._table(unit, tp, cp, spec.recompute or "none", ep)
             row = self._workload.mean_row(unit, samples) * self._unevenness(unit, cp, samples)
             least = self._workload.least_row(unit, samples, self._by_tokens)
-            light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
+            lightest, heaviest = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
             self._unshared[key] = MeanCosts(
                 seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
                 backward=table.seconds[:, 1] @ row,
                 work=fastest @ least,
                 forward=free.seconds[:, 0] @ least,
-                light=fastest @ light,
-                heavy=fastest @ heavy,
+                lightest=fastest @ lightest,
+                heaviest=fastest @ heaviest,
                 # Weight-gradient halves delay no other stage: a stage may run them last.
-                light_split=free.seconds[:, 0] @ light,
-                heavy_split=(free.seconds[:, 0] + free.seconds[:, 2]) @ heavy,
+                lightest_split=free.seconds[:, 0] @ lightest,
+                heaviest_split=(free.seconds[:, 0] + free.seconds[:, 2]) @ heaviest,
                 static=table.static_bytes,
                 twice=table.tied_bytes,
                 kept=table.kept_bytes @ row,

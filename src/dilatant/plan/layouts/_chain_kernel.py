@@ -12,7 +12,7 @@ from numba import njit
 def chain_times(
     work,
     forward,
-    light,
+    lightest,
     held,
     backward,
     microbatches,
@@ -22,19 +22,19 @@ def chain_times(
     sync,
     bandwidth,
     bucket,
-    behind,
+    sync_at_end,
 ):
     """Return seconds: (longest work, longest work with gradient sync, least sync of a last bucket, most exposed sync).
     Arrays are [groups of devices]. waits: each stage waits for the lightest sample to pass the stages before it.
-    behind: a stage syncs all gradients after its backwards, without overlap."""
+    sync_at_end: a stage syncs all gradients after its backwards, without overlap."""
     busiest, longest, least, exposed = -np.inf, -np.inf, np.inf, -np.inf
     ahead = 0.0
     for group in range(work.size):
         busy = microbatches * work[group]
         if waits:
-            ahead += light[group]
-            busy = busy + ahead - light[group]
-        last = 1.0 if behind else 1.0 / max(1.0, math.ceil(held[group] / bucket))
+            ahead += lightest[group]
+            busy = busy + ahead - lightest[group]
+        last = 1.0 if sync_at_end else 1.0 / max(1.0, math.ceil(held[group] / bucket))
         sums = ring * held[group] / ring_bandwidth
         exposed = max(exposed, sums - backward[group], sums * last)
         sums = sync * held[group] / bandwidth
@@ -48,15 +48,15 @@ def chain_times(
 def max_following_stages(capacity, static, transient, kept, microbatches, chunks, unlimited):
     """Return how many stages may follow the chain before its microbatches in flight overflow memory; bytes [groups]."""
     groups = kept.size
-    room = float(unlimited)
+    headroom = float(unlimited)
     for group in range(groups):
         free = capacity - static[group] - transient[group]
         if free < 0.0:
             return -1 - groups * chunks
         if kept[group] * microbatches > free:
-            flying = free // (kept[group] / chunks)
+            in_flight = free // (kept[group] / chunks)
             if chunks > 1:
                 # Forwards of chunks before the first backward, see `schedule.families.families.interleaved`.
-                flying = (flying - (chunks - 1) * groups - 1) // 2 + 1
-            room = min(room, flying - 1 - (groups - 1 - group))
-    return int(room)
+                in_flight = (in_flight - (chunks - 1) * groups - 1) // 2 + 1
+            headroom = min(headroom, in_flight - 1 - (groups - 1 - group))
+    return int(headroom)

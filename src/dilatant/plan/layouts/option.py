@@ -2,72 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dilatant.config.recompute import Recompute
+from dilatant.plan.costs.unit_layers import MeanCosts
+from dilatant.plan.rank_mapping import Chain
 
 UNLIMITED = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Option:
-    """A chain of stages on `tp * cp` devices each that holds all layers of one or more colocated units.
+    """A chain of stages that holds all layers of one or more colocated units, with its costs.
 
-    `seconds` and `backward` (part of `seconds`) are [stages]; `work` and `forward` are [groups of devices], see
-    `MeanCosts`; with `chunks`, a group has that many stages. `room`: how many stages may follow the chain before its
-    in-flight microbatches overflow memory (negative: it does not fit). `gradient_bytes` [groups]: bytes that a rank
-    syncs. `light` [stages] and `heavy`: seconds of the lightest sample in each stage and of the heaviest in all;
-    `light_split` and `heavy_split`: see `MeanCosts`. `recompute`, `degrees`: as in `Chain`; `ep`: degree of the unit
-    that is cut. `total`: seconds until the first microbatch has passed the chain, of which `slowest` belong to the
-    steady state and `forwards` to forwards. `lightest` and `lightest_split` are the sums of `light` and `light_split`.
+    `costs`: of the mean microbatch, by stage or by group of devices (see `MeanCosts.on_groups`). `headroom`: how many
+    stages may follow the chain before its in-flight microbatches overflow memory (negative: it does not fit).
     """
 
-    tp: int
-    cp: int
-    cuts: Mapping[str, tuple[int, ...]]
-    seconds: NDArray[np.float64]
-    backward: NDArray[np.float64]
-    work: NDArray[np.float64]
-    forward: NDArray[np.float64]
-    room: int
-    gradient_bytes: NDArray[np.float64]
-    light: NDArray[np.float64]
-    heavy: float
-    light_split: NDArray[np.float64]
-    heavy_split: float
-    chunks: int = 1
-    recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
-    ep: int = 1
-    degrees: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    gpus: int = field(init=False)
-    slowest: float = field(init=False)
-    total: float = field(init=False)
-    forwards: float = field(init=False)
-    lightest: float = field(init=False)
-    lightest_split: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        groups = len(self.seconds) // self.chunks
-        slowest = float(self.seconds.reshape(self.chunks, groups).sum(axis=0).max())
-        total = float(self.seconds.sum())
-        for name, value in (
-            ("gpus", self.tp * self.cp * groups),
-            ("slowest", slowest),
-            ("total", total if self.chunks == 1 else slowest + (total - slowest) / self.chunks),
-            ("forwards", total - float(self.backward.sum())),
-            ("lightest", float(self.light.sum())),
-            ("lightest_split", float(self.light_split.sum())),
-        ):
-            object.__setattr__(self, name, value)
+    chain: Chain
+    costs: MeanCosts
+    headroom: int
 
     @property
     def stages(self) -> int:
-        return len(self.seconds)
+        return len(self.costs.seconds)
+
+    @cached_property
+    def gpus(self) -> int:
+        return self.chain.tp * self.chain.cp * (self.stages // self.chain.chunks)
+
+    @cached_property
+    def slowest(self) -> float:
+        """Seconds per microbatch of the busiest group of devices in the steady state."""
+        return float(self.costs.seconds.reshape(self.chain.chunks, -1).sum(axis=0).max())
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds until the first microbatch has passed the chain, of which `slowest` belong to the steady state."""
+        total = float(self.costs.seconds.sum())
+        chunks = self.chain.chunks
+        return total if chunks == 1 else self.slowest + (total - self.slowest) / chunks
+
+    @cached_property
+    def forwards(self) -> float:
+        """Forward seconds of the mean microbatch."""
+        return float(self.costs.seconds.sum()) - float(self.costs.backward.sum())
+
+    @cached_property
+    def lightest(self) -> float:
+        """Seconds of the lightest sample in all stages; `lightest_split` with split backwards."""
+        return float(self.costs.lightest.sum())
+
+    @cached_property
+    def lightest_split(self) -> float:
+        return float(self.costs.lightest_split.sum())
+
+    @cached_property
+    def heaviest(self) -> float:
+        """Seconds of the heaviest sample in all stages; `heaviest_split` with split backwards."""
+        return float(self.costs.heaviest.sum())
+
+    @cached_property
+    def heaviest_split(self) -> float:
+        return float(self.costs.heaviest_split.sum())
 
 
 class ChainTimes(NamedTuple):

@@ -1,10 +1,10 @@
-"""Search space: a model, the layouts of its units, and a cluster."""
+"""Search problem and search space: what is planned, and the layouts of its units on one kind of device."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,39 +18,77 @@ from dilatant.plan.costs.bin_packing import pack_rows
 from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.layouts.option import ChainTimes, Option
-from dilatant.plan.layouts.options import OptionTable
-from dilatant.plan.layouts.sides import ParallelChains, side_by_side
+from dilatant.plan.layouts.option_table import OptionTable
+from dilatant.plan.layouts.parallel_chains import ParallelChains, side_by_side
+from dilatant.plan.limits import LARGE_CLUSTER, SMALL_CLUSTER
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.roles import Roles, roles_of
 
-SMALL_CLUSTER = 16
-"""Up to this many devices in all groups, no candidate is omitted, so that more devices never make a plan slower."""
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """What a search tries.
+
+    `microbatch_sizes`: samples per microbatch. `num_microbatches`: the only number of microbatches, if set. `chunks`:
+    stages of the language model per group of devices. `row_tokens`: token budgets of a language-model microbatch to try
+    as well; any number of pipelines then shares the batch, and a step has as many microbatches as its samples need
+    (without `num_microbatches`). `row_limit`: the most language-model tokens of a microbatch, if the scorer cuts
+    microbatches by tokens. `splits_backward`: the scorer may split backwards (zero-bubble schedules), which lowers the
+    bounds. `all_devices`: only plans on the largest number of devices that any candidate uses. `copies`: only plans
+    with every layer on that many nodes of `ranks_per_node` devices (default: the cluster's). `fills_idle`: idle devices
+    of promising plans may form one more pipeline, unlike the others and with fewer samples; bounds do not cover these
+    plans.
+    """
+
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8)
+    num_microbatches: int | None = None
+    chunks: Sequence[int] = (1,)
+    row_tokens: Sequence[int] = ()
+    row_limit: int | None = None
+    splits_backward: bool = True
+    all_devices: bool = False
+    copies: int = 1
+    ranks_per_node: int | None = None
+    fills_idle: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchProblem:
+    """A model, its layers' costs, the devices, and measured samples in global batches of `global_batch`."""
+
+    model: ModelSpec
+    costs: CostModel
+    cluster: Cluster
+    workload: Workload
+    global_batch: int
+    rules: ParameterBytes = BF16
+    settings: SearchSettings = field(default_factory=SearchSettings)
+
+    def spaces(self) -> list[Space]:
+        """Return the search space of each group of equal devices."""
+        return [open_space(self, group) for group in self.cluster.groups]
 
 
 @dataclass(eq=False)
 class Space:
-    """The search space of plans of one model on one cluster. chunks: possible stages of the language model per group of
-    devices. row_tokens: token budgets of plans whose microbatches are cut by tokens; `by_tokens` has their options.
-    halves: backwards may be split. shared: other pipelines may use idle devices, so slower layouts on fewer devices are
-    kept. times: cache by chain, pipelines and microbatches."""
+    """The search space of plans of one model on one cluster. `by_tokens` has the options of plans whose microbatches
+    are cut by tokens; `tokens` are the language model's of each sample. shared: other pipelines may use idle devices,
+    so slower layouts on fewer devices are kept. times: cache by chain, pipelines and microbatches."""
 
     model: ModelSpec
     roles: Roles
     table: OptionTable
-    unaware: OptionTable
     by_tokens: OptionTable
     cluster: Cluster
     global_batch: int
     tokens: NDArray[np.float64]
-    chunks: tuple[int, ...] = (1,)
-    row_tokens: tuple[int, ...] = ()
-    halves: bool = True
+    settings: SearchSettings = field(default_factory=SearchSettings)
     shared: bool = False
     times: dict[tuple[Option, int, int], ChainTimes] = field(init=False, default_factory=dict)
     _chains: dict[tuple[int, int, int | None, bool], dict[tuple[object, ...], list[Option]]] = field(
         init=False, default_factory=dict
     )
-    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[ParallelChains]]] = field(
+    _joined: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[ParallelChains]]] = field(
         init=False, default_factory=dict
     )
     _heaviest: dict[int, float] = field(init=False, default_factory=dict)
@@ -72,7 +110,7 @@ class Space:
         table = self.table.sharing(zero)
         by_tokens = table if self.by_tokens is self.table else self.by_tokens.sharing(zero)
         other = replace(self, table=table, by_tokens=by_tokens)
-        other._sides, other._heaviest, other._rows = self._sides, self._heaviest, self._rows
+        other._joined, other._heaviest, other._rows = self._joined, self._heaviest, self._rows
         other._fullest = self._fullest
         if "none" not in (rules.zero, zero):  # both have the same bounds of gradient sync
             other.times = self.times
@@ -84,6 +122,23 @@ class Space:
         """Return the mutable cache of chains for this number of pipelines and microbatches, by request.
         without_slow: chains that take too long are omitted from it."""
         return self._chains.setdefault((replicas, microbatches, row_tokens, without_slow), {})
+
+    def microbatch_counts(self, replicas: int) -> Mapping[int, int | None]:
+        """Map the microbatches per pipeline to try to the most language-model tokens in one, None for microbatches cut
+        by samples."""
+        settings, counts = self.settings, dict[int, int | None]()
+        for size in settings.microbatch_sizes:
+            count, rest = divmod(self.global_batch, replicas * size)
+            if rest == 0 and settings.num_microbatches in (None, count):
+                counts[count] = None
+        devices = self.cluster.num_devices
+        # On many devices, only if no size divides the batch, and for the most pipelines of this size in devices.
+        if settings.num_microbatches is None and (
+            devices <= LARGE_CLUSTER or (not counts and devices // replicas > devices // (replicas + 1))
+        ):
+            by_tokens = {self.microbatches_of(most, replicas): most for most in settings.row_tokens}
+            counts.update((count, most) for count, most in by_tokens.items() if count and count not in counts)
+        return counts
 
     def microbatches_of(self, row_tokens: int, pipelines: int) -> int:
         """Return the mean global batch's microbatches per pipeline under a token budget; 0 if some would be empty."""
@@ -101,10 +156,9 @@ class Space:
         if microbatches not in self._heaviest:
             ratios = []
             for batch in self._loads(self.roles.language):
-                bins = [0.0] * microbatches
-                for load in sorted(batch.tolist(), reverse=True):
-                    heapq.heapreplace(bins, bins[0] + load)
-                ratios.append(max(bins) / (sum(bins) / len(bins)) if any(bins) else 1.0)
+                fullest = _fullest_bin(sorted(batch.tolist(), reverse=True), microbatches)
+                mean = float(batch.sum()) / microbatches
+                ratios.append(fullest / mean if fullest else 1.0)
             self._heaviest[microbatches] = float(np.mean(ratios))
         return self._heaviest[microbatches]
 
@@ -123,12 +177,7 @@ class Space:
         if key not in self._fullest:
             loads = self._loads(unit).ravel()
             groups = loads[: len(loads) // samples * samples].reshape(-1, samples)
-            fullest = 0.0
-            for group in np.sort(groups)[:, ::-1].tolist():
-                bins = [0.0] * parts
-                for load in group:
-                    heapq.heapreplace(bins, bins[0] + load)
-                fullest += max(bins)
+            fullest = sum(_fullest_bin(group, parts) for group in np.sort(groups)[:, ::-1].tolist())
             whole = float(groups.sum())
             self._fullest[key] = fullest * parts / whole if whole else 1.0
         return self._fullest[key]
@@ -141,57 +190,35 @@ class Space:
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[ParallelChains]]:
         """Return [devices]: the Pareto-optimal combinations of one option of each list on at most that many devices."""
         key = budget, tuple(tuple(options) for options in each)
-        if key not in self._sides:
-            self._sides[key] = side_by_side(each, budget)
-        return self._sides[key]
+        if key not in self._joined:
+            self._joined[key] = side_by_side(each, budget)
+        return self._joined[key]
 
 
-def open_space(
-    model: ModelSpec,
-    costs: CostModel,
-    cluster: Cluster,
-    workload: Workload,
-    global_batch: int,
-    rules: ParameterBytes = BF16,
-    chunks: Sequence[int] = (1,),
-    halves: bool = True,
-    row_tokens: Sequence[int] = (),
-    row_limit: int | None = None,
-) -> Space:
-    """Build the space that `search` explores on devices of one kind; arguments are those of `search`."""
-    limits = cluster.gpus_per_node, rules, global_batch
+def open_space(problem: SearchProblem, group: Cluster) -> Space:
+    """Build the space of plans on `group`, one of the problem's groups of equal devices."""
+    model, settings, batch = problem.model, problem.settings, problem.global_batch
     roles = roles_of(model)
-    tokens = np.asarray(workload.tokens[roles.language], dtype=np.float64)
+    tokens = np.asarray(problem.workload.tokens[roles.language], dtype=np.float64)
     # A limit that no batch exceeds cuts nothing.
-    limited = row_limit is not None and float(tokens.reshape(-1, global_batch).sum(axis=1).max()) > row_limit
-    units = UnitLayers(model, costs, workload, *limits, by_tokens=limited)
-    table = OptionTable(units, cluster.bytes_per_device)
-    unaware = OptionTable(UnitLayers(_all_trainable(model), costs, workload, *limits), math.inf)
-    by_tokens = OptionTable(units.cut_by_tokens(), cluster.bytes_per_device) if workload.dense else table
-    return Space(
-        model,
-        roles,
-        table,
-        unaware,
-        by_tokens,
-        cluster,
-        global_batch,
-        tokens,
-        tuple(chunks),
-        tuple(row_tokens),
-        halves,
-    )
-
-
-def _all_trainable(model: ModelSpec) -> ModelSpec:
-    return ModelSpec(
-        tuple(
-            replace(unit, layers=tuple(replace(layer, trainable=True) for layer in unit.layers))
-            for unit in model.units
-        )
-    )
+    most = float(tokens.reshape(-1, batch).sum(axis=1).max())
+    limited = settings.row_limit is not None and most > settings.row_limit
+    known = model, problem.costs.on(group.name), problem.workload
+    units = UnitLayers(*known, group.gpus_per_node, problem.rules, batch, by_tokens=limited)
+    table = OptionTable(units, group.bytes_per_device)
+    dense = bool(problem.workload.dense)
+    by_tokens = OptionTable(units.variant(by_tokens=True), group.bytes_per_device) if dense else table
+    return Space(model, roles, table, by_tokens, group, batch, tokens, settings)
 
 
 def are_few(spaces: Sequence[Space]) -> bool:
     """Return True if the device groups, one space each, are small enough for a search without omissions."""
     return sum(space.cluster.num_devices for space in spaces) <= SMALL_CLUSTER
+
+
+def _fullest_bin(loads: Sequence[float], number: int) -> float:
+    """Return the fullest of `number` bins, each load put into the emptiest; `loads` are in descending order."""
+    bins = [0.0] * number
+    for load in loads:
+        heapq.heapreplace(bins, bins[0] + load)
+    return max(bins)

@@ -142,15 +142,6 @@ def without_cost(reaction: Reaction) -> Reaction:
     return react
 
 
-def from_rates(step_seconds: Callable[[int], float]) -> Reaction:
-    """Return a reaction by node count alone, for tables: `step_seconds(nodes)`, infinite if training is impossible."""
-
-    def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
-        return RunningPipelines((tuple(sorted(alive)),), step_seconds(len(alive)))
-
-    return react
-
-
 def _usable(
     templates: Mapping[int, Template], fault_tolerance: int, most_nodes: int
 ) -> Callable[[int], tuple[int, int]]:

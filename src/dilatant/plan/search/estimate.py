@@ -13,7 +13,7 @@ from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.sync_time import least_sync
 from dilatant.plan.layouts.option import ChainTimes, Option
-from dilatant.plan.layouts.sides import ParallelChains
+from dilatant.plan.layouts.parallel_chains import ParallelChains
 from dilatant.plan.layouts.space import Space
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
@@ -43,33 +43,37 @@ def chain_times(space: Space, replicas: int, microbatches: int, option: Option) 
 def _chain_times(space: Space, option: Option, replicas: int, microbatches: int) -> ChainTimes:
     from dilatant.plan.layouts._chain_kernel import chain_times as kernel
 
-    holders, cluster = replicas * option.cp, space.cluster
+    chain, costs, cluster = option.chain, option.costs, space.cluster
+    holders = replicas * chain.cp
     ring = 2 * (holders - 1) / holders
-    waits = option.chunks == 1
+    waits = chain.chunks == 1
     sums = (
-        _ring_bandwidth(cluster, holders, option.tp),
-        *least_sync(holders, option.tp, cluster, space.table.units.rules),
+        _ring_bandwidth(cluster, holders, chain.tp),
+        *least_sync(holders, chain.tp, cluster, space.table.units.rules),
     )
 
-    def times(light: NDArray[np.float64], heavy: float, behind: bool) -> tuple[float, float, float]:
+    def times(
+        lightest: NDArray[np.float64], heaviest: float, sync_at_end: bool
+    ) -> tuple[float, float, float]:
         busiest, longest, last, exposed = kernel(
-            option.work, option.forward, light, option.gradient_bytes, option.backward, microbatches, waits,
-            ring, *sums, float(BUCKET_BYTES), behind,
+            costs.work, costs.forward, lightest, costs.gradient, costs.backward, microbatches, waits,
+            ring, *sums, float(BUCKET_BYTES), sync_at_end,
         )  # fmt: skip
-        if option.ep > 1:  # experts may have no other holder
-            return busiest, heavy, exposed
-        return longest, heavy + last, exposed
+        if max(chain.ep.values(), default=1) > 1:  # experts may have no other holder
+            return busiest, heaviest, exposed
+        return longest, heaviest + last, exposed
 
-    stages, path, exposed = times(option.light, option.heavy, False)
-    if not space.halves or not waits:
+    stages, path, exposed = times(costs.lightest, option.heaviest, False)
+    if not space.settings.splits_backward or not waits:
         return ChainTimes(stages, path, math.inf, math.inf, exposed)
-    return ChainTimes(stages, path, *times(option.light_split, option.heavy_split, True)[:2], exposed)
+    split = times(costs.lightest_split, option.heaviest_split, True)[:2]
+    return ChainTimes(stages, path, *split, exposed)
 
 
 def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
     """Return the sync seconds after the last backward, maximum over device groups. sums: seconds of gradient sync
     [groups]."""
-    backward = option.backward[: len(sums)]  # of the last chunk
+    backward = option.costs.backward[: len(sums)]  # of the last chunk
     return float(np.maximum(sums - backward, sums * _last_bucket(option)).max())
 
 
@@ -101,18 +105,18 @@ def computed_seconds(
     heavier = (space.heaviest(pipelines * microbatches) - 1.0) * (fill - slowest)
     steady = microbatches * slowest
     whole = fill + steady - slowest
-    heavy = heavy_split = forwards = total = 0.0
+    heaviest = heaviest_split = forwards = total = 0.0
     for option in options:
-        if option.chunks > 1:
+        if option.chain.chunks > 1:
             return GAPS * whole + heavier / 2
-        heavy += option.heavy
-        heavy_split += option.heavy_split
+        heaviest += option.heaviest
+        heaviest_split += option.heaviest_split
         forwards += option.forwards
         total += option.total
     whole = whole + heavier / 2
-    if not (space.halves and heavy):
+    if not (space.settings.splits_backward and heaviest):
         return whole
-    late = 1.0 - heavy_split / heavy  # fraction of weight gradients
+    late = 1.0 - heaviest_split / heaviest  # fraction of weight gradients
     share = forwards / total
     last = FILLING * share * fill + steady  # last stages wait for the first forward,
     first = (1.0 - late) * fill + (1.0 - share) * steady  # first stages for the first backward
@@ -137,12 +141,12 @@ def bound(
 
 def _last_bucket(option: Option) -> NDArray[np.float64]:
     """Return the fraction of the gradients that is synced after the last backward: [groups]."""
-    return 1.0 / np.maximum(1.0, np.ceil(option.gradient_bytes / BUCKET_BYTES))
+    return 1.0 / np.maximum(1.0, np.ceil(option.costs.gradient / BUCKET_BYTES))
 
 
 def _ring_bandwidth(cluster: Cluster, holders: int, tp: int) -> float:
     bandwidth = cluster.inside.bandwidth
     if holders * tp > cluster.gpus_per_node:
-        near = min(holders, max(1, cluster.gpus_per_node // tp))
-        bandwidth = min(bandwidth, near * cluster.between.bandwidth / cluster.gpus_per_node)
+        on_node = min(holders, max(1, cluster.gpus_per_node // tp))
+        bandwidth = min(bandwidth, on_node * cluster.between.bandwidth / cluster.gpus_per_node)
     return bandwidth

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dilatant.cost.memory import DEFAULT_ZERO, ParameterBytes, Zero
+import numpy as np
+
+from dilatant.config.recompute import Recompute
+from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScore, PlanScorer
 from dilatant.plan.costs.sync_time import sync_seconds
+from dilatant.plan.costs.unit_layers import LEVELS, UnitLayers
 from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import Plan
 from dilatant.plan.rank_mapping import RankOrder, map_ranks
+from dilatant.plan.roles import EncoderPosition
 from dilatant.plan.search.candidates import PlanCandidate
-from dilatant.plan.search.recomputation import more_recomputed, recomputing
 from dilatant.plan.search.refusals import rejection
 from dilatant.plan.search.spare_devices import promising, with_extra_pipeline
 from dilatant.plan.templates.copies import copies_on_nodes
@@ -61,21 +64,11 @@ class RankedPlan:
 class Finals:
     """Simulated candidates: `ranked` has the plans that fit memory, `rejected` the overflows in bytes with their text.
     skipped: least bound of the candidates not simulated because one of their options had overflowed. seconds: candidate
-    → simulated step, infinite if no plan of it fits. Only plans with each layer on `copies` nodes of `ranks_per_node`
-    devices are considered. ceiling: seconds of an already known plan."""
+    → simulated step, infinite if no plan of it fits. ceiling: seconds of an already known plan."""
 
-    def __init__(
-        self,
-        space: Space,
-        rules: ParameterBytes,
-        scorer: PlanScorer,
-        copies: int = 1,
-        ranks_per_node: int = 1,
-        ceiling: float = math.inf,
-    ) -> None:
+    def __init__(self, space: Space, scorer: PlanScorer, ceiling: float = math.inf) -> None:
         self._ceiling = ceiling
-        self._space, self._rules, self._scorer = space, rules, scorer
-        self._copies, self._ranks_per_node = copies, ranks_per_node
+        self._space, self._rules, self._scorer = space, space.table.units.rules, scorer
         self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
         self._feeds = {unit.name: unit.feeds for unit in space.model.units}
         self._overflowing: set[tuple[Option, int, int]] = (
@@ -122,7 +115,7 @@ class Finals:
                 continue
             for plan in self._plans(candidate):
                 again = {unit.name: unit.recompute for unit in one.plan.units}
-                self._score(candidate, recomputing(plan, again), one.score.schedule or None)
+                self._score(candidate, _recomputing(plan, again), one.score.schedule or None)
 
     def prove(self, found: Sequence[PlanCandidate], most: int) -> float:
         """Simulate up to `most` further candidates, lowest bound first, until none could be fastest.
@@ -153,13 +146,11 @@ class Finals:
             with suppress(PlanError):
                 shape = candidate.chains, self._layers, self._feeds, self._space.cluster, order
                 found[map_ranks(*shape, candidate.groups)] = None
-        if self._copies == 1:
+        settings = self._space.settings
+        if settings.copies == 1:
             return list(found)
-        return [
-            plan
-            for plan in found
-            if min(copies_on_nodes(plan, self._ranks_per_node).values()) >= self._copies
-        ]
+        per_node = settings.ranks_per_node or self._space.cluster.gpus_per_node
+        return [plan for plan in found if min(copies_on_nodes(plan, per_node).values()) >= settings.copies]
 
     def _travel(self, plan: Plan) -> float:
         """Return seconds until the last rank has synced its gradients, which differ most between rank orders."""
@@ -182,7 +173,7 @@ class Finals:
         excess = cluster.overflow(plan.ranks, score.peak_bytes)
         if excess > 0.0:
             most = cluster.bytes_of(plan.ranks).tolist()
-            frugal = more_recomputed(plan, score, self._space.table.units, most)
+            frugal = _more_recomputed(plan, score, self._space.table.units, most)
             if frugal is not None:
                 return self._score(candidate, frugal, schedule)
             culprit, text = rejection(plan, candidate, score, cluster, excess)
@@ -197,9 +188,9 @@ def _stage_seconds(candidate: PlanCandidate, cluster: Cluster) -> dict[str, tupl
     found: dict[str, tuple[float, ...]] = {}
     for option, group in itertools.zip_longest(candidate.options, candidate.groups, fillvalue=0):
         assert isinstance(option, Option), "a group is of an option"
-        unit = [*option.cuts][-1]
+        unit = [*option.chain.cuts][-1]
         name = f"{unit} on {cluster.groups[group].name}" if unit in found else unit
-        found[name] = tuple(option.seconds.tolist())
+        found[name] = tuple(option.costs.seconds.tolist())
     return found
 
 
@@ -220,3 +211,36 @@ def _ranked(
         row_tokens=candidate.row_tokens,
         zero=zero,
     )
+
+
+def _recomputing(plan: Plan, by_unit: Mapping[str, tuple[Recompute, ...]]) -> Plan:
+    """Return the plan with the recomputation of `by_unit` for the layers of these units."""
+    return Plan(tuple(replace(unit, recompute=by_unit.get(unit.name, unit.recompute)) for unit in plan.units))
+
+
+def _more_recomputed(
+    plan: Plan, score: PlanScore, units: UnitLayers, capacity_bytes: Sequence[float]
+) -> Plan | None:
+    """Raise the recomputation of all layers on overflowing ranks to the next cheapest level.
+    Returns None if the ranks already recompute all they can, or the model fixes recomputation. capacity_bytes: per
+    rank, in the order of `Plan.ranks`."""
+    capacities = zip(plan.ranks, score.peak_bytes, capacity_bytes, strict=True)
+    overflowing = {rank for rank, peak, most in capacities if peak > most}
+    changed: dict[str, tuple[Recompute, ...]] = {}
+    for unit in plan.units:
+        if not units.is_free(unit.name):
+            continue
+        can = units.recomputable(unit.name)
+        none: Recompute = "none"
+        nothing = (none,) * len(can)
+        layers: list[Recompute] = list(unit.recompute or nothing)
+        held = np.zeros(len(can), dtype=bool)
+        for replica in unit.replicas:
+            for stage in replica.stages:
+                if overflowing & {*stage.ranks}:
+                    held[stage.first : stage.end] = True
+        for layer in np.flatnonzero(held & can).tolist():
+            layers[layer] = LEVELS[min(LEVELS.index(layers[layer]) + 1, len(LEVELS) - 1)]
+        if tuple(layers) != (unit.recompute or nothing):
+            changed[unit.name] = tuple(layers)
+    return _recomputing(plan, changed) if changed else None

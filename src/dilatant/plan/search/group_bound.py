@@ -37,7 +37,7 @@ def _heaviest(spaces: Sequence[Space]) -> float:
     """Return the seconds of the heaviest sample in its slowest unit, on the fastest group at the best degrees."""
     return max(
         min(
-            float((layers.heavy_split if space.halves else layers.heavy).sum())
+            float((layers.heaviest_split if space.settings.splits_backward else layers.heaviest).sum())
             for space in spaces
             for tp, cp in space.table.units.degrees([unit])
             for layers in [space.table.units.layers(unit, tp, cp, 1)]

@@ -11,15 +11,10 @@ import numpy as np
 
 from dilatant.plan.layouts.option import Option
 from dilatant.plan.layouts.space import Space, are_few
-from dilatant.plan.modes import EncoderPosition
+from dilatant.plan.limits import MOST_KINDS
+from dilatant.plan.roles import EncoderPosition
 from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.estimate import exposed_seconds
-
-MOST_KINDS = 8
-"""Most kinds of pipelines, per group and spanning groups, that are combined on many devices.
-
-The limit is for each number of microbatches; the most promising kinds on at most as many devices are kept.
-"""
 
 REMAINING_DELAY = 1 / 3
 """Fraction of the delay by the heaviest samples that remains in simulations: most of these samples go to faster
@@ -64,8 +59,7 @@ def _kinds(
     home: the group whose devices all candidates use."""
     found: dict[int, list[PlanCandidate]] = defaultdict(list)
     for one in candidates:
-        alike = len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options)
-        if alike and one.row_tokens is None:
+        if one.is_uniform and one.row_tokens is None:
             found[one.num_microbatches].append(one)
     kept: dict[int, list[PlanCandidate]] = {}
     for count, own in found.items():
@@ -116,7 +110,7 @@ def _delay(one: PlanCandidate, share: float, spaces: Sequence[Space]) -> float:
     """
     language = spaces[0].roles.language
     option, group = next(
-        (option, group) for option, group in zip(one.options, one.groups) if language in option.cuts
+        (option, group) for option, group in zip(one.options, one.groups) if language in option.chain.cuts
     )
     count = one.replicas * one.num_microbatches
     heavier = spaces[group].heaviest_sample * count / share - spaces[group].heaviest(count)
@@ -125,8 +119,9 @@ def _delay(one: PlanCandidate, share: float, spaces: Sequence[Space]) -> float:
 
 def _scaled(option: Option, share: float) -> Option:
     """Return the chain with this fraction of the samples."""
-    times = {name: getattr(option, name) * share for name in ("seconds", "backward", "work", "forward")}
-    return replace(option, **times)
+    names = ("seconds", "backward", "work", "forward")
+    times = {name: getattr(option.costs, name) * share for name in names}
+    return replace(option, costs=replace(option.costs, **times))
 
 
 def _sum_between_groups(options: Sequence[Option], groups: Sequence[int], spaces: Sequence[Space]) -> float:
@@ -134,7 +129,7 @@ def _sum_between_groups(options: Sequence[Option], groups: Sequence[int], spaces
     slowest = 0.0
     for option, group in zip(options, groups, strict=True):
         cluster = spaces[group].cluster
-        parts = min(cluster.gpus_per_node, option.tp * option.stages)
-        sums = 2 * parts * option.gradient_bytes / cluster.between.bandwidth
+        parts = min(cluster.gpus_per_node, option.chain.tp * option.stages)
+        sums = 2 * parts * option.costs.gradient / cluster.between.bandwidth
         slowest = max(slowest, exposed_seconds(option, sums))
     return slowest

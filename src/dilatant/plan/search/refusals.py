@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -13,11 +13,9 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 from dilatant.plan.layouts.option import Option
-from dilatant.plan.layouts.options import OptionTable
+from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.modes import Mode
 from dilatant.plan.plan import Plan
-from dilatant.plan.roles import Roles
 from dilatant.plan.search.candidates import PlanCandidate
 
 
@@ -40,37 +38,28 @@ def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int
     )
 
 
-def check_devices(table: OptionTable, roles: Roles, cluster: Cluster, mode: Mode) -> None:
-    def least(units: Sequence[str]) -> int:
-        return min((tp * cp for tp, cp in table.units.degrees(units)), default=1 << 30)
+def check_devices(space: Space) -> None:
+    """Raise TooFewDevicesError if the smallest degrees with costs need more devices than there are."""
+    roles = space.roles
 
-    apart = sum(least([unit]) for unit in roles.units)
-    needed = {
-        Mode.BEST: min(
-            apart, least([*roles.encoders, roles.language]) + sum(least([unit]) for unit in roles.generators)
-        ),
-        Mode.CORNSTARCH: min(apart, _colocated(least, roles)),
-        Mode.ENTRAIN: _colocated(least, roles),
-        Mode.DISTTRAIN: apart,
-        Mode.MEGATRON: least(roles.units) * (1 + bool(roles.encoders) + bool(roles.generators)),
-    }[mode]
-    if cluster.num_devices < needed:
+    def least(units: Sequence[str]) -> int:
+        return min((tp * cp for tp, cp in space.table.units.degrees(units)), default=1 << 30)
+
+    generators = sum(least([unit]) for unit in roles.generators)
+    together = least([*roles.encoders, roles.language])
+    needed = generators + min(together, sum(least([unit]) for unit in (*roles.encoders, roles.language)))
+    if space.cluster.num_devices < needed:
         raise TooFewDevicesError(
-            f"{cluster.num_devices} devices are fewer than the {needed} that units {', '.join(roles.units)} need "
-            f"(smallest degrees with costs, mode {mode})",
+            f"{space.cluster.num_devices} devices are fewer than the {needed} that units {', '.join(roles.units)} need "
+            "(smallest degrees with costs)",
             needed,
         )
 
 
-def _colocated(least: Callable[[Sequence[str]], int], roles: Roles) -> int:
-    encoders = least(roles.encoders) if roles.encoders else 0
-    return encoders + least([roles.language]) + sum(least([unit]) for unit in roles.generators)
-
-
-def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
+def does_not_fit(space: Space, samples: int) -> PlanError:
     """Return the error that names the unit with the largest overflow, with one pipeline and the smallest microbatches.
     If each unit fits by itself, the error says that only all units together do not fit."""
-    excess = excess_by_unit(space, mode, samples, space.global_batch // samples)
+    excess = excess_by_unit(space, samples, space.global_batch // samples)
     capacity, reserve = bytes_text(space.cluster.bytes_per_device), space.cluster.reserve.total
     if reserve:
         capacity += f" beside the reserve of {bytes_text(reserve)}"
@@ -89,7 +78,7 @@ def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
     )
 
 
-def excess_by_unit(space: Space, mode: Mode, samples: int, microbatches: int) -> dict[str, float]:
+def excess_by_unit(space: Space, samples: int, microbatches: int) -> dict[str, float]:
     """Return each unit's missing bytes per device under its most frugal chain on all devices the others can spare.
 
     The largest possible number of stages is tried, then half as many, and so on.
@@ -98,12 +87,12 @@ def excess_by_unit(space: Space, mode: Mode, samples: int, microbatches: int) ->
     least = {unit: min(tp * cp for tp, cp in table.units.degrees([unit])) for unit in roles.units}
     excess = {}
     for unit in roles.units:
-        extra = roles.encoders if mode is Mode.BEST and unit == roles.language else ()
+        extra = roles.encoders if unit == roles.language else ()
         others = sum(least[other] for other in roles.units if other != unit and other not in extra)
         behind = (unit in roles.encoders) + (unit not in roles.generators and bool(roles.generators))
         excess[unit] = min(
             (
-                table.excess(unit, tp, cp, stages, samples, microbatches, behind, extra)
+                table.excess(ChainRequest(unit, tp, cp, stages, samples, microbatches, extra), behind)
                 for tp, cp in table.units.degrees([unit, *extra])
                 for stages in _halving(
                     min(
@@ -133,7 +122,7 @@ def rejection(
     culprit = next(
         option
         for option, group in itertools.zip_longest(candidate.options, candidate.groups)
-        if held[0].unit in option.cuts and group in (None, cluster.group_of(rank))
+        if held[0].unit in option.chain.cuts and group in (None, cluster.group_of(rank))
     )
     return culprit, (
         f"{candidate.replicas} pipelines, {candidate.encoders_at}: rank {rank} ({where}) overflows by "

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
-from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import PlanError
-from dilatant.plan.modes import EncoderPosition, Mode
+from dilatant.plan.roles import EncoderPosition
 from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.finals import Finals, RankedPlan
 
@@ -35,26 +34,32 @@ class SearchedGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SearchResult(PlannerAnswer):
+class SearchResult:
     """The best plan and the next ones, fastest first.
 
     `seconds` is the winner's simulated step. `lower_bound` holds for all plans of equal pipelines in the search space,
     simulated or not; `proven` means that the winner reaches it. `rejected` describes plans that overflowed memory in
     simulation; `groups` summarizes the candidates, fastest first. `by_zero`: the fastest simulated step for each kind
-    of optimizer-state sharding that was tried, None if none fits.
+    of optimizer-state sharding that was tried, None if none fits. `wall_seconds`: run time of the search.
     """
 
     winner: RankedPlan
     runners_up: tuple[RankedPlan, ...]
     rejected: tuple[str, ...]
     candidates: int
-    mode: Mode
     seconds: float
     proven: bool
     lower_bound: float
     wall_seconds: float = field(default=0.0, compare=False)
     groups: tuple[SearchedGroup, ...] = ()
     by_zero: Mapping[Zero, float | None] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """Largest possible excess of `seconds` over the optimum, as a fraction of the lower bound; 0 when proven."""
+        if self.proven or self.seconds <= self.lower_bound:
+            return 0.0
+        return self.seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
 
     @property
     def simulated(self) -> int:
@@ -79,7 +84,7 @@ def none_faster(found: Sequence[PlanCandidate], finals: Finals, unseen: float, z
 
 
 def answer_of(
-    found: Sequence[PlanCandidate], finals: Finals, unseen: float, mode: Mode, all_devices: bool
+    found: Sequence[PlanCandidate], finals: Finals, unseen: float, all_devices: bool
 ) -> SearchResult:
     """Build the result from the simulated ones of `found`. unseen: least bound of the candidates not simulated."""
     ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
@@ -91,7 +96,6 @@ def answer_of(
         runners_up=tuple(ranked[1:]),
         rejected=tuple(text for _, text in finals.rejected),
         candidates=len(found),
-        mode=mode,
         seconds=winner.score.seconds,
         proven=bool(unseen >= winner.score.seconds),
         lower_bound=min(winner.score.seconds, unseen),
@@ -131,7 +135,6 @@ def best_of(
         runners_up=tuple(ranked[1:]),
         rejected=tuple(text for answer in answers for text in answer.rejected),
         candidates=sum(answer.candidates for answer in answers) + sum(len(other.found) for other in others),
-        mode=answers[0].mode,
         seconds=seconds,
         proven=all(bound >= seconds for bound in unseen),
         lower_bound=min([seconds, *unseen]),

@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
+from dilatant.plan.limits import MAX_EXTENDED_CANDIDATES
 from dilatant.plan.plan import Plan, Replica, Stage
 from dilatant.plan.search.candidates import PlanCandidate
-
-MOST_BASES = 4
-"""Most plans with idle devices that are extended, the most promising first."""
 
 
 def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list[PlanCandidate]:
@@ -23,12 +22,9 @@ def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list
     with_idle = [
         one
         for one in found
-        if one.gpus < devices
-        and len(set(one.counts)) == 1
-        and all(option.chunks == 1 for option in one.options)
-        and one.estimate * one.gpus / devices < best
+        if one.gpus < devices and one.is_uniform and one.estimate * one.gpus / devices < best
     ]
-    return sorted(with_idle, key=lambda one: one.estimate * one.gpus)[:MOST_BASES]
+    return sorted(with_idle, key=lambda one: one.estimate * one.gpus)[:MAX_EXTENDED_CANDIDATES]
 
 
 def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> Iterator[Plan]:
@@ -48,15 +44,17 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
         if not groups or share * space.global_batch < 1:
             continue
         samples = max(1, round(share * space.global_batch / candidate.num_microbatches))
-        option = space.table.chain(
-            roles.language, tp, cp, len(groups), samples, candidate.num_microbatches, 0, roles.encoders
-        )
+        shape = roles.language, tp, cp, len(groups), samples, candidate.num_microbatches
+        option = space.table.chain(ChainRequest(*shape, roles.encoders), 0)
         if option is not None:
             yield Plan(
                 tuple(
                     replace(
                         unit,
-                        replicas=(*unit.replicas, _replica(unit.name, option.cuts, groups, tp, cp, space)),
+                        replicas=(
+                            *unit.replicas,
+                            _replica(unit.name, option.chain.cuts, groups, tp, cp, space),
+                        ),
                     )
                     for unit in plan.units
                 )

@@ -11,12 +11,12 @@ import yaml
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.yaml_text import read_yaml
-from dilatant.cost.memory import ZEROS, ParameterBytes, Zero
+from dilatant.cost.memory import ZEROS, Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScorer
 from dilatant.plan.layouts.option import Option
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.modes import Mode
+from dilatant.plan.limits import MATCHES_EXPLAINED, MATCHES_PLANNED
 from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.enumeration import all_candidates
 from dilatant.plan.search.finals import Finals, RankedPlan
@@ -30,8 +30,6 @@ TOKENS = "microbatch_tokens"
 """Key for the whole plan; as in the config's `plan`."""
 ZERO = "zero"
 """Key for the sharding of optimizer state; as in the config's `train`."""
-TRIED, TRIED_ALONE = 3, 24
-"""Most matching layouts that are simulated, best estimate first: TRIED to explain a search, TRIED_ALONE to train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,33 +101,27 @@ def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
 
 
 def why_not(
-    space: Space,
+    spaces: Sequence[Space],
+    cluster: Cluster,
     asked: AskedLayout,
     result: SearchResult | None,
     scorer: PlanScorer,
-    sizes: Sequence[int],
-    rules: ParameterBytes,
-    num_microbatches: int | None = None,
-    groups: Sequence[Space] = (),
-    mode: Mode = Mode.BEST,
 ) -> WhyNot:
-    """Explain how layouts like `asked` fared in the search of `space` with this `result` (None: no search was
-    made). The other arguments are those of that search. Matching layouts are simulated here if the search did not
-    simulate them. groups: one space per device group, where `space` covers all of them."""
+    """Explain how layouts like `asked` fared in the search that had this `result` (None: no search was made).
+    `spaces`, one per group of devices, and `scorer` are those of that search. Matching layouts are simulated here if
+    the search did not simulate them."""
+    space = replace(spaces[0], cluster=cluster)
     problems = _problems(space, asked)
     if problems:
         return WhyNot(impossible=tuple(problems))
-    search = sizes, num_microbatches, False
-    spaces = groups or [space]
-    found = _like(spaces, space.cluster, asked, all_candidates(spaces, mode, *search))
-    roomy = found
-    if not found:  # perhaps memory is too small
-        unbounded = [_without_limit(one) for one in spaces]
-        roomy = _like(spaces, space.cluster, asked, all_candidates(unbounded, mode, *search))
-    if not roomy:
-        return WhyNot(impossible=(_nowhere(space, asked, mode, sizes),))
-    finals = Finals(space, rules, scorer)
-    for one in roomy[: TRIED if result else TRIED_ALONE]:
+    found = _like(spaces, cluster, asked)
+    matching = found or _like(
+        [_without_limit(one) for one in spaces], cluster, asked
+    )  # memory may be too small
+    if not matching:
+        return WhyNot(impossible=(_nowhere(space, asked),))
+    finals = Finals(space, scorer)
+    for one in matching[: MATCHES_EXPLAINED if result else MATCHES_PLANNED]:
         finals.simulate(one)
     plans = tuple(sorted(finals.ranked, key=lambda one: one.score.seconds))
     known = {
@@ -141,17 +133,15 @@ def why_not(
         if plans
         else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
         plans=plans,
-        is_chosen=result is not None and _chosen(result.winner, asked, space.cluster),
+        is_chosen=result is not None and _chosen(result.winner, asked, cluster),
         was_simulated=bool(plans)
-        and (plans[0].plan, plans[0].num_microbatches, plans[0].row_tokens, rules.zero) in known,
+        and (plans[0].plan, plans[0].num_microbatches, plans[0].row_tokens, plans[0].zero) in known,
         candidates=len(found),
         bound=min((one.bound for one in found), default=0.0),
     )
 
 
-def _like(
-    spaces: Sequence[Space], cluster: Cluster, asked: AskedLayout, candidates: Sequence[PlanCandidate]
-) -> list[PlanCandidate]:
+def _like(spaces: Sequence[Space], cluster: Cluster, asked: AskedLayout) -> list[PlanCandidate]:
     """Return the candidates in which all chains of each unit match the request."""
     names = [cluster.groups[number].name for number in range(len(spaces))]
 
@@ -161,16 +151,16 @@ def _like(
             {**_degrees(option, count, unit), GROUP: names[group]}.items() >= wanted.items()
             for unit, wanted in asked.units.items()
             for option, count, group in zip(candidate.options, candidate.counts, groups, strict=True)
-            if unit in option.cuts
+            if unit in option.chain.cuts
         )
 
-    return [one for one in candidates if is_like(one)]
+    return [one for one in all_candidates(spaces) if is_like(one)]
 
 
 def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
-    stages = len(option.cuts[unit])
-    chunks = option.chunks if stages == option.stages else 1
-    tp, cp = option.degrees.get(unit, (option.tp, option.cp))
+    chain, stages = option.chain, len(option.chain.cuts[unit])
+    chunks = chain.chunks if stages == option.stages else 1
+    tp, cp = chain.degrees.get(unit, (chain.tp, chain.cp))
     return {"replicas": count, "tp": tp, "cp": cp, "pp": stages // chunks, "chunks": chunks}
 
 
@@ -194,9 +184,9 @@ def _chosen(winner: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
 
 def _problems(space: Space, asked: AskedLayout) -> list[str]:
     """Return the problems that no search could overcome, whatever its cluster."""
-    problems = []
-    if asked.microbatch_tokens not in (None, *space.row_tokens):
-        there = f"{_either(space.row_tokens)} was" if space.row_tokens else "no budget of tokens was"
+    problems, row_tokens = [], space.settings.row_tokens
+    if asked.microbatch_tokens not in (None, *row_tokens):
+        there = f"{_either(row_tokens)} was" if row_tokens else "no budget of tokens was"
         problems.append(f"{TOKENS} {asked.microbatch_tokens} was not tried; {there} (plan.{TOKENS})")
     names = [group.name for group in space.cluster.groups if group.name]
     for unit, wanted in asked.units.items():
@@ -217,7 +207,10 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
         stages = wanted.get("pp", 1) * wanted.get("chunks", 1)
         if stages > layers:
             problems.append(f"{unit} has {layers} layers, which {stages} stages cannot share")
-        if wanted.get("chunks", 1) not in (1, *(space.chunks if unit == space.roles.language else ())):
+        if wanted.get("chunks", 1) not in (
+            1,
+            *(space.settings.chunks if unit == space.roles.language else ()),
+        ):
             problems.append(
                 f"{unit}: chunks {wanted['chunks']} were not tried (plan.chunks, for the language model)"
             )
@@ -233,11 +226,12 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
     return problems
 
 
-def _nowhere(space: Space, asked: AskedLayout, mode: Mode, sizes: Sequence[int]) -> str:
+def _nowhere(space: Space, asked: AskedLayout) -> str:
     """Explain why no candidate matches although each unit's layout is possible."""
     replicas = {wanted["replicas"] for wanted in asked.units.values() if "replicas" in wanted}
+    sizes = space.settings.microbatch_sizes
     for count in replicas:
-        by_tokens = mode is Mode.BEST and any(space.microbatches_of(most, count) for most in space.row_tokens)
+        by_tokens = any(space.microbatches_of(most, count) for most in space.settings.row_tokens)
         if not by_tokens and all(space.global_batch % (count * size) for size in sizes):
             return (
                 f"a global batch of {space.global_batch} does not divide among {count} replicas into microbatches of "
@@ -251,13 +245,16 @@ def _nowhere(space: Space, asked: AskedLayout, mode: Mode, sizes: Sequence[int])
     if least > space.cluster.num_devices:
         return f"with all units it takes {least} devices, and there are {space.cluster.num_devices}"
     if len(replicas) > 1:
-        return "replicas of unlike number are looked at only as DistTrain's search finds them (mode disttrain or best)"
+        return (
+            "replicas of unlike number are looked at only where an encoder's or generator's number divides the "
+            "language model's, or is a multiple of it that divides the samples of a microbatch"
+        )
     if asked.microbatch_tokens is not None:
         return (
             f"{asked.microbatch_tokens} tokens are tried only where a step then has another number of microbatches "
             "than by any number of samples or other budget, and each pipeline has some"
         )
-    return f"mode {mode} looks at no plan like it"
+    return "the search looks at no plan like it"
 
 
 def _without_limit(space: Space) -> Space:

@@ -12,30 +12,28 @@ from dilatant.cost.memory import Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScorer
 from dilatant.plan.errors import PlanError
-from dilatant.plan.layouts.microbatch_counts import LARGE_CLUSTER
+from dilatant.plan.limits import HOPELESS_FACTOR, LARGE_CLUSTER
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.search_result import NoneFasterError, SearchResult, best_of
 
-HOPELESS_FACTOR = 2.0
-"""Plans this many times slower than the best cannot become faster by other sharding of optimizer state."""
 NO_OTHERS: Mapping[Zero, PlanScorer] = MappingProxyType({})
 
 
 def search_zeros(
     find: Callable[[Zero, PlanScorer, float], SearchResult],
     searched: Mapping[Zero, PlanScorer],
-    glanced: Mapping[Zero, PlanScorer],
+    rescored: Mapping[Zero, PlanScorer],
     cluster: Cluster,
     all_devices: bool = False,
 ) -> SearchResult:
     """Search every kind of optimizer-state sharding in `searched`, in this order, and return the best result.
 
-    The best plan of each search is also simulated under every later kind, including `glanced` (on many devices under
-    its own schedule), and the overall best under all kinds. `glanced` is searched only if no search finds a plan.
+    The best plan of each search is also simulated under every later kind, including `rescored` (on many devices under
+    its own schedule), and the overall best under all kinds. `rescored` is searched only if no search finds a plan.
     find(zero, scorer, seconds): search one kind for plans below `seconds`. Of equally fast plans the first is chosen.
     Raises the first search's PlanError if all find nothing.
     """
-    scorers = {**searched, **glanced}
+    scorers = {**searched, **rescored}
     answers: list[SearchResult] = []
     exhausted: list[NoneFasterError] = []
     refused: dict[Zero, PlanError] = {}

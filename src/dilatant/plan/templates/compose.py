@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import BatchError, PlanError, TooFewDevicesError
 from dilatant.plan.templates.templates import Template
 
 
 @dataclass(frozen=True, slots=True)
-class Composition(PlannerAnswer):
+class Composition:
     """Pipelines that train side by side: `pipelines` are (nodes, microbatches), the largest first.
 
     `seconds` is the time of the slowest pipeline.
@@ -22,9 +20,6 @@ class Composition(PlannerAnswer):
 
     pipelines: tuple[tuple[int, int], ...]
     seconds: float
-    proven: bool = True
-    lower_bound: float = 0.0
-    wall_seconds: float = field(default=0.0, compare=False)
 
 
 def compose_pipelines(
@@ -44,7 +39,6 @@ def compose_pipelines(
     Source: Oobleck (the thesis, 2.4.2, eq. 2.5 and 2.6), read as min-max over pipelines rather than least variance over
     templates, with fill time and bottleneck instead of N_b * T_i.
     """
-    started = time.perf_counter()
     if not templates:
         raise PlanError("there are no pipeline templates to compose")
     if num_microbatches < 1 or fault_tolerance < 0:
@@ -71,13 +65,7 @@ def compose_pipelines(
     )
     pipelines = sorted((sizes[member] for member in members[:number]), reverse=True)
     counts, seconds = share_microbatches(templates, pipelines, num_microbatches)
-    return Composition(
-        pipelines=tuple(zip(pipelines, counts)),
-        seconds=seconds,
-        proven=True,
-        lower_bound=seconds,
-        wall_seconds=time.perf_counter() - started,
-    )
+    return Composition(tuple(zip(pipelines, counts)), seconds)
 
 
 def share_microbatches(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
-from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import PlanError
 from dilatant.plan.templates.compose import compose_pipelines, lines, share_microbatches
 from dilatant.plan.templates.templates import Template
@@ -53,7 +51,7 @@ class LayerCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Reinstantiation(PlannerAnswer):
+class Reinstantiation:
     """Pipelines after a change of membership, and the copies that must precede training.
 
     `seconds` is the slowest pipeline's time, `lower_bound` that of the fastest composition. `fewest_bytes` is True if
@@ -63,10 +61,8 @@ class Reinstantiation(PlannerAnswer):
     pipelines: tuple[NodePipeline, ...]
     copies: tuple[LayerCopy, ...]
     seconds: float
-    proven: bool
     fewest_bytes: bool
     lower_bound: float
-    wall_seconds: float = field(default=0.0, compare=False)
 
     @property
     def moved_bytes(self) -> int:
@@ -102,7 +98,6 @@ def reinstantiate(
 
     Source: Oobleck (the thesis, 2.5.1); here donors are chosen by fewest bytes.
     """
-    started = time.perf_counter()
     lost, joined = set(lost), sorted(set(joined))
     _check(templates, pipelines, lost, joined)
     num_layers = next(iter(templates.values())).stages[-1][1]
@@ -148,10 +143,8 @@ def reinstantiate(
         ),
         copies=_copies(placed, held, home, spans, prefix),
         seconds=seconds,
-        proven=seconds <= fastest.seconds,
         fewest_bytes=complete,
         lower_bound=fastest.seconds,
-        wall_seconds=time.perf_counter() - started,
     )
 
 

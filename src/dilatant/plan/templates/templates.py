@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
-class Template(PlannerAnswer):
+class Template:
     """The best pipeline for some number of nodes.
 
     `stages` are (first layer, end layer, GPUs) in pipeline order; they take the nodes' GPUs in order. `seconds` is the
@@ -25,10 +23,7 @@ class Template(PlannerAnswer):
     stages: tuple[tuple[int, int, int], ...]
     seconds: float
     bottleneck: float
-    proven: bool = True
     num_microbatches: int | None = None
-    lower_bound: float = 0.0
-    wall_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,7 @@ def plan_templates(
     `layer_seconds[d][k]` is forward plus backward of layer k for one microbatch on d GPUs of a node, for every allowed
     d. A plan is a chain of stages that holds every layer once and uses every GPU of its nodes. Stages take GPUs in
     order, an allowed number each, and none crosses a node. All node counts are searched together; the results are
-    optimal over all numbers of stages, and `wall_seconds` is the time of the whole search.
+    optimal over all numbers of stages.
 
     The objective is that of Oobleck (the thesis, 2.4.1.2), whose text is read as follows. The two halves of eq. 2.1
     meet at layer k (no layer is dropped). In eq. 2.2 the slowest stage runs on its own GPUs and its index counts from
@@ -68,8 +63,8 @@ def plan_templates(
 
     T1 + T2 + T3 is the length of one path, hence at most the time of 1F1B; rank finalists by simulation. With fewer
     microbatches than stages T2 can be negative, which favours slow first stages: the definition is kept, but plan with
-    at least as many microbatches as layers and let `compose_pipelines` convert to the actual number. Separate
-    measurements of layers of one kind differ by noise, which only enlarges the search: see `seconds_by_layer_type`.
+    at least as many microbatches as layers and let `compose_pipelines` convert to the actual number. Noise in the
+    seconds of equal layers only enlarges the search.
 
     With `memory`, every stage fits its GPUs: the s-th stage from the end of a 1F1B pipeline keeps s microbatches. Node
     counts whose unconstrained optimum fits cost nothing extra; for the others the search counts stages from the end,
@@ -77,7 +72,6 @@ def plan_templates(
 
     Raises PlanError for empty or uneven tables, times that are negative or not finite, and counts below 1.
     """
-    started = time.perf_counter()
     wanted = sorted(set(nodes))
     widths = sorted(width for width in layer_seconds if 1 <= width <= gpus_per_node)
     _check(layer_seconds, widths, wanted, gpus_per_node, num_microbatches)
@@ -94,7 +88,6 @@ def plan_templates(
         tight = [n for n, (_, stages) in found.items() if not _fits(stages, fits)]
         found = {n: answer for n, answer in found.items() if n not in tight}
         found |= _search(ticks, widths, fits, gpus_per_node, tight, num_microbatches)
-    wall_seconds = time.perf_counter() - started
     templates = {}
     for n, (cost, stages) in sorted(found.items()):
         slowest = max(int(ticks[w, first:end].sum()) for first, end, w in stages)
@@ -102,28 +95,9 @@ def plan_templates(
             stages=tuple((first, end, widths[w]) for first, end, w in stages),
             seconds=math.ldexp(cost, -quantum),
             bottleneck=math.ldexp(slowest, -quantum),
-            proven=True,
             num_microbatches=num_microbatches,
-            lower_bound=math.ldexp(cost, -quantum),
-            wall_seconds=wall_seconds,
         )
     return templates
-
-
-def seconds_by_layer_type(
-    layer_seconds: Mapping[int, Sequence[float]], layer_types: Sequence[Hashable]
-) -> dict[int, tuple[float, ...]]:
-    """Return `layer_seconds` with every layer's time replaced by the mean over the layers of its type."""
-    members: dict[Hashable, list[int]] = {}
-    for k, kind in enumerate(layer_types):
-        members.setdefault(kind, []).append(k)
-    levelled = {}
-    for width, seconds in layer_seconds.items():
-        if len(seconds) != len(layer_types):
-            raise PlanError(f"{len(layer_types)} layer types for {len(seconds)} layers on {width} GPUs")
-        mean = {kind: math.fsum(seconds[k] for k in rows) / len(rows) for kind, rows in members.items()}
-        levelled[width] = tuple(mean[kind] for kind in layer_types)
-    return levelled
 
 
 def _search(

@@ -46,8 +46,9 @@ def planned_samples(
     model: ModelDescription,
     progress: Progress = lambda done, total: None,
 ) -> PlannedSamples:
-    """Return global batches with `plan.samples` samples in all and at least `plan.steps`, but at most one pass over the
-    data. Raises UserError for streamed data, and for samples that cannot be measured unless `data.on_error` is skip."""
+    """Return global batches with `debug.planned_samples` samples in all and at least `debug.planned_steps`, but at most
+    one pass over the data. Raises UserError for streamed data, and for samples that cannot be measured unless
+    `data.on_error` is skip."""
     blend, batch = samples.train, config.train.global_batch_size
     if not isinstance(blend, Blend):
         raise UserError(
@@ -79,8 +80,8 @@ def _sizes(
     config: Config, samples: Samples, blend: Blend, progress: Progress
 ) -> tuple[NDArray[np.int64], SizesIndex]:
     """Return the samples in the order of training, as positions in an index, and that index."""
-    batch, wanted = config.train.global_batch_size, config.plan.samples
-    steps = min(max(config.plan.steps, -(-wanted // batch)), max(1, len(blend) // batch))
+    batch, wanted = config.train.global_batch_size, config.debug.planned_samples
+    steps = min(max(config.debug.planned_steps, -(-wanted // batch)), max(1, len(blend) // batch))
     sampler = blend.sampler(config.seed, batch)
     taken = islice(sampler.batches(sampler.start()), steps)
     order = np.concatenate([np.asarray(indices, dtype=np.int64) for indices, _ in taken])

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from dilatant.config import Config, PlanConfig, UserError
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.cost.model import Degree
-from dilatant.plan.layouts.space import SMALL_CLUSTER
-from dilatant.plan.modes import Mode
+from dilatant.plan.limits import SMALL_CLUSTER
 from dilatant.plan.search.why_not import AskedLayout
 from dilatant.planning.problem.describe_model import ModelDescription
 from dilatant.planning.problem.layer_shards import degrees_by_kind
@@ -53,20 +52,19 @@ def _divides(model: ModelDescription, tp: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class ZeroVariants:
     """ZeRO variants to try, preferred ones first. Plans of all kinds are searched under `searched`; the best is also
-    simulated under `glanced`."""
+    simulated under `rescored`."""
 
     searched: tuple[Zero, ...]
-    glanced: tuple[Zero, ...] = ()
+    rescored: tuple[Zero, ...] = ()
 
 
 def zero_variants(config: Config, target: Target, fault_tolerance: int = 0) -> ZeroVariants:
-    """Return what a search tries if `train.zero` is not set. Plans of published systems are compared with the default.
-    If nodes may be lost, none may hold the only copy of some state; offloaded state must not be held several times on a
-    host."""
+    """Return what a search tries if `train.zero` is not set. If nodes may be lost, none may hold the only copy of
+    some state; offloaded state must not be held several times on a host."""
     if config.train.zero is not None:
         return ZeroVariants((config.train.zero,))
     tried: list[Zero] = [DEFAULT_ZERO]
-    if config.plan.mode == Mode.BEST and target.cluster.num_devices > 1:
+    if target.cluster.num_devices > 1:
         tried += [] if config.train.optimizer.offload else ["none"]
         several = target.cluster.num_devices > (target.rules.ranks_per_node or target.cluster.num_devices)
         tried += ["all"] if several and not (config.resilience.enabled or fault_tolerance) else []

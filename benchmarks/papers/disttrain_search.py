@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
 from dilatant.config.recompute import Recompute
 from dilatant.plan.errors import PlanError
-from dilatant.plan.layouts.sides import ParallelChains
+from dilatant.plan.layouts.option_table import ChainRequest
+from dilatant.plan.layouts.parallel_chains import ParallelChains
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.modes import EncoderPosition
-from dilatant.plan.orchestration.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
+from dilatant.plan.roles import EncoderPosition
 from dilatant.plan.search.candidates import PlanCandidate
-from dilatant.plan.search.estimate import bound, chain_times, estimate
+from dilatant.plan.search.estimate import bound, chain_times
+from papers.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
 
 MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
 """Fractions of device memory that DistTrain's search may use, tried in turn."""
 
 
-def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[PlanCandidate]:
+def disaggregated(space: Space) -> Iterator[PlanCandidate]:
     """Yield DistTrain's optimum for every microbatch size, with separate replicas for every unit.
     DistTrain's model assumes equal layers, so a result whose totals fit may not fit after cutting or in simulation.
     Optima for less memory follow, and optima with more recomputation where the model leaves recomputation open."""
-    for size in sizes:
+    for size in space.settings.microbatch_sizes:
         found: dict[tuple[ModuleAllocation, ...], Orchestration] = {}
         for level, share in itertools.product(space.table.units.levels(space.roles.units), MEMORY_SHARES):
             modules = {name: _module(space, name, level) for name in space.roles.units}
@@ -40,7 +41,10 @@ def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[PlanCandidate]
                 found.setdefault(answer.modules, answer)
         for answer in found.values():
             candidate = _as_candidate(space, answer, size)
-            if candidate is not None:
+            if candidate is not None and space.settings.num_microbatches in (
+                None,
+                candidate.num_microbatches,
+            ):
                 yield candidate
 
 
@@ -56,7 +60,8 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
         behind = 0 if name in roles.generators else last + (language.pp if name in roles.encoders else 0)
         samples = size * (language.replicas // own.replicas)
         held = table.shared_by(own.replicas, own.tp * own.pp)
-        options.append(held.chain(name, own.tp, 1, own.pp, samples, answer.num_microbatches, behind))
+        request = ChainRequest(name, own.tp, 1, own.pp, samples, answer.num_microbatches)
+        options.append(held.chain(request, behind))
     if None in options:
         return None
     chains = tuple(option for option in options if option is not None)
@@ -64,10 +69,6 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
     times = [
         chain_times(space, allocations[name].replicas, count, one) for name, one in zip(roles.units, chains)
     ]
-    totals = {name: one.total for name, one in zip(roles.units, chains)}
-    fill = totals[roles.language] + sum(
-        max((totals[name] for name in side), default=0.0) for side in (roles.encoders, roles.generators)
-    )
     return PlanCandidate(
         encoders_at=EncoderPosition.PARALLEL,
         replicas=language.replicas,
@@ -75,13 +76,10 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
         num_microbatches=count,
         options=chains,
         counts=tuple(allocations[name].replicas for name in roles.units),
-        estimate=estimate(
-            space, language.replicas, count, fill, max(one.slowest for one in chains), chains, times
-        ),
+        estimate=answer.seconds,
         bound=bound(
             ParallelChains(chains[: len(roles.encoders)]), chains[len(roles.encoders)], chains, times
         ),
-        disaggregated=answer.seconds,
     )
 
 

@@ -1,4 +1,4 @@
-"""Sides: parallel chains of several units, on all devices or fewer, reduced to the Pareto-optimal ones."""
+"""Parallel chains: chains of several units side by side, reduced to the Pareto-optimal combinations."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ class ParallelChains:
 def side_by_side(each: Sequence[Sequence[Option]], budget: int) -> list[list[ParallelChains]]:
     """Return [devices up to `budget`]: the Pareto-optimal combinations of one option of each list on at most that many
     devices."""
-    sides: Mapping[int, Sequence[ParallelChains]] = {0: [ParallelChains()]}
+    combinations: Mapping[int, Sequence[ParallelChains]] = {0: [ParallelChains()]}
     for options in each:
-        sides = _extended(sides, options, budget)
-    return _cumulated(sides, budget)
+        combinations = _extended(combinations, options, budget)
+    return _cumulated(combinations, budget)
 
 
 def _extended(
-    sides: Mapping[int, Sequence[ParallelChains]], options: Sequence[Option], budget: int
+    combinations: Mapping[int, Sequence[ParallelChains]], options: Sequence[Option], budget: int
 ) -> dict[int, list[ParallelChains]]:
-    """Return `sides` with one of `options` added to each, on at most `budget` devices; only Pareto-optimal results."""
-    old = [side for group in sides.values() for side in group]
-    gpus = np.add.outer([side.gpus for side in old], [option.gpus for option in options])
-    slowest = np.maximum.outer([side.slowest for side in old], [option.slowest for option in options])
-    fill = np.maximum.outer([side.fill for side in old], [option.total for option in options])
+    """Return `combinations` with one of `options` added to each, on at most `budget` devices; only Pareto-optimal
+    results."""
+    old = [one for group in combinations.values() for one in group]
+    gpus = np.add.outer([one.gpus for one in old], [option.gpus for option in options])
+    slowest = np.maximum.outer([one.slowest for one in old], [option.slowest for option in options])
+    fill = np.maximum.outer([one.fill for one in old], [option.total for option in options])
     found: dict[int, list[ParallelChains]] = defaultdict(list)
     least = np.full(budget + 1, np.inf)
     for flat in np.lexsort((fill.ravel(), slowest.ravel())).tolist():
@@ -59,13 +60,15 @@ def _extended(
     return found
 
 
-def _cumulated(sides: Mapping[int, Sequence[ParallelChains]], budget: int) -> list[list[ParallelChains]]:
-    """Return [devices up to `budget`]: the Pareto-optimal sides on at most that many devices.
-    Of equal sides the one on the most devices is kept."""
+def _cumulated(
+    combinations: Mapping[int, Sequence[ParallelChains]], budget: int
+) -> list[list[ParallelChains]]:
+    """Return [devices up to `budget`]: the Pareto-optimal combinations on at most that many devices.
+    Of equal combinations the one on the most devices is kept."""
     result: list[list[ParallelChains]] = []
     kept: list[ParallelChains] = []
     for devices in range(budget + 1):
-        new = sides.get(devices, ())
+        new = combinations.get(devices, ())
         if new:
             kept = [
                 *(old for old in kept if not any(one.slowest <= old.slowest and one.fill <= old.fill for one in new)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +14,14 @@ from hypothesis import strategies as st
 from dilatant.plan import (
     BatchError,
     DoesNotFitError,
-    ModuleCost,
     PlanError,
     TooFewDevicesError,
-    orchestrate,
 )
 from oracles.orchestrate import best_orchestration
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from papers.orchestrate import ModuleCost, orchestrate
 
 
 def random_module(draw, name):

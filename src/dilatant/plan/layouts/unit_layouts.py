@@ -1,9 +1,10 @@
-"""Ways: layouts of units with their own number of replicas next to the language model; only Pareto-optimal ones."""
+"""Layouts of units with their own number of replicas next to the language model, reduced to the Pareto-optimal ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,16 +50,16 @@ class JointLayout:
     sync: float
     left: tuple[int, ...]
 
-    def beside(self, way: UnitLayout, place: int, is_encoder: bool) -> JointLayout:
+    def beside(self, layout: UnitLayout, place: int, is_encoder: bool) -> JointLayout:
         left = [*self.left]
-        left[place] -= way.devices
+        left[place] -= layout.devices
         return JointLayout(
-            (*self.options, way.option),
-            (*self.counts, way.count),
-            max(self.slowest, way.slowest),
-            max(self.before, way.total) if is_encoder else self.before,
-            self.after if is_encoder else max(self.after, way.total),
-            max(self.sync, way.times.exposed_sync),
+            (*self.options, layout.option),
+            (*self.counts, layout.count),
+            max(self.slowest, layout.slowest),
+            max(self.before, layout.total) if is_encoder else self.before,
+            self.after if is_encoder else max(self.after, layout.total),
+            max(self.sync, layout.times.exposed_sync),
             tuple(left),
         )
 
@@ -103,7 +104,9 @@ def joined(
         left[:, place] -= devices[new]
         kept = _best(slowest, before, after, left, last)
         old, new = old[kept], new[kept]
-    return [rows[row].beside(own[way], place, is_encoder) for row, way in zip(old.tolist(), new.tolist())]
+    return [
+        rows[row].beside(own[layout], place, is_encoder) for row, layout in zip(old.tolist(), new.tolist())
+    ]
 
 
 def _best(
@@ -142,21 +145,21 @@ def least_by_devices(
     return np.array(devices), np.minimum.accumulate(seconds)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class UnitLayouts:
-    """Layouts of all such units together; arrays are [ways]. Seconds: slowest stage, fill of encoders (`before`) and of
-    generators (`after`), and gradient sync (`sync`). at_home: devices used of the language model's group. `by_devices`:
-    for each unit, `least_by_devices` of all its layouts."""
+    """Layouts of all such units together, and for each unit `least_by_devices` of all its layouts. at_home: devices
+    that each uses of the language model's group: [layouts]. headroom: the least of the encoders' options."""
 
-    options: list[tuple[Option, ...]]
-    counts: list[tuple[int, ...]]
-    slowest: NDArray[np.float64]
-    before: NDArray[np.float64]
-    after: NDArray[np.float64]
-    sync: NDArray[np.float64]
-    at_home: NDArray[np.int64]
+    joint: Sequence[JointLayout]
     by_devices: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]
-    room: float
+    at_home: NDArray[np.int64]
+    headroom: float
+
+    @cached_property
+    def seconds(self) -> dict[str, NDArray[np.float64]]:
+        """Slowest stage, fill of encoders (`before`) and of generators (`after`), and gradient `sync`: [layouts]."""
+        names = ("slowest", "before", "after", "sync")
+        return {name: np.array([getattr(one, name) for one in self.joint]) for name in names}
 
     def least(self, free: int) -> float:
         """Return a lower bound in seconds of layouts that use at most `free` devices of the language model's group."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dilatant.cost.memory import bytes_text
-from dilatant.plan.answer import PlannerAnswer
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 
 
@@ -47,7 +46,7 @@ class ModuleAllocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Orchestration(PlannerAnswer):
+class Orchestration:
     """The allocation of every module, in the order encoders, language model, generators.
 
     A step takes `seconds`: `warm_up_seconds` for the first of `num_microbatches` microbatches (the language model's,
@@ -90,7 +89,7 @@ def orchestrate(
     microbatch size, DoesNotFitError or TooFewDevicesError when nothing fits.
     """
     started = time.perf_counter()
-    from dilatant.plan.orchestration._orchestrate_kernel import ANY_DEPTH, join
+    from papers.orchestrate_kernel import ANY_DEPTH, join
 
     modules = [*encoders, language_model, *generators]
     _check(modules, num_gpus, global_batch, microbatch_size)
@@ -175,7 +174,7 @@ class _LayoutTable:
         after: bool = False,
     ) -> Options:
         """Return (row numbers, options) whose number of replicas divides (or, if `exact`, equals) `replicas`."""
-        from dilatant.plan.orchestration._orchestrate_kernel import ModuleBytes, ModuleLayouts, frontier
+        from papers.orchestrate_kernel import ModuleBytes, ModuleLayouts, frontier
 
         rows = np.flatnonzero(self.replicas == replicas if exact else replicas % self.replicas == 0)
         columns = self.gpus, self.replicas, self.tp, self.pp, self.seconds, self.share
@@ -194,7 +193,7 @@ class _LayoutTable:
 
 def _fold(tables: Iterable[Options], num_gpus: int, depth: int) -> tuple[list[list[int]], np.ndarray]:
     """Return the joint options of several modules: (row numbers of each, options); without modules, no GPUs."""
-    from dilatant.plan.orchestration._orchestrate_kernel import combine
+    from papers.orchestrate_kernel import combine
 
     rows: list[list[int]] | None = None
     joint = np.array([[0.0, 0.0, 0.0, depth]])

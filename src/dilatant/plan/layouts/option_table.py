@@ -1,0 +1,269 @@
+"""Option table: all layouts of a model's units, with the pipeline depth that memory allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.recompute import Recompute
+from dilatant.cost.memory import Zero
+from dilatant.plan.costs.partition import missing_bytes, partition_layers, partition_layers_in_memory
+from dilatant.plan.costs.unit_layers import MeanCosts, UnitLayers
+from dilatant.plan.layouts.option import UNLIMITED, Option
+from dilatant.plan.rank_mapping import Chain
+
+
+class ChainRequest(NamedTuple):
+    """A chain to lay out: `unit` in `stages` stages on tp * cp devices each, `chunks` stages per group of devices.
+
+    `samples` is the mean of a microbatch, `microbatches` their number. The units `extra` run in the first stage; with
+    `whole_items` each rank runs whole items of theirs instead of a part of every layer. `level`: recomputation, where
+    the model leaves it open.
+    """
+
+    unit: str
+    tp: int
+    cp: int
+    stages: int
+    samples: float
+    microbatches: int
+    extra: tuple[str, ...] = ()
+    chunks: int = 1
+    ep: int = 1
+    whole_items: bool = False
+    level: Recompute = "none"
+
+    @property
+    def degrees_of_extra(self) -> tuple[int, int]:
+        """(tp, cp) of the extra units."""
+        return (1, self.tp * self.cp) if self.whole_items else (self.tp, self.cp)
+
+
+class OptionTable:
+    """All options of units on devices of `capacity_bytes`; each is computed once."""
+
+    def __init__(self, units: UnitLayers, capacity_bytes: float) -> None:
+        self.units = units
+        self._capacity = capacity_bytes
+        self._options: dict[Hashable, Option | None] = {}
+        self._free_cuts: dict[ChainRequest, _ChainCosts] = {}
+        self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
+        self._joined: dict[ChainRequest, MeanCosts] = {}
+        self._shared_by: dict[int, OptionTable] = {}
+
+    def shared_by(self, replicas: int, devices: int) -> OptionTable:
+        """Return the options of `replicas` chains that shard optimizer state among each other as the rules say.
+        devices: devices of one chain; inside a node only chains that fit on one node shard together. `stage_costs`
+        computes the actual sharding of a plan."""
+        zero, node = self.units.rules.zero, self.units.gpus_per_node
+        count = 1 if zero == "none" else replicas if zero == "all" else min(replicas, node // devices)
+        if count <= 1:
+            return self
+        if count not in self._shared_by:
+            self._shared_by[count] = self._with(self.units.variant(sharing=count))
+        return self._shared_by[count]
+
+    def sharing(self, zero: Zero) -> OptionTable:
+        """Return the options under this sharding of optimizer state."""
+        return self._with(self.units.variant(zero=zero))
+
+    def _with(self, units: UnitLayers) -> OptionTable:
+        other = OptionTable(units, self._capacity)
+        other._cuts = self._cuts
+        return other
+
+    def with_capacity(self, capacity_bytes: float) -> OptionTable:
+        """Return the options on devices with this memory."""
+        return OptionTable(self.units, capacity_bytes)
+
+    def chain(self, request: ChainRequest, behind: int) -> Option | None:
+        """Lay out a chain, at the fastest level of recomputation that fits; return None if memory forbids it.
+        `behind` stages follow on the longest path. The cut makes the slowest stage as fast as possible, within memory
+        only if the unconstrained cut does not fit; if neither fits, as few layers as possible recompute."""
+        if request.stages > self.units.model.unit(request.unit).most_stages:
+            return None
+        found: list[Option] = []
+        for level in self.units.levels([request.unit, *request.extra]):
+            request = request._replace(level=level)
+            option, is_free = self._chain(request, behind)
+            if option is None:
+                continue
+            found.append(option if level == "none" else self._relaxed(request, option, behind))
+            if is_free:
+                break  # the fastest cut fits: more recomputation only takes longer
+        return min(found, key=lambda one: one.total + (request.microbatches - 1) * one.slowest, default=None)
+
+    def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
+        """Return the chain, and True if it has the fastest cut."""
+        option = self._options.get(request)
+        if option is None:
+            option = self._free_cut(request).option(request.microbatches, self._capacity)
+            self._options[request] = option
+        if option.headroom >= behind or request.chunks > 1:
+            return (option if option.headroom >= behind else None), True
+        bound = request, behind
+        if bound not in self._options:
+            layers = self.layers(request)
+            tight = partition_layers_in_memory(layers.seconds, *self.memory(layers, request, behind))
+            self._options[bound] = None if tight is None else self.cut(request, tight)
+        return self._options[bound], False
+
+    def _free_cut(self, request: ChainRequest) -> _ChainCosts:
+        """Return the cut with the fastest slowest stage, without a memory limit. The number of microbatches matters
+        only with extra units, and only if there are more microbatches than stages."""
+        more = bool(request.extra) and request.microbatches > request.stages
+        key = request._replace(microbatches=int(more))
+        if key not in self._free_cuts:
+            layers = self.layers(request)
+            if key not in self._cuts:
+                cuts = partition_layers(layers.seconds, request.stages)
+                self._cuts[key] = self._costs_of(request, cuts, layers.by_stage(cuts))
+            self._free_cuts[key] = self._cuts[key].holding(layers.static, request)
+        return self._free_cuts[key]
+
+    def _relaxed(self, request: ChainRequest, option: Option, behind: int) -> Option:
+        """Recompute fewer layers: in each stage, as many layers from the end as memory allows keep their activations.
+        Memory must hold the largest number of microbatches in flight."""
+        cuts = option.chain.cuts[request.unit]
+        key = request, cuts, behind
+        if key not in self._options:
+            layers, free = self.layers(request), self.layers(request._replace(level="none"))
+            more, held = free.kept - layers.kept, layers.by_stage(cuts)
+            again = np.full(len(more), True)
+            for s, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(more)))):
+                in_flight = min(request.stages - s + behind, request.microbatches)
+                left = self._capacity - held.static[s] - held.transient[s] - in_flight * held.kept[s]
+                if request.chunks > 1:
+                    left = 0.0  # several stages share the device
+                gains = in_flight * np.cumsum(more[first:end][::-1])[::-1]
+                again[first:end] = gains > left
+            again[0] |= bool(request.extra)  # the first layer includes extra units
+            mixed = replace(
+                layers,
+                seconds=np.where(again, layers.seconds, free.seconds),
+                backward=np.where(again, layers.backward, free.backward),
+                kept=np.where(again, layers.kept, free.kept),
+            )
+            laid_out = self._costs_of(request, cuts, mixed.by_stage(cuts)).option(
+                request.microbatches, self._capacity
+            )
+            recompute = {
+                request.unit: self.units.recomputed(request.unit, request.level, again),
+                **{other: self.units.recomputed(other, request.level) for other in request.extra},
+            }
+            self._options[key] = replace(laid_out, chain=replace(laid_out.chain, recompute=recompute))
+        found = self._options[key]
+        assert found is not None
+        return found
+
+    def excess(self, request: ChainRequest, behind: int) -> float:
+        """Return the bytes that a device lacks under the most frugal chain of this shape; 0 if it fits."""
+        request = request._replace(
+            level=self.units.levels([request.unit, *request.extra])[-1],
+            ep=self.units.expert_degrees(request.unit, request.tp, request.cp)[-1],
+        )
+        layers = self.layers(request)
+        if request.stages > len(layers.seconds):
+            return math.inf
+        return missing_bytes(*self.memory(layers, request, behind))
+
+    def memory(
+        self, layers: MeanCosts, request: ChainRequest, behind: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[int], float]:
+        """Return static bytes, bytes per microbatch, microbatches in flight per stage, and bytes available for both."""
+        in_flight = [min(request.stages - s + behind, request.microbatches) for s in range(request.stages)]
+        return layers.static, layers.kept, in_flight, self._capacity - float(layers.transient.max())
+
+    def colocated(
+        self, units: Sequence[str], tp: int, cp: int, stages: int, samples: float, microbatches: int
+    ) -> Option | None:
+        """Lay out several units in the same `stages` stages, each cut evenly on its own (Cornstarch v3 4.2)."""
+        for level in self.units.levels(units):
+            key = tuple(units), tp, cp, stages, samples, microbatches, level
+            if key not in self._options:
+                each = [self.units.layers(unit, tp, cp, samples, level).on(stages) for unit in units]
+                if min(len(layers.seconds) for layers in each) < stages:
+                    return None
+                cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
+                first, *others = [layers.by_stage(cuts[unit]) for unit, layers in zip(units, each)]
+                again = {unit: self.units.recomputed(unit, level) for unit in units if level != "none"}
+                again = {unit: how for unit, how in again.items() if how}
+                costs = _ChainCosts.of(Chain(1, tp, cp, cuts, recompute=again), first.beside(others))
+                self._options[key] = costs.option(microbatches, self._capacity)
+            option = self._options[key]
+            if option is not None and option.headroom >= 0:
+                return option
+        return None
+
+    def layers(self, request: ChainRequest) -> MeanCosts:
+        """Return the layers of the unit, the first of which includes all layers of the extra units."""
+        degrees = request.tp, request.cp, request.samples, request.level
+        own = self.units.layers(request.unit, *degrees, request.ep).on(request.stages)
+        if not request.extra:
+            return own
+        alone, more = request.stages == 1, request.microbatches > request.stages
+        key = request._replace(stages=int(alone), microbatches=int(more), chunks=1)
+        if key not in self._joined:
+            theirs = *request.degrees_of_extra, request.samples, request.level
+            others = [self.units.layers(other, *theirs).on(1) for other in request.extra]
+            self._joined[key] = own.ahead_of(others, more)
+        return self._joined[key]
+
+    def cut(self, request: ChainRequest, cuts: tuple[int, ...]) -> Option:
+        """Return the chain with these first layers of its stages."""
+        costs = self._costs_of(request, cuts, self.layers(request).by_stage(cuts))
+        return costs.option(request.microbatches, self._capacity)
+
+    def _costs_of(self, request: ChainRequest, cuts: tuple[int, ...], stages: MeanCosts) -> _ChainCosts:
+        units = (request.unit, *request.extra) if request.level != "none" else ()
+        again = {unit: self.units.recomputed(unit, request.level) for unit in units}
+        chain = Chain(
+            1,
+            request.tp,
+            request.cp,
+            {**dict.fromkeys(request.extra, (0,)), request.unit: cuts},
+            request.chunks,
+            {unit: how for unit, how in again.items() if how},
+            {request.unit: request.ep},
+            dict.fromkeys(request.extra, request.degrees_of_extra) if request.whole_items else {},
+        )
+        return _ChainCosts.of(chain, stages)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ChainCosts:
+    """A chain before its number of microbatches is known: `unlimited` assumes infinite memory.
+    static: bytes [groups of devices]. Equal headroom gives the same option object."""
+
+    unlimited: Option
+    static: NDArray[np.float64]
+    _by_headroom: dict[int, Option] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chain: Chain, stages: MeanCosts) -> _ChainCosts:
+        costs = stages.on_groups(chain.chunks)
+        return cls(Option(chain, costs, UNLIMITED), costs.static)
+
+    def holding(self, static: NDArray[np.float64], request: ChainRequest) -> _ChainCosts:
+        """Return the same chain with `static` bytes [layers] for the unit's layers."""
+        by_stage = np.add.reduceat(static, self.unlimited.chain.cuts[request.unit])
+        held = by_stage.reshape(request.chunks, -1).sum(axis=0)
+        return _ChainCosts(self.unlimited, held, self._by_headroom)
+
+    def option(self, microbatches: int, capacity_bytes: float) -> Option:
+        """Return the chain for this number of microbatches."""
+        from dilatant.plan.layouts._chain_kernel import max_following_stages
+
+        costs, chunks = self.unlimited.costs, self.unlimited.chain.chunks
+        held = self.static, costs.transient, costs.kept
+        headroom = max_following_stages(float(capacity_bytes), *held, microbatches, chunks, UNLIMITED)
+        if headroom == UNLIMITED:
+            return self.unlimited
+        if headroom not in self._by_headroom:
+            self._by_headroom[headroom] = replace(self.unlimited, headroom=headroom)
+        return self._by_headroom[headroom]

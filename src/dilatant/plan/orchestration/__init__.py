@@ -1,1 +1,0 @@
-"""DistTrain's search: replicas, tensor-parallel and pipeline degree of every module."""

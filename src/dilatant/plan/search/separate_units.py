@@ -1,0 +1,220 @@
+"""Units with their own number of replicas next to the language model's pipelines, on any device group."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.option_table import ChainRequest
+from dilatant.plan.layouts.space import Space, are_few
+from dilatant.plan.layouts.unit_layouts import (
+    JointLayout,
+    UnitLayout,
+    UnitLayouts,
+    joined,
+    least_by_devices,
+    pareto_layouts,
+)
+from dilatant.plan.limits import MAX_UNIT_LAYOUTS
+from dilatant.plan.roles import EncoderPosition, Roles
+from dilatant.plan.search.candidates import PlanCandidate
+from dilatant.plan.search.estimate import chain_times, computed_seconds
+from dilatant.plan.search.shapes import shapes
+
+SUM_TOLERANCE = 1.0 - 1e-9
+"""Tolerance for sums in a different order."""
+
+
+def placed_candidates(spaces: Sequence[Space], most_seconds: float = math.inf) -> Iterator[PlanCandidate]:
+    """Yield candidates with some units on other device groups than the language model; one space for each group.
+    Each layout of the language model, and of the units on its group, is joined with the most promising chains of the
+    other units, whose numbers of replicas may differ. The bound covers all these chains. Estimates above `most_seconds`
+    are omitted."""
+    others = _others(spaces[0])
+    for home in range(len(spaces)):
+        for where in itertools.product(range(len(spaces)), repeat=len(others)):
+            away = {unit: group for unit, group in zip(others, where) if group != home}
+            if away:
+                yield from SeparateUnits(spaces, home, away).candidates(most_seconds)
+
+
+def separate_replica_candidates(space: Space, most_seconds: float = math.inf) -> Iterator[PlanCandidate]:
+    """Yield candidates on one group whose encoders or generators have a different number of replicas."""
+    others = _others(space)
+    for count in range(1, len(others) + 1):
+        for chosen in itertools.combinations(others, count):
+            yield from SeparateUnits([space], 0, dict.fromkeys(chosen, 0)).candidates(most_seconds)
+
+
+def _others(space: Space) -> list[str]:
+    return [unit for unit in space.roles.units if unit != space.roles.language]
+
+
+@dataclass(eq=False)
+class SeparateUnits:
+    """Adds units with separate replicas to candidates of the language model's device group, `home`.
+    `away`: unit → its device group, which may be `home` for devices left there. `spaces`: the spaces of all groups."""
+
+    spaces: Sequence[Space]
+    home: int
+    away: Mapping[str, int]
+    _layouts: dict[tuple[int, int, int | None, int], UnitLayouts | None] = field(default_factory=dict)
+    _known_chains: dict[tuple[str, int, int, bool, int], list[Option]] = field(default_factory=dict)
+
+    def candidates(self, most_seconds: float) -> Iterator[PlanCandidate]:
+        """Yield the candidates whose estimates are not above `most_seconds`."""
+        space = self.spaces[self.home]
+        here = Roles(
+            tuple(unit for unit in space.roles.encoders if unit not in self.away),
+            space.roles.language,
+            tuple(unit for unit in space.roles.generators if unit not in self.away),
+        )
+        without_away = space.with_roles(here)
+        for replicas in range(1, space.cluster.num_devices + 1):
+            for count, row_tokens in space.microbatch_counts(replicas).items():
+                for one in shapes(without_away, replicas, count, row_tokens, most_seconds):
+                    yield from self._joined(one, most_seconds)
+
+    def _joined(self, base: PlanCandidate, most_seconds: float) -> Iterator[PlanCandidate]:
+        """Yield the candidate joined with the most promising chains of the other units."""
+        space = self.spaces[self.home]
+        roles, language = space.roles, space.roles.language
+        free = space.cluster.num_devices - base.gpus
+        if free < list(self.away.values()).count(self.home):
+            return
+        later = space.heaviest(base.replicas * base.num_microbatches)
+        if base.estimate * SUM_TOLERANCE > most_seconds and base.num_microbatches >= later:
+            return  # other units can only lengthen the step
+        at = next(number for number, option in enumerate(base.options) if language in option.chain.cuts)
+        own, before, after = base.options[at], base.options[:at], base.options[at + 1 :]
+        following = max((option.stages for option in after), default=0)
+        layouts = self._known(base, own.stages + following)
+        if layouts is None:
+            return
+        slowest = np.maximum(layouts.seconds["slowest"], max(option.slowest for option in base.options))
+        fill = (
+            own.total
+            + np.maximum(layouts.seconds["before"], max((option.total for option in before), default=0.0))
+            + np.maximum(layouts.seconds["after"], max((option.total for option in after), default=0.0))
+        )
+        sums = max(
+            chain_times(space, count, base.num_microbatches, option).exposed_sync
+            for option, count in zip(base.options, base.counts)
+        )
+        counts = base.replicas, base.num_microbatches
+        estimates = computed_seconds(space, *counts, fill, slowest, base.options) + np.maximum(
+            layouts.seconds["sync"], sums
+        )
+        estimates[layouts.at_home > free] = np.inf
+        most = None if are_few(self.spaces) else MAX_UNIT_LAYOUTS
+        bound, groups = max(base.bound, layouts.least(free)), self._groups(base)
+        for best in np.argsort(estimates, kind="stable")[:most].tolist():
+            if estimates[best] > most_seconds or np.isinf(estimates[best]):
+                break
+            chosen = layouts.joint[best].options
+            away = dict(zip(self.away, chosen, strict=True))
+            ends = [option.stages for unit, option in away.items() if unit in roles.generators]
+            behind = max([following, *ends])
+            ahead = [*before, *(option for unit, option in away.items() if unit in roles.encoders)]
+            depths = [(own, behind), *((option, own.stages + behind) for option in ahead)]
+            if any(option.headroom < stages for option, stages in depths):
+                continue
+            has_encoders = before or len(own.chain.cuts) > 1
+            yield replace(
+                base,
+                encoders_at=base.encoders_at if has_encoders else EncoderPosition.PARALLEL,
+                options=(*base.options, *chosen),
+                counts=(*base.counts, *layouts.joint[best].counts),
+                estimate=float(estimates[best]),
+                bound=bound,
+                groups=groups,
+            )
+
+    def _groups(self, base: PlanCandidate) -> tuple[int, ...]:
+        if len(self.spaces) == 1:
+            return ()
+        return (*(self.home for _ in base.options), *self.away.values())
+
+    def _known(self, base: PlanCandidate, behind: int) -> UnitLayouts | None:
+        """Return the layouts of the other units next to such pipelines, with `behind` stages after the encoders."""
+        layouts = None
+        for depth in (0, behind):
+            key = base.replicas, base.num_microbatches, base.row_tokens, depth
+            if key not in self._layouts:
+                self._layouts[key] = self._all(*key)
+            layouts = self._layouts[key]
+            if layouts is None or layouts.headroom >= behind:  # memory does not limit this depth
+                break
+        return layouts
+
+    def _all(
+        self, replicas: int, microbatches: int, row_tokens: int | None, behind: int
+    ) -> UnitLayouts | None:
+        space, by_tokens = self.spaces[self.home], row_tokens is not None
+        roles, shared = space.roles, 1 if by_tokens else space.global_batch // (replicas * microbatches)
+        left = {group: self.spaces[group].cluster.num_devices for group in self.away.values()}
+        rows: list[JointLayout] = [JointLayout((), (), 0.0, 0.0, 0.0, 0.0, tuple(left.values()))]
+        least: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+        headroom = math.inf
+        for number, (unit, group) in enumerate(self.away.items()):
+            depth, at_home = behind * (unit in roles.encoders), group == self.home
+            counts = _counts(replicas, shared)
+            uneven = {
+                count: space.fullest_part(unit, shared, count // replicas) if count > replicas else 1.0
+                for count in counts
+            }
+            own = [
+                UnitLayout(
+                    option, count, chain_times(self.spaces[group], count, microbatches, option), uneven[count]
+                )
+                for count in counts
+                if not (at_home and count == replicas)  # already among the shapes of equal pipelines
+                for option in self._chains(unit, count, microbatches, by_tokens, depth)
+            ]
+            if not own:
+                return None
+            least.append(least_by_devices(own, at_home))
+            if unit in roles.encoders:
+                headroom = min([headroom, *(one.option.headroom for one in own)])
+            alone = [*self.away.values()].count(group) == 1 and not (are_few(self.spaces) or at_home)
+            own = pareto_layouts(own, alone)
+            place = [*left].index(group)
+            last = number == len(self.away) - 1 and not (are_few(self.spaces) or self.home in left)
+            rows = joined(rows, own, place, unit in roles.encoders, len(self.away) > 1, last)
+        if not rows:
+            return None
+        used = [
+            left[self.home] - row.left[[*left].index(self.home)] if self.home in left else 0 for row in rows
+        ]
+        return UnitLayouts(rows, least, np.array(used), headroom)
+
+    def _chains(self, unit: str, count: int, microbatches: int, by_tokens: bool, behind: int) -> list[Option]:
+        """Return chains of a unit whose `count` replicas share the samples of each microbatch."""
+        key = unit, count, microbatches, by_tokens, behind
+        if key not in self._known_chains:
+            space = self.spaces[self.away[unit]]
+            budget, most = space.cluster.num_devices // count, space.model.unit(unit).most_stages
+            table = space.by_tokens if by_tokens else space.table
+            table = table.shared_by(count, budget) if budget else table
+            samples = space.global_batch / microbatches
+            found = (
+                table.chain(ChainRequest(unit, tp, cp, stages, samples / count, microbatches, ep=ep), behind)
+                for tp, cp in table.units.degrees([unit])
+                for ep in table.units.expert_degrees(unit, tp, cp)
+                for stages in range(1, min(most, budget // (tp * cp)) + 1)
+            )
+            self._known_chains[key] = [option for option in found if option is not None]
+        return self._known_chains[key]
+
+
+def _counts(replicas: int, size: int) -> list[int]:
+    """Return the possible replicas of a unit next to `replicas` language models: a divisor, or a multiple.
+    A multiple shares each microbatch of `size` samples."""
+    parts = [part for part in range(1, replicas + 1) if replicas % part == 0]
+    return [*parts, *(replicas * share for share in range(2, size + 1) if size % share == 0)]
