@@ -144,7 +144,7 @@ def compare(worker: Worker, settings: argparse.Namespace) -> dict[str, Any]:
     ours_seconds, theirs_seconds, critical = [], [], []
     for _ in range(settings.steps):
         ours_seconds.append(timed(run_ours))
-        measured = runtime.measured_step().actions
+        measured = runtime.measured()
         seconds = {row.action: row.seconds for row in measured}
         longest = simulate(schedule, plan, assignment, seconds.__getitem__).seconds
         step = max(row.end for row in measured) - min(row.start for row in measured)

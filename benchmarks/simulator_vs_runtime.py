@@ -171,7 +171,7 @@ def train(worker: Worker, chosen: Sequence[Case], steps: int) -> list[list[dict[
             whole = time.perf_counter() - began
             for parameter in runtime.parameters.values():
                 parameter.grad = None
-            rows = runtime.measured_step().actions
+            rows = runtime.measured()
             if step >= 2:  # the first two allocate and compile
                 taken.append({"rows": rows, "whole": whole})
         runtime.close()

@@ -265,7 +265,7 @@ def _measure(worker: Worker) -> Any:
     schedule = _schedule(runtime)
     for _ in range(2):
         result = _execute(runtime, build_samples(CASE), CASE.assignment, schedule)
-    measured = runtime.measured_step().actions
+    measured = runtime.measured()
     order = [action.action for action in measured if action.rank == worker.rank]
     assert order == list(schedule.actions[worker.rank])
     runtime.close()

@@ -86,7 +86,7 @@ def _step(worker: Worker, case: Case) -> tuple[str, float, dict[str, torch.Tenso
         for parameter in runtime.parameters.values():
             parameter.grad = None
         loss = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule)).loss
-    seconds = [action.seconds for action in runtime.measured_step().actions]
+    seconds = [action.seconds for action in runtime.measured()]
     gradients = {name: p.grad.cpu() for name, p in runtime.parameters.items() if p.grad is not None}
     device = next(iter(runtime.parameters.values())).device.type
     runtime.close()

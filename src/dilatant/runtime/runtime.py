@@ -23,7 +23,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
 from dilatant.runtime.build import build_bucketed_weights, build_stages, derive_boundaries, local_stages
-from dilatant.runtime.executor import Executor, nothing_accumulated
+from dilatant.runtime.executor import AlreadyAccumulated, Executor, nothing_accumulated
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.state.exact_sums import ExactGradients
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of, slice_of, trainable_layers
@@ -41,8 +41,9 @@ from dilatant.runtime.step.step_result import SamplePredictions, StepResult
 from dilatant.runtime.step.unfinished_step import UnfinishedStep
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.assignment.step_assignment import Microbatching
+from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
-from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 
 
@@ -314,14 +315,24 @@ class Runtime:
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
 
+    def measured(self) -> tuple[MeasuredAction, ...]:
+        """Return the measured times of every action of the last step, of all ranks; called by all ranks."""
+        rows = all_gather_object(self.comm, msgspec.to_builtins(self._recorder.rows()))
+        return msgspec.convert([row for of_rank in rows for row in of_rank], tuple[MeasuredAction, ...])
+
     def measured_step(self) -> MeasuredStep | None:
         """Return the last executed step as measured on all ranks; None before the first; called by all ranks."""
         last = self.last_step
         if last is None:
             return None
-        rows = all_gather_object(self.comm, msgspec.to_builtins(self._recorder.rows()))
-        actions = msgspec.convert([row for of_rank in rows for row in of_rank], tuple[MeasuredAction, ...])
-        return MeasuredStep(last.assignment, last.schedule, last.tokens, actions)
+        return MeasuredStep(last.assignment, last.schedule, last.tokens, self.measured())
+
+    def arrows(self) -> list[tuple[Action, Action]]:
+        """Return (producer, consumer) action pairs of the last step's messages, for `write_timeline`."""
+        if self.last_step is None:
+            return []
+        edges = messages(self.plan, self.last_step.assignment, self.last_step.schedule).values()
+        return [(message.producer, message.consumer) for edge in edges for message in edge]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every weight and persistent buffer held here by logical name, without copying, tied weights once.
@@ -396,7 +407,7 @@ class Runtime:
         salvaged = step.salvaged
         sources = [sample.source for sample in samples]
         ledger = self.unfinished.begin(number, step.draws, salvaged, sources)
-        covered = nothing_accumulated
+        covered: AlreadyAccumulated = nothing_accumulated
         if salvaged is not None:
             covered = partial(self._covered, salvaged.reuse.covered())
         return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)

@@ -33,7 +33,6 @@ from dilatant.report.say import open_console, say, warn
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.text.gantt_summary import by_lane
 from dilatant.report.trackers import Tracker, open_trackers
-from dilatant.schedule.dependencies import messages
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.prepare import PreparedRun, prepare
@@ -191,9 +190,7 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     if trainer.rank != 0 or step is None or not step.actions:
         return ""
     plan, step = trainer.runtime.plan, replace(step, waits=waits)
-    edges = messages(plan, step.assignment, step.schedule).values()
-    arrows = [(message.producer, message.consumer) for edge in edges for message in edge]
-    write_timeline(folder.path / "timeline.json", step.actions, plan, arrows, waits)
+    write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows(), waits)
     planned = trainer.runtime.last_step
     predicted = None if planned is None else planned.prediction.timeline()
     write_step_page(

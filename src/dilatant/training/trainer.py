@@ -89,11 +89,11 @@ class Trainer:
             config, model, planned, self.comm, weights, len(sources), membership, before
         )
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
-        self._meter = _open_meter(config, model, planned, sources, flops)
+        self._meter: StepMeter = _open_meter(config, model, planned, sources, flops)
         shared = before.state if before is not None and self.runtime.owned.stays else None
         optimizer, averages = _open_optimizer(config, self.runtime, weights, shared)
         data = with_latents(self.comm, config, samples, worker.device)
-        self.state = RunState(config, data, self.runtime, optimizer, averages)
+        self.state: RunState = RunState(config, data, self.runtime, optimizer, averages)
         self._inputs = RankInputs(self.comm, self.runtime, config, data, membership.pool)
         self.evaluator = Evaluator(config.evaluation, samples, self._inputs, self.state)
         self.saving = Saving(self.comm, checkpoints, config.train.keep_checkpoints, self.state)
