@@ -25,7 +25,8 @@ from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import ExportedModel, load_exported
 from dilatant.models.generators.sampling import SamplingSettings
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.training.evaluation.image_answers import generate_pictures, rows_after
+from dilatant.training.evaluation.generation import encoder_inputs
+from dilatant.training.evaluation.image_answers import generate_pictures, rows_behind
 
 
 def score(question: str, expected: list[str | Image], answered: list[str | Image]) -> float:
@@ -71,7 +72,12 @@ def recognised(
     right = []
     for label, word in enumerate(WORDS):
         asked = Sample("judge", (Turn("user", (f"draw a {word}",)),))
-        rows = rows_after(model, encode_prompt(asked, exported.encoding), target, exported.tokenizer)
+        prompt = encode_prompt(asked, exported.encoding)
+        start = exported.tokenizer.encode(target.start, add_special_tokens=False)
+        places = [target.placeholder_id] * target.tokens_per_item
+        ids = torch.tensor([[*prompt.sample.input_ids.tolist(), *start, *places]])
+        with torch.no_grad():  # hidden states for a picture that directly follows the prompt: [1, k, hidden]
+            rows = rows_behind(model, ids, encoder_inputs([prompt], ids.device), target)
         keys = [f"{word} {number}" for number in range(count)]
         drawn = generate_pictures(
             model[target.name], rows.expand(count, -1, -1), SamplingSettings(steps, guidance), keys

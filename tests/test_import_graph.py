@@ -101,7 +101,7 @@ SUB_ROOMS = {
     "plan": ("costs", "layouts", "templates", "search", "replay"),
     "schedule": ("families", "simulator", "assignment"),
     "report": ("text", "pages"),
-    "runtime": ("state", "partial_step", "step"),
+    "runtime": ("state", "step"),
     "planning": ("problem", "measuring"),
     "training": ("optimizers", "checkpoints", "feeding", "evaluation"),
     "resilience": ("protocol", "processes", "partial_step", "worker"),

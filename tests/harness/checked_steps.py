@@ -16,7 +16,8 @@ from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.unit import Unit
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Execution, Runtime
+from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.training.feeding.inputs import DecodeRequirements
 from dilatant.training.optimizers.master_weights import make_masters
 from harness.worker_pool import Worker, WorkerPool
@@ -92,12 +93,8 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
         case.plan,
         comm,
         seed=case.seed,
-        bucket_bytes=case.bucket_bytes,
-        look_ahead=case.look_ahead,
-        zero=zero,
-        node_of=[rank % nodes for rank in range(comm.size)],
-        check_transport=case.check,
-        precision=case.dtype,
+        layout=StateLayout(zero, [rank % nodes for rank in range(comm.size)], bucket_bytes=case.bucket_bytes),
+        execution=Execution(case.dtype, look_ahead=case.look_ahead, check_transport=case.check),
     )
     for stage in runtime.modules.values():
         if stage.shards is not None:

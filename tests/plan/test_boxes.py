@@ -112,24 +112,24 @@ def test_every_number_has_one_owner_and_shared_ones_are_divided(degrees: tuple[i
             whole = {(box.name, point) for box in bucket.boxes for point in points(box)}
             assert len(divided) == len(set(divided))
             assert set(divided) == whole
-            if own.speaks:
+            if own.is_primary:
                 spoken += [(box.name, point) for box in own.own for point in points(box)]
     assert sorted(spoken) == sorted(summed)
 
 
 def test_equal_gradients_in_a_stage_count_at_the_first_rank() -> None:
     held = holdings(plan_of(2, 1, 4), {"u": ["u.0"]}, WEIGHTS, split)
-    assert held["u.0.whole"].silent == {1, 4, 5, 6}
-    assert held["u.0.partial"].silent == frozenset()
-    assert held["u.0.kv"].silent == frozenset()
+    assert held["u.0.whole"].duplicates == {1, 4, 5, 6}
+    assert held["u.0.partial"].duplicates == frozenset()
+    assert held["u.0.kv"].duplicates == frozenset()
     assert [len({box.key for box in held[f"u.0.{n}"].boxes.values()}) for n in ("kv", "rows")] == [3, 7]
 
 
 def test_context_parallel_ranks_hold_gradients_of_their_tokens() -> None:
     stage = Stage(0, 1, (0, 1, 2, 3), tp=2, cp=2)
     held = holdings(Plan((UnitPlan("u", (Replica((stage,)),)),)), {"u": ["u.0"]}, WEIGHTS, split)
-    assert held["u.0.whole"].silent == {1, 3}  # tensor-parallel index 1 of either part of the tokens
-    assert held["u.0.partial"].silent == frozenset()
+    assert held["u.0.whole"].duplicates == {1, 3}  # tensor-parallel index 1 of either part of the tokens
+    assert held["u.0.partial"].duplicates == frozenset()
 
 
 def test_a_tied_weight_with_unlike_boxes_on_a_rank_is_refused() -> None:

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 from dilatant.resilience.partial_step.handover import export_gradients, read_exported_gradients
-from dilatant.runtime.partial_step.salvage import AccumulationReport, LayerShare
+from dilatant.runtime.step.partial_step import AccumulationReport, LayerShare
 
 
 def _leave(folder: Path, generation: int, step: int, rank: int, ranks: tuple[int, ...] | None = None) -> None:
     share = LayerShare(("language", 0), ranks or (rank,), (1, 1, 1), (0,))
-    finished = AccumulationReport(rank, step, (0, 1), (share,), ())
+    report = AccumulationReport(rank, step, (0, 1), (share,), ())
     gradients = {"w": torch.full((2, 3), float(rank)), "half": torch.ones(5, dtype=torch.bfloat16)}
-    runtime: Any = SimpleNamespace(finished=lambda: finished, local_gradients=lambda: gradients)
-    export_gradients(folder, generation, runtime)
+    unfinished: Any = SimpleNamespace(report=lambda: report, gradients=gradients)
+    export_gradients(folder, generation, unfinished)
 
 
 def _read(folder: Path, generation: int, step: int, size: int = 2) -> list[list[int]]:
     """By rank, whose gradients it reads."""
     return [
-        [each.finished.rank for each in read_exported_gradients(folder, generation, step, rank, size)]
+        [each.report.rank for each in read_exported_gradients(folder, generation, step, rank, size)]
         for rank in range(size)
     ]
 
@@ -42,7 +42,7 @@ def test_each_handover_file_of_the_step_is_read_by_one_rank(tmp_path: Path) -> N
     _leave(tmp_path, 3, 7, 6, ranks=(6, 7))  # of no use without the other
     assert _read(tmp_path, 3, 7) == [[0, 2], [1]]
     (found,) = read_exported_gradients(tmp_path, 3, 7, 1, 2)
-    assert found.finished.step == 7
+    assert found.report.step == 7
     assert torch.equal(found.gradients["w"], torch.full((2, 3), 1.0))
     assert found.gradients["half"].dtype == torch.bfloat16
 

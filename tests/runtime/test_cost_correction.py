@@ -161,7 +161,7 @@ def test_few_images_on_shared_ranks_do_not_lower_encoder_costs() -> None:
                 mine = (images + 1 - rank) // 2  # the odd one is always the first rank's
                 share = 2 * mine / images if stage.unit == "vision" else 1.0
                 taken.append(share * (square * sum(squares) + linear * sum(tokens)) + fixed)
-            totals += costs.own(rank, prepared.work, taken)
+            totals += costs.own(rank, prepared.prediction.work, taken)
         costs.finish(step, totals.tolist())
     # Made of the very numbers that are looked for; the ridge pulls to one, which they are.
     assert costs.costs_at(3 * INTERVAL).stages.seconds == pytest.approx(known.stages.seconds, rel=1e-6)
@@ -360,8 +360,8 @@ def _train_ahead(worker: Worker) -> tuple[str, list[float], dict[str, float]]:
             planned.append(pool.submit(runtime.plan_step, samples, step_number=step + 8))
             prepared = planned[step].result()
             result = runtime.execute(samples, prepared, step_number=step)
-            predicted.append(result.predicted_seconds)
-    state, drift = runtime.costs.to_json(), dict(result.drift)
+            predicted.append(result.times.predicted_seconds)
+    state, drift = runtime.costs.to_json(), dict(result.times.drift)
     runtime.close()
     comm.close()
     return state, predicted, drift

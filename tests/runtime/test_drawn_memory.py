@@ -29,8 +29,9 @@ from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.layer_shards import tensor_shard
 from dilatant.runtime.precision import pick_device
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import trainable_layers
+from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.schedule import Assignment, Schedule
@@ -162,7 +163,11 @@ def _held(worker: Worker, case: Drawn) -> int:
     samples, (assignment, schedule) = case.samples(), case.step()
     with LiveStorages() as live:
         runtime = Runtime(
-            case.model(), case.plan(), comm, seed=0, precision=case.dtype, zero="node", bucket_bytes=1 << 16
+            case.model(),
+            case.plan(),
+            comm,
+            layout=StateLayout("node", bucket_bytes=1 << 16),
+            execution=Execution(precision=case.dtype),
         )
         optimizer = build_optimizer(runtime.owned.parameters, OptimizerConfig(), lambda pattern: frozenset())
         step = runtime.prepare(samples, assignment, schedule)

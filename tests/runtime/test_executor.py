@@ -20,11 +20,11 @@ from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.language.language_stage import LanguageStage
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed, Executor, _Piece
-from dilatant.runtime.partial_step.unfinished_step import Ledger
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.agreement import Diverged
 from dilatant.runtime.step.step_result import StepResult
+from dilatant.runtime.step.unfinished_step import Ledger
 from dilatant.schedule.families.families import gpipe, one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
@@ -45,7 +45,9 @@ def _execute(runtime: Runtime, samples: Any, assignment: Assignment, schedule: S
 
 def _runtime(worker: Worker) -> tuple[Runtime, Comm]:
     comm = Comm(worker.store, worker.rank, worker.size)
-    return Runtime(build_model(CASE, "meta"), PLAN, comm, seed=5, look_ahead=1, check_transport=True), comm
+    return Runtime(
+        build_model(CASE, "meta"), PLAN, comm, seed=5, execution=Execution(look_ahead=1, check_transport=True)
+    ), comm
 
 
 def _one_rank_differs(worker: Worker) -> None:

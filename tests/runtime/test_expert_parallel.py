@@ -21,7 +21,8 @@ from dilatant.models.parallel.experts import group_experts
 from dilatant.plan.plan import Stage
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.layouts import require_trainable
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Execution, Runtime
+from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from harness.checked_steps import check_case
@@ -165,7 +166,12 @@ def test_a_rank_that_fails_ends_what_waits_for_its_tokens(workers: WorkerPool) -
 def _in_bf16(worker: Worker, case: Case) -> list[float]:
     comm = Comm(worker.store, worker.rank, worker.size, generation=case.plan.stages()[-1].stage.ep)
     runtime = Runtime(
-        build_model(case, "meta"), case.plan, comm, seed=case.seed, precision=torch.bfloat16, zero="all"
+        build_model(case, "meta"),
+        case.plan,
+        comm,
+        seed=case.seed,
+        layout=StateLayout("all"),
+        execution=Execution(precision=torch.bfloat16),
     )
     found = runtime.execute(build_samples(case))
     runtime.close()

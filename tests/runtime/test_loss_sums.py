@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.runtime.forward_outcome import ForwardOutcome
-from dilatant.runtime.partial_step.salvage import LossShare
-from dilatant.runtime.step.loss_sums import sum_losses, sum_sources
+from dilatant.runtime.step.loss_sums import ForwardOutcome, sum_losses, sum_sources
+from dilatant.runtime.step.partial_step import LossShare
 
 SOURCES = (0, 2, 1, 0, 2)
 """Of the samples of a step."""

@@ -26,7 +26,8 @@ from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.layer_shards import tensor_shard
 from dilatant.planning.problem.planned_hardware import rules_of
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Execution, Recovery, Runtime
+from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.schedule.families.families import gpipe, one_f_one_b
 from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from dilatant.schedule.schedule import Assignment
@@ -123,14 +124,15 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
     comm = Comm(worker.store, worker.rank, worker.size)
     with LiveStorages() as live:
         runtime = Runtime(
-            run.model(), run.plan(), comm, seed=0, precision=run.dtype, zero="node", bucket_bytes=1 << 16,
-            keeps_gradients=run.keeps, exact=run.exact,
+            run.model(), run.plan(), comm, seed=0, layout=StateLayout("node", bucket_bytes=1 << 16),
+            execution=Execution(precision=run.dtype, exact=run.exact),
+            recovery=Recovery(keeps_gradients=run.keeps),
         )  # fmt: skip
         optimizer = build_optimizer(runtime.owned.parameters, OptimizerConfig(), lambda pattern: frozenset())
         samples, schedule = run.samples(), FAMILIES[run.family](run.plan(), run.assignment())
         step = runtime.prepare(samples, run.assignment(), schedule)
         runtime.execute(samples, step)
-        runtime.forget()
+        runtime.unfinished.forget()
         optimizer.step()
         runtime.owned.gather()
         held = live.now

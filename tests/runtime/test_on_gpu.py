@@ -14,7 +14,7 @@ from dilatant.comm.errors import CommAborted
 from dilatant.comm.launch import Worker, launch_local
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment, Schedule
@@ -73,7 +73,9 @@ def _runtime(worker: Worker, case: Case) -> tuple[Runtime, Comm]:
     torch.backends.cudnn.allow_tf32 = False
     comm = Comm(worker.store, worker.rank, worker.size, device=worker.device, timeout_seconds=60)
     model = build_model(case, "meta")
-    return Runtime(model, case.plan, comm, seed=case.seed, check_transport=case.check), comm
+    return Runtime(
+        model, case.plan, comm, seed=case.seed, execution=Execution(check_transport=case.check)
+    ), comm
 
 
 def _step(worker: Worker, case: Case) -> tuple[str, float, dict[str, torch.Tensor], list[float]]:

@@ -19,18 +19,19 @@ from cases.engine_case import Case, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.resilience.partial_step.decide_reuse import decide_reuse
+from dilatant.resilience.partial_step.exchange import adopt_partial_step
 from dilatant.resilience.partial_step.handover import export_gradients, read_exported_gradients
-from dilatant.resilience.partial_step.salvage_exchange import adopt_partial_step
 from dilatant.resilience.worker.replan import replan
-from dilatant.runtime.partial_step.salvage import (
+from dilatant.runtime.runtime import Execution, Recovery, Runtime
+from dilatant.runtime.state.shared_weights import StateLayout
+from dilatant.runtime.step.partial_step import (
     AccumulationReport,
     LayerShare,
     LossShare,
     ReusePlan,
-    decide_reuse,
     patterns_of,
 )
-from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from harness.checked_steps import COMMON, Allowed, assert_close, part_of
 from harness.worker_pool import Worker, WorkerPool
@@ -71,15 +72,15 @@ def _run(
             build_model(case, "meta") if before is None else before.model,
             plan,
             comm,
-            before=before,
             seed=case.seed,
-            bucket_bytes=case.bucket_bytes,
-            zero=zero,  # type: ignore[arg-type]
-            node_of=[rank % 2 for rank in range(size)],
-            precision=case.dtype,
-            keeps_gradients=True,
+            layout=StateLayout(
+                zero,  # type: ignore[arg-type]
+                [rank % 2 for rank in range(size)],
+                bucket_bytes=case.bucket_bytes,
+            ),
             microbatching=Microbatching(alone=exact),
-            exact=exact,
+            execution=Execution(case.dtype, exact),
+            recovery=Recovery(before, keeps_gradients=True),
         )
         if generation:
             left = [] if folder is None else read_exported_gradients(folder, generation - 1, 0, rank, size)
@@ -105,7 +106,7 @@ def _run(
         gone = f"gone in {generation}"
         if victim == rank:
             if folder is not None:
-                export_gradients(folder, generation, runtime)
+                export_gradients(folder, generation, runtime.unfinished)
                 worker.store.set(gone, b"")
             return None
         if folder is not None:

@@ -14,10 +14,10 @@ from dilatant.comm.comm import Comm
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.stage import Boundary, StageOutput, StepData
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.build import LocalStage
 from dilatant.runtime.executor import Executor
-from dilatant.runtime.local_stage import LocalStage
 from dilatant.runtime.routes import derive_routes, stages_before
-from dilatant.runtime.state.shared_weights import bucket_weights
+from dilatant.runtime.state.shared_weights import StateLayout, bucket_weights
 from dilatant.runtime.state.weight_gradients import WeightGradients
 from dilatant.runtime.step.agreement import Agreement
 from dilatant.runtime.step.recorder import Recorder
@@ -130,7 +130,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
         for stage in own
     }
     transport = Transport(comm, [stage.stage for stage in placed], look_ahead=1, check=True)
-    sync = bucket_weights(comm, {}, {}, {}, {}, 1).sync  # of no weights
+    sync = bucket_weights(comm, {}, {}, {}, {}, StateLayout()).sync  # of no weights
     executor = Executor(
         worker.rank,
         stages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.step.time_shares import ShareCounter
+from dilatant.runtime.step.step_result import ShareCounter
 from dilatant.schedule.measured import MeasuredAction
 from dilatant.schedule.schedule import Action, ActionKind
 

@@ -11,7 +11,7 @@ from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding, Holdings
-from dilatant.runtime.state.shared_weights import BucketedWeights, bucket_weights
+from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout, bucket_weights
 from harness.patience import wait_until
 from harness.worker_pool import Worker, WorkerPool
 
@@ -37,9 +37,7 @@ def share(
         dict.fromkeys(weights, stages or (0,)),
         held,
         dict.fromkeys(held, Format("float32", 4)),
-        bucket_bytes,
-        zero,
-        node_of,
+        StateLayout(zero, node_of, bucket_bytes=bucket_bytes),
     )
 
 

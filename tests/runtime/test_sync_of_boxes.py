@@ -18,7 +18,7 @@ from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import HeldWeight, Holdings, holdings
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.state.shared_weights import bucket_weights
+from dilatant.runtime.state.shared_weights import StateLayout, bucket_weights
 from harness.worker_pool import Worker, WorkerPool
 
 STEPS = 3
@@ -76,7 +76,8 @@ def _train(worker: Worker, degrees: tuple[int, ...], zero: Any, node_of: list[in
     start = drawn(0)
     weights = {name: nn.Parameter(taken(start[name], held[name].boxes[comm.rank])) for name in NAMES}
     formats = dict.fromkeys(NAMES, Format("float32", 4))
-    shared = bucket_weights(comm, weights, dict.fromkeys(NAMES, (0,)), held, formats, 100, zero, node_of)
+    layout = StateLayout(zero, node_of, bucket_bytes=100)
+    shared = bucket_weights(comm, weights, dict.fromkeys(NAMES, (0,)), held, formats, layout)
     shared.require_equal()
     owned, sync = shared.owned, shared.sync
     optimizer = adamw(owned.parameters.values())
@@ -101,7 +102,7 @@ def _train(worker: Worker, degrees: tuple[int, ...], zero: Any, node_of: list[in
         if parameter in optimizer.state
     }
     shared.require_equal({"moments": state})
-    written = [(box.key, part.clone()) for box, part in owned.spoken_parts(state)]
+    written = [(box.key, part.clone()) for box, part in owned.primary_parts(state)]
     numbers = sum(moment.numel() for moment in state.values())
     sync.close()
     comm.close()
@@ -214,7 +215,8 @@ def _sums_of_unlike_groups(worker: Worker) -> dict[str, torch.Tensor]:
     weights = {w.name: nn.Parameter(torch.ones(4)) for w in made if comm.rank in held[w.name].boxes}
     formats = {w.name: Format("float32", 4) for w in made}
     node_of = [0, 1, 0, 1]
-    shared = bucket_weights(comm, weights, dict.fromkeys(weights, (0,)), held, formats, 16, "node", node_of)
+    layout = StateLayout("node", node_of, bucket_bytes=16)
+    shared = bucket_weights(comm, weights, dict.fromkeys(weights, (0,)), held, formats, layout)
     shared.sync.begin([0])
     shared.sync.entering_last_backward(0)
     time.sleep(0.6 if comm.rank == 2 else 0.0)
@@ -246,7 +248,8 @@ def _train_bf16(worker: Worker) -> dict[str, Any]:
     for weight in weights.values():
         weight.grad_dtype = torch.float32
     formats = dict.fromkeys(NAMES, Format("bfloat16", 2))
-    shared = bucket_weights(comm, weights, dict.fromkeys(NAMES, (0,)), held, formats, 50, "all", exact=start)
+    layout = StateLayout("all", bucket_bytes=50)
+    shared = bucket_weights(comm, weights, dict.fromkeys(NAMES, (0,)), held, formats, layout, exact=start)
     owned, sync = shared.owned, shared.sync
     optimizer = adamw(owned.parameters.values())
     for step in range(STEPS):
@@ -260,7 +263,7 @@ def _train_bf16(worker: Worker) -> dict[str, Any]:
         owned.gather()
         optimizer.zero_grad()
     masters = {key: master.detach() for key, master in owned.parameters.items()}
-    written = [(box.key, part) for box, part in owned.spoken_parts(masters)]
+    written = [(box.key, part) for box, part in owned.primary_parts(masters)]
     sync.close()
     comm.close()
     return {"weights": {name: weight.detach() for name, weight in weights.items()}, "written": written}

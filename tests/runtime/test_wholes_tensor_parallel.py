@@ -98,7 +98,7 @@ def _against_one(
             parameter.data.copy_(values[name])
         unit.recompute(recompute)
     comm = Comm(worker.store, worker.rank, worker.size)
-    runtime = Runtime(ours, plan_of(ours.units, towers, language), comm, zero="none")
+    runtime = Runtime(ours, plan_of(ours.units, towers, language), comm)
     result = runtime.execute(samples)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     found: dict[str, float] = {}

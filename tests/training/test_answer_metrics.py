@@ -13,8 +13,8 @@ import pytest
 from dilatant.config.errors import UserError
 from dilatant.config.train import EvaluationConfig
 from dilatant.training.evaluation.answer_metrics import anls, edits, exact_match, find_metric, wer
-from dilatant.training.evaluation.best_checkpoint import BestEvaluation
 from dilatant.training.evaluation.scored_answers import load_judge
+from dilatant.training.run_state import BestEvaluation
 
 
 def slow_edits(one: str, other: str) -> int:

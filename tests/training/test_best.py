@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dilatant.config.train import EvaluationConfig
-from dilatant.training.evaluation.best_checkpoint import BestEvaluation
+from dilatant.training.run_state import BestEvaluation
 
 
 def after(values: list[float], **settings: object) -> BestEvaluation:

@@ -109,22 +109,6 @@ def test_a_shape_that_boxes_do_not_fit_is_damage(tmp_path: Path, shape: str) -> 
         load(checkpoint, {"model": dict(WHOLE)})
 
 
-def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
-    checkpoint = write(tmp_path, WHOLES, 1)
-    part = checkpoint / "part-00000" / "part.json"
-    content = json.loads(part.read_text())
-    del content["shapes"]
-    part.write_text(json.dumps({**content, "format": 1}))
-    seal(checkpoint, format=1)
-    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}}
-    load(checkpoint, state)
-    assert all(torch.equal(state["model"][name], tensor) for name, tensor in WHOLE.items())
-    box = boxes(GRID)[0]
-    piece = {"model": {box.key: torch.zeros(box.shape)}}
-    load(checkpoint, piece, known=SHAPES, shapes=SHAPES)
-    assert torch.equal(piece["model"][box.key], tensor_of(box))
-
-
 def test_a_name_with_an_at_sign_is_a_name(tmp_path: Path) -> None:
     saved = {"odd@0:1": torch.ones(3), "odd@x": torch.ones(2)}
     writer = CheckpointWriter(tmp_path, 1, "a")

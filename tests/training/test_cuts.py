@@ -11,8 +11,8 @@ import pytest
 from cases.planned_project import LANGUAGE, VISION, config, model_section, write_samples
 from dilatant.plan.plan import ParallelSpec
 from dilatant.planning.layout import TrainingPlan
-from dilatant.training.cuts import Cutter
 from dilatant.training.prepare import prepare
+from dilatant.training.run_costs import Cutter
 
 
 def planned(folder: Path, language: dict[str, Any], **sections: Any) -> TrainingPlan:

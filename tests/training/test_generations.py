@@ -71,7 +71,7 @@ def test_gradients_of_an_uncommitted_step_are_not_accumulated(tmp_path: Path) ->
         trained(first)
     begun = [*losses]
     again = trainer(RunMembership(generation=2, weights_follow=True, gate=Gate(refuses=9)), first)
-    assert again.stays
-    again.go_on_from(first.values(), stays=True)
-    again.begin_alone()
+    assert again.state.stays
+    again.state.go_on_from(first.state.values(), stays=True)
+    again.runtime.clear_gradients()
     assert [*begun, *trained(again)] == undisturbed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dilatant.config import RateSchedule
-from dilatant.training.optimizers.learning_rate import rate_factor
+from dilatant.training.optimizers.optimizer import rate_factor
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])

@@ -10,7 +10,8 @@ from cases.engine_case import CASE, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig, UserError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Execution, Runtime
+from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.training.optimizers.master_weights import MasterAdamW, make_masters
 from dilatant.training.optimizers.offload import OffloadedAdamW
 from dilatant.training.optimizers.optimizer import build_optimizer, check_optimizer
@@ -68,8 +69,8 @@ def _trained(worker: Worker, offload: bool) -> tuple[dict[str, torch.Tensor], se
     """Weights after three steps, formats of what this rank owns, and the norm of the last gradient."""
     comm = Comm(worker.store, worker.rank, worker.size, generation=int(offload))
     runtime = Runtime(
-        build_model(CASE, "meta"), REPLICAS, comm, seed=3, zero="all", precision=torch.bfloat16,
-        keeps_masters=not offload, bucket_bytes=500,
+        build_model(CASE, "meta"), REPLICAS, comm, seed=3, execution=Execution(precision=torch.bfloat16),
+        layout=StateLayout("all", keeps_masters=not offload, bucket_bytes=500),
     )  # fmt: skip
     config = OptimizerConfig(learning_rate=1e-2, offload=offload)
     optimizer = build_optimizer(runtime.owned.parameters, config, lambda pattern: frozenset())

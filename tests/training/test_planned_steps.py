@@ -125,7 +125,7 @@ def test_a_planned_run_executes_the_simulated_steps(
         with pytest.raises(ValueError, match="planned for other samples"):
             step.agreed([replace(sample, draw=sample.draw + 1) for sample in batch], number)
         assert step.schedule == expected.timeline.schedule
-        assert step.predicted_seconds == pytest.approx(expected.seconds, rel=1e-12)
+        assert step.prediction.seconds == pytest.approx(expected.seconds, rel=1e-12)
         if row_tokens is not None:
             for microbatches in step.assignment.microbatches["language"]:
                 for microbatch in microbatches:

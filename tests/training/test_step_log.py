@@ -16,12 +16,11 @@ from dilatant.config import Config
 from dilatant.config.config import parse_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder
-from dilatant.training import step_log
+from dilatant.training import step_metrics
 from dilatant.training.commit import FIXED_MEMBERSHIP, CommitBarrier, RunMembership
-from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
-from dilatant.training.rank import train_to_end
-from dilatant.training.step_log import StepLog
+from dilatant.training.rank import Observer, train_to_end
+from dilatant.training.step_metrics import StepLog
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
@@ -35,7 +34,7 @@ class Broken(Exception):
 @pytest.fixture(autouse=True)
 def no_step_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is."""
-    monkeypatch.setattr(step_log, "AT_ONCE_SECONDS", float("inf"))
+    monkeypatch.setattr(step_metrics, "AT_ONCE_SECONDS", float("inf"))
 
 
 @dataclass
@@ -88,17 +87,17 @@ def trainer_of(config: Config, gate: CommitBarrier | None) -> Trainer:
 
 
 def run(trainer: Trainer, book: Book) -> list[str]:
-    save: Callable[..., None] = trainer._saving.save
+    save: Callable[[], None] = trainer.saving.save
 
-    def saved(step: int, values: Any) -> None:
-        book.write(f"save {step}")
-        save(step, values)
+    def saved() -> None:
+        book.write(f"save {trainer.step}")
+        save()
 
-    trainer._saving.save = saved  # type: ignore[method-assign]
+    trainer.saving.save = saved  # type: ignore[method-assign]
     try:
         trainer.run(
             lambda metrics: book.write(f"told {metrics.step}"),
-            judged=lambda step, evaluation: book.write(f"judged {step}"),
+            on_evaluation=lambda step, evaluation: book.write(f"judged {step}"),
         )
     finally:
         trainer.close()
@@ -144,7 +143,7 @@ def test_step_is_logged_before_evaluation_and_before_save(tmp_path: Path) -> Non
 
 
 def test_a_slow_step_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_log, "AT_ONCE_SECONDS", 0.0)
+    monkeypatch.setattr(step_metrics, "AT_ONCE_SECONDS", 0.0)
     book = Book()
     entries = run(trainer_of(config_of(tmp_path), book), book)
     assert entries == [
@@ -184,7 +183,7 @@ def test_rank_failing_during_its_vote_can_still_apply_the_step(tmp_path: Path) -
             trainer.apply_voted()
         assert (trainer.step, trainer.voted_step) == (3, None)
         losses[fails] = [metrics.loss for metrics in trainer.done.recent]
-        weights = trainer.state()["model"]
+        weights = trainer.state.tensors()["model"]
         losses[fails] += [float(tensor.double().sum()) for _, tensor in sorted(weights.items())]
     assert losses[True] == losses[False]
 
@@ -194,7 +193,7 @@ def test_fenced_rank_remembers_both_possibly_unlogged_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     if is_slow:
-        monkeypatch.setattr(step_log, "AT_ONCE_SECONDS", 0.0)
+        monkeypatch.setattr(step_metrics, "AT_ONCE_SECONDS", 0.0)
     book = Book(fails="commit 3")
     trainer = trainer_of(config_of(tmp_path), book)
     with pytest.raises(Broken):
@@ -251,7 +250,7 @@ def test_what_could_not_be_told_of_is_not_told_again(tmp_path: Path) -> None:
     book = Book()
     trainer = trainer_of(config_of(tmp_path), book)
     run(trainer, book)
-    log = StepLog(1, STEPS, waits=True)
+    log = StepLog(1, waits=True)
     told: list[int] = []
 
     def observe(metrics: StepMetrics) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dilatant.runtime.step.time_shares import StepShares
+from dilatant.runtime.step.step_result import StepTimes
 from dilatant.training.step_metrics import NOTED_WAIT, StepMeter
 
 TARGETS = ((0, 4), (1, 6), (0, 2), (2, 0))
@@ -22,14 +22,15 @@ def _of(waited: float = 0.0, sources: tuple[float, ...] = (6 / 12, 12 / 12, 0.0)
     )  # fmt: skip
     result: Any = SimpleNamespace(
         loss=1.5, losses={"language": 1.5}, source_losses=sources, grad_norm=2.0, target_tokens=12,
-        predicted_seconds=None, is_rough=False, drift={}, warning=None, shares=StepShares(),
+        warning=None, times=StepTimes(),
     )  # fmt: skip
     meter = StepMeter(
-        9, 4, "language", ("one", "two", "none"), {"vision": 0.1, "language": 0.2},
+        4, "language", ("one", "two", "none"), {"vision": 0.1, "language": 0.2},
         flops=SimpleNamespace(of=lambda samples: 8e12),  # type: ignore[arg-type]
         peak_flops=4e12,
     )  # fmt: skip
-    return meter.of(3, batch, result, 0.5, 2.0, waited)
+    state: Any = SimpleNamespace(step=3, total_steps=9)
+    return meter.of(state, batch, result, 0.5, 2.0, waited)
 
 
 def test_losses_of_data_sets_are_of_a_target_token_of_theirs() -> None:

@@ -15,9 +15,10 @@ import torch
 from dilatant.config import UserError
 from dilatant.data.order.sampler import SamplerState
 from dilatant.plan.boxes import Box
+from dilatant.training import run_state
 from dilatant.training import trainer as room
-from dilatant.training.evaluation.best_checkpoint import BestEvaluation
 from dilatant.training.feeding.step_data import count_steps, seed_step
+from dilatant.training.run_state import BestEvaluation, RunState
 from dilatant.training.trainer import Trainer
 
 
@@ -27,24 +28,32 @@ class _Book:
     def __init__(self, limit: float | None = 0.5, on_nonfinite: str = "skip") -> None:
         self.calls: list[Any] = []
         train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite, schedule="its schedule")
+        runtime = SimpleNamespace(
+            clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)),
+            execute=self.execute,
+            unfinished=SimpleNamespace(forget=lambda: None),
+            owned=SimpleNamespace(gather=lambda: self.calls.append("gather")),
+        )
+        config = SimpleNamespace(train=train, seed=3, data=SimpleNamespace(template_date="2026-11-26"))
+        self.state = RunState.__new__(RunState)
+        self.state.__dict__.update(
+            step=4,
+            total_steps=9,
+            position="before",
+            runtime=runtime,
+            optimizer=SimpleNamespace(
+                step=lambda: self.calls.append("step"), zero_grad=lambda **_: self.calls.append("zero")
+            ),
+            averages=None,
+            _config=config,
+        )
         self.trainer = Trainer.__new__(Trainer)
         self.trainer.__dict__.update(
             rank=0,
-            step=4,
-            total_steps=9,
-            runtime=SimpleNamespace(
-                clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)),
-                execute=self.execute,
-                forget=lambda: None,
-                owned=SimpleNamespace(gather=lambda: self.calls.append("gather")),
-            ),
-            _config=SimpleNamespace(train=train, seed=3, data=SimpleNamespace(template_date="2026-11-26")),
-            _optimizer=SimpleNamespace(
-                step=lambda: self.calls.append("step"), zero_grad=lambda **_: self.calls.append("zero")
-            ),
-            _averages=None,
+            runtime=runtime,
+            state=self.state,
+            _config=config,
             _skipped_updates=0,
-            _position="before",
             _half_updated=False,
             _gate=None,
             _voted=None,
@@ -69,7 +78,7 @@ def test_gradients_are_clipped_before_update_and_cleared_after(limit: float | No
     book.apply(1.0, 7.0)
     assert book.calls == [*([] if limit is None else [("clip", limit, 7.0)]), "step", "zero", "gather"]
     trainer = book.trainer
-    assert (trainer.step, trainer._position, trainer._skipped_updates) == (5, "after", 0)
+    assert (trainer.step, trainer.state.position, trainer._skipped_updates) == (5, "after", 0)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +89,11 @@ def test_nonfinite_update_is_skipped_and_the_step_counted(loss: float, norm: flo
     book.apply(loss, norm)
     trainer = book.trainer
     assert book.calls == ["zero"]
-    assert (trainer.step, trainer._position, trainer._skipped_updates) == (5, "after", 1)
+    assert (trainer.step, trainer.state.position, trainer._skipped_updates) == (5, "after", 1)
     book = _Book(on_nonfinite="stop")
     with pytest.raises(UserError, match=r"step 5: .*nothing was updated"):
         book.apply(loss, norm)
-    assert (book.calls, book.trainer.step, book.trainer._position) == ([], 4, "before")
+    assert (book.calls, book.trainer.step, book.trainer.state.position) == ([], 4, "before")
 
 
 def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,50 +128,44 @@ def test_resume_restores_moments_position_and_bad_samples(
     values = {"step": 7, "position": place.to_json(), "left_out": {"12": "is cut off"}, "costs": "corrected"}
     values["data"] = "those of then"
     boxes = {name: Box.of(name, (2,)) for name in ("used", "unused")}
-    trainer = _Book().trainer
-    trainer._optimizer.masters = "masters"
-    trainer._optimizer.loaded = lambda: done.update(rounded=True)
-    trainer.__dict__.update(
-        rank=0,
+    state: Any = _Book().state
+    state.optimizer.masters = "masters"
+    state.optimizer.loaded = lambda: done.update(rounded=True)
+    state.__dict__.update(
         runtime=SimpleNamespace(
-            owned=SimpleNamespace(boxes=boxes, shapes={}, gather=lambda: done.update(gathered=True)),
+            model=SimpleNamespace(units={}),
+            owned=SimpleNamespace(boxes=boxes, gather=lambda: done.update(gathered=True)),
             require_equal=lambda masters, moments: done.update(compared=(masters, moments)),
             costs=SimpleNamespace(from_json=lambda costs: done.update(costs=costs)),
         ),
-        _sampler=SimpleNamespace(resume=lambda place: place),
-        evaluator=SimpleNamespace(),
-        _saving=SimpleNamespace(continue_from=lambda step, path: done.update(saved=step, branch=path)),
-        _known=set(),
-        _shapes={},
-        comm=None,
+        sampler=SimpleNamespace(resume=lambda place: place),
+        shapes={},
+        tensors=lambda: {"optimizer": {}},
+        beside_masters=lambda: "moments",
+        _samples="samples",
         _data=SimpleNamespace(require=lambda before: done.update(data=before), by_source="those of then"),
-        _count_steps=lambda: done.update(steps=(trainer.step, trainer._position)),
     )
     monkeypatch.setattr(
-        room, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"])
+        run_state, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"])
     )
-    monkeypatch.setattr(room, "allocate_moments", lambda _, names: done.update(moments=names))
-    monkeypatch.setattr(room, "state_tensors", lambda *_: "moments")
-    monkeypatch.setattr(room, "local_state", lambda *_: {"optimizer": {}})
-    monkeypatch.setattr(room, "load", lambda *_, **__: values)
-    monkeypatch.setattr(room, "any_rank", lambda *_: False)
-    trainer.restore(Path("somewhere"))
+    monkeypatch.setattr(run_state, "allocate_moments", lambda _, names: done.update(moments=names))
+    monkeypatch.setattr(run_state, "load", lambda *_, **__: values)
+    monkeypatch.setattr(run_state, "count_steps", lambda *given: done.update(steps=given[1:]))
+    state.restore(Path("somewhere"))
     assert done == {
         "moments": {"used"},
         "rounded": True,
         "gathered": True,
         "compared": ("masters", "moments"),
         "costs": "corrected",
-        "saved": 7,
-        "branch": Path("somewhere"),
         "data": "those of then",
-        "steps": (7, place),
+        "steps": ("samples", 7, place.samples),
     }
-    assert (trainer.step, trainer._position) == (7, place)
-    assert trainer._left_out == {12: "is cut off"}
+    assert (state.step, state.position) == (7, place)
+    assert state.left_out == {12: "is cut off"}
     # What it would save now is where it goes on from: as JSON the same.
-    trainer.runtime.costs.to_json = lambda: "corrected"
-    assert json.loads(json.dumps(trainer.values())) == {
+    state.runtime.costs.to_json = lambda: "corrected"
+    assert json.loads(json.dumps(state.values())) == {
         **values,
         "best": BestEvaluation().to_json(),
         "template_date": "2026-11-26",

@@ -97,8 +97,8 @@ class BucketShard:
 
     sharing: the ranks, including this one, that divide the optimizer state; `sizes` are the numbers of elements in
     their shards, in that order. own: this rank's shard; cells: for each box of `own`, the index of the bucket's cell
-    that contains the box. alike: the ranks, including this one, that hold the same shard. speaks: True if this rank is
-    the shard's primary owner, which adds the shard to norms and writes it into checkpoints. even: True if every node
+    that contains the box. alike: the ranks, including this one, that hold the same shard. is_primary: True if this rank
+    is the shard's primary owner, which adds the shard to norms and writes it into checkpoints. even: True if every node
     has equally many holders, so that all nodes cut the same shards; otherwise the shards are specific to this node.
     """
 
@@ -109,7 +109,7 @@ class BucketShard:
     sizes: tuple[int, ...]
     own: tuple[Box, ...]
     cells: tuple[int, ...]
-    speaks: bool
+    is_primary: bool
     even: bool = True
 
     @property
@@ -148,7 +148,7 @@ def shard_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
         alike = (rank,)
     else:
         alike = tuple(held[place] for held in nodes.values())
-    speaks = bucket.ranks[0] in sharing
+    is_primary = bucket.ranks[0] in sharing
     divided = cut_shards(bucket.boxes, len(sharing))
     sizes = tuple(sum(box.size for box in share) for share in divided)
     own = divided[place]
@@ -156,7 +156,7 @@ def shard_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
         next(i for i, cell in enumerate(bucket.boxes) if cell.name == box.name and cell.meet(box) == box)
         for box in own
     )
-    return BucketShard(bucket, rank, sharing, alike, sizes, own, cells, speaks, even)
+    return BucketShard(bucket, rank, sharing, alike, sizes, own, cells, is_primary, even)
 
 
 def _border(boxes: Sequence[Box], target: int) -> int:

@@ -22,12 +22,12 @@ class HeldWeight:
 class Holding:
     """The holders of one weight.
 
-    boxes: rank → its part. silent: non-contributing ranks, whose full gradient another rank of their stage computes as
-    well; to add the gradient only once, they send zeros and receive the sum. All other ranks' gradients are summed.
+    boxes: rank → its part. duplicates: non-contributing ranks, whose full gradient another rank of their stage computes
+    as well; to add the gradient only once, they send zeros and receive the sum. All other ranks' gradients are summed.
     """
 
     boxes: Mapping[int, Box]
-    silent: frozenset[int] = frozenset()
+    duplicates: frozenset[int] = frozenset()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def holdings(
     for weight in weights:
         boxes: dict[int, Box] = {}
         made: dict[BoxIntervals | None, Box] = {}  # ranks with equal boxes share one object
-        silent: dict[int, bool] = {}
+        duplicates: dict[int, bool] = {}
         for layer in sorted(weight.layers):
             for rank, (stage, place) in places.get(layer, {}).items():
                 intervals, partial = split(weight, stage, place)
@@ -77,9 +77,9 @@ def holdings(
                 box = made[intervals]
                 if boxes.setdefault(rank, box) != box:
                     raise ValueError(f"rank {rank} holds {boxes[rank].key} and {box.key}")
-                silent[rank] = silent.get(rank, True) and not partial and place % stage.tp > 0
+                duplicates[rank] = duplicates.get(rank, True) and not partial and place % stage.tp > 0
         found[weight.name] = Holding(
-            boxes, frozenset(rank for rank, is_silent in silent.items() if is_silent)
+            boxes, frozenset(rank for rank, is_duplicate in duplicates.items() if is_duplicate)
         )
     return found
 

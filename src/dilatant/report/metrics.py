@@ -14,7 +14,7 @@ class StepMetrics:
     losses: the terms of the weighted sum `loss`, by name, if there are several; source_losses: loss per token of each
     data set, if there are several. `tokens` is by unit; `tokens_per_second` counts the language model's tokens.
     skipped_updates: steps so far whose loss or gradient was not finite and which changed nothing. `busy` and `waited`:
-    as in `StepShares`. predicted_seconds: of the step's actions and gradient sync; `step_seconds` also includes the
+    as in `StepTimes`. predicted_seconds: of the step's actions and gradient sync; `step_seconds` also includes the
     wait for data and the update. is_rough: the prediction uses costs that are neither measured nor corrected by a step.
     drift: unit → measured over predicted seconds of its actions. teraflops: per second and device, as the model
     requires (see `training.model_flops`); mfu: fraction of the device's peak, if known. warning: reported once, about

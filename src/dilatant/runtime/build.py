@@ -1,8 +1,9 @@
-"""Build a rank's part of a plan: materialized stages with their weights, and gradient buckets."""
+"""Build a rank's part of a plan: materialized stages with their weights and training state, and gradient buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,26 @@ from dilatant.models.core.dtype import cast_weights, quantize, require_shape
 from dilatant.models.core.freeze import check
 from dilatant.models.core.materialize import materialize
 from dilatant.models.core.stage import Boundary, Context, Stage, stage_tensors
+from dilatant.models.core.unit import Unit
+from dilatant.models.dropout.keyed_dropout import StageDropout
 from dilatant.models.language.extension import ContextParallel
+from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import LanguageStage
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holdings
 from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.runtime.routes import stages_before
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.shared_unit import ShardedUnit
-from dilatant.runtime.state.shared_weights import BucketedWeights, bucket_weights
+from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout, bucket_weights
+from dilatant.runtime.state.weight_gradients import (
+    ReplacedLayers,
+    WeightGradients,
+    replace_linears,
+    restore_linears,
+)
 
 
 def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:
@@ -112,24 +123,17 @@ def build_bucketed_weights(
     comm: Comm,
     stages: Mapping[int, Stage],
     held: Holdings,
-    bucket_bytes: int,
-    zero: Zero = "none",
-    node_of: Sequence[int] | None = None,
-    exact: Mapping[str, Tensor] | None = None,
-    masters: bool = True,
-    before: OwnedWeights | None = None,
+    layout: StateLayout,
+    exact: Mapping[str, Tensor],
+    before: OwnedWeights | None,
 ) -> BucketedWeights:
     """Group the trainable weights of `stages` into buckets, identically on all ranks; see `bucket_weights`."""
-    everything: dict[str, Tensor] = {}
-    frozen: set[str] = set()
-    for unit_plan in plan.units:
-        unit = model.units[unit_plan.name]
-        everything |= dict(unit.named_logical_parameters())
-        frozen |= unit.frozen
+    units = [model.units[unit.name] for unit in plan.units]
     formats = {
         name: Format(str(weight.dtype), weight.element_size())
-        for name, weight in everything.items()
-        if name not in frozen
+        for unit in units
+        for name, weight in unit.named_logical_parameters()
+        if name not in unit.frozen
     }
     weights: dict[str, nn.Parameter] = {}
     stages_of: dict[str, set[int]] = {}
@@ -138,6 +142,83 @@ def build_bucketed_weights(
             if name in formats:
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
-    return bucket_weights(
-        comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact, masters, before
-    )
+    return bucket_weights(comm, weights, stages_of, held, formats, layout, exact, before)
+
+
+@dataclass(slots=True)
+class LocalStage:
+    """A stage on this rank.
+
+    outbound: consumer unit → boundary of the rows sent to it. inbound: producer unit → (boundary of its rows, True if
+    they need gradients). needs_backward: this stage or an earlier one trains. gradients: the delayed weight gradients
+    of the linear layers. loss_weights: loss → its weight. place: index of this rank among the ranks of the stage.
+    dropout: wraps the stage's forwards. replaced: the layers that `close` restores.
+    """
+
+    placed: PlacedStage
+    module: Stage
+    outbound: Mapping[str, Boundary]
+    inbound: Mapping[str, tuple[Boundary, bool]]
+    needs_backward: bool
+    gradients: WeightGradients
+    loss_weights: Mapping[str, float]
+    place: int = 0
+    dropout: StageDropout | None = None
+    replaced: ReplacedLayers | None = None
+
+    @property
+    def reports_losses(self) -> bool:
+        """True for the first of the tensor-parallel ranks, which compute the same losses."""
+        return self.place % self.placed.stage.tp == 0
+
+    @property
+    def reports_predictions(self) -> bool:
+        """True for the rank that reports the predictions of the whole stage."""
+        return self.place == 0
+
+    @property
+    def has_peers(self) -> bool:
+        """True if the stage has several ranks, whose forwards contain collectives."""
+        return len(self.placed.stage.ranks) > 1
+
+    def close(self) -> None:
+        """Restore the module's plain linear layers and remove hooks. May be called twice."""
+        if self.dropout is not None:
+            self.dropout.close()
+        if self.replaced is not None:
+            restore_linears(self.replaced)
+            self.replaced = None
+
+
+def local_stages(
+    model: MultimodalModel,
+    plan: Plan,
+    rank: int,
+    modules: Mapping[int, Stage],
+    boundaries: Sequence[Mapping[str, Boundary]],
+    backward: Sequence[bool],
+) -> dict[int, LocalStage]:
+    """Wrap `modules`, the stages of `rank` by number. boundaries: for every stage, by consumer unit. backward: for
+    every stage, True if it or an earlier stage trains."""
+    placed, before = plan.stages(), stages_before(plan)
+    stages = {}
+    for index, module in modules.items():
+        own = placed[index]
+        gradients = WeightGradients()
+        inbound: dict[str, tuple[Boundary, bool]] = {}
+        for source in before[index]:
+            # The frozen rule depends only on layers, so the value is equal in all replicas of a unit.
+            inbound[placed[source].unit] = boundaries[source][own.unit], backward[source]
+        stages[index] = LocalStage(
+            placed=own,
+            module=module,
+            outbound=boundaries[index],
+            inbound=inbound,
+            needs_backward=backward[index],
+            gradients=gradients,
+            dropout=StageDropout(module, model.units[own.unit]),
+            loss_weights={name: loss.weight for name, loss in model.graph.losses.items()},
+            place=own.stage.ranks.index(rank),
+            replaced=replace_linears(module, gradients, module.undeferred),
+        )
+    return stages

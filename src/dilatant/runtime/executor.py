@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.models.core.stage import Boundary, StageOutput, StepData
-from dilatant.runtime.forward_outcome import ForwardOutcome
-from dilatant.runtime.local_stage import LocalStage
-from dilatant.runtime.partial_step.unfinished_step import Ledger, mask_gradients
+from dilatant.runtime.build import LocalStage
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.weight_gradients import DelayedGradient, accumulate
 from dilatant.runtime.step.agreement import Agreement, Diverged
+from dilatant.runtime.step.loss_sums import ForwardOutcome
 from dilatant.runtime.step.recorder import Recorder
 from dilatant.runtime.step.row_owners import RowOwners
+from dilatant.runtime.step.unfinished_step import Ledger, mask_gradients
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
@@ -162,7 +162,7 @@ class Executor:
             # Detached: a tensor passed within the rank may have other consumers.
             rows = self._assemble(messages, self._counts(stage, samples, unit, boundary), boundary).detach()
             inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
-        if stage.together:  # the forward contains collectives of the stage's ranks
+        if stage.has_peers:
             self._agreement.require()
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
@@ -172,7 +172,7 @@ class Executor:
         self._recorder.done()
         outcomes = [
             ForwardOutcome(name, loss.detach(), samples, output.sample_losses.get(name))
-            for name, loss in (output.losses.items() if stage.speaks else ())
+            for name, loss in (output.losses.items() if stage.reports_losses else ())
         ]
         self._ledger.forwards.append((action.stage, samples, outcomes))
         if needs_backward:
@@ -181,7 +181,11 @@ class Executor:
             messages = self._to(unit, routes.sent.get(action, ()))
             self._send(messages, self._counts(stage, samples, unit, boundary), made[unit].detach())
         if output.predicted is not None:
-            return [ForwardOutcome(stage.placed.unit, output.predicted, samples)] if stage.leads else []
+            return (
+                [ForwardOutcome(stage.placed.unit, output.predicted, samples)]
+                if stage.reports_predictions
+                else []
+            )
         return outcomes
 
     def _made(

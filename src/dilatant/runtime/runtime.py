@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,38 +15,73 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
-from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.random_draws import draws_of
 from dilatant.models.core.stage import Predictions, Stage, StepData, stage_tensors
 from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
-from dilatant.runtime.build import build_bucketed_weights, build_stages, derive_boundaries
+from dilatant.runtime.build import build_bucketed_weights, build_stages, derive_boundaries, local_stages
 from dilatant.runtime.executor import AlreadyAccumulated, Executor, nothing_accumulated
-from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.layouts import require_trainable
-from dilatant.runtime.local_stage import local_stages
-from dilatant.runtime.partial_step.salvage import AccumulationReport, LayerWeights, PartialStep, ReusePlan
-from dilatant.runtime.partial_step.unfinished_step import UnfinishedStep, loss_layers, trained_by_layer
 from dilatant.runtime.state.exact_sums import ExactGradients
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of, slice_of, trainable_layers
 from dilatant.runtime.state.owned_weights import OwnedWeights
+from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.agreement import Agreement, Diverged, digest
 from dilatant.runtime.step.cost_correction import CostCorrection
+from dilatant.runtime.step.loss_sums import ForwardOutcome
+from dilatant.runtime.step.partial_step import Layer
 from dilatant.runtime.step.recorder import Recorder
 from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.runtime.step.step_end import StepEnd
 from dilatant.runtime.step.step_planner import PreparedStep, SizedSample, StepPlanner
 from dilatant.runtime.step.step_result import SamplePredictions, StepResult
+from dilatant.runtime.step.unfinished_step import UnfinishedStep
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a runtime executes its steps.
+
+    precision: the dtype of weights, activations and rows; the model keeps it. None: the model's own dtypes. With bf16,
+    gradients are still fp32; `training.master_weights` has an optimizer for them. exact: make sums over samples
+    bit-identical under all plans with equally many ranks per stage; needs microbatches of one sample
+    (`Microbatching.alone`). correct_costs: correct the costs by measurements during the run. num_sources: number of
+    data sets; with several, the loss is also reported by data set. look_ahead: number of messages that are received
+    ahead. check_transport: check with a header that both ends agree on every message. owns_comm: `close` closes the
+    communicator, too.
+    """
+
+    precision: torch.dtype | None = None
+    exact: bool = False
+    correct_costs: bool = True
+    num_sources: int = 1
+    look_ahead: int = 2
+    check_transport: bool = False
+    owns_comm: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recovery:
+    """Part of a runtime in a run that survives the loss of ranks.
+
+    before: a closed runtime of an earlier generation with the same model, whose `stays` returned True for this rank:
+    its stages and weights are reused, and no stage is built. weights_follow: weights are filled in later, and all ranks
+    pass equal costs. Otherwise replicas must have equal weights, and rank 0's costs are used. keeps_gradients: keep
+    each rank's own gradients until `UnfinishedStep.forget`, so that they survive the loss of other ranks.
+    """
+
+    before: Runtime | None = None
+    weights_follow: bool = False
+    keeps_gradients: bool = False
 
 
 class Runtime:
@@ -56,28 +92,13 @@ class Runtime:
     Every rank passes the same model and plan. There is no global state: a process may close one runtime and build
     another for another plan. Raises UserError if the plan cannot be trained, or if replicas would start from different
     weights.
-    precision: the dtype of weights, activations and rows; the model keeps it. None: the model's own dtypes. With bf16,
-    gradients are still fp32; `training.master_weights` has an optimizer for them.
     microbatching: settings for planning a step. costs: stage costs for assigning samples and predicting step times, on
-    all ranks those of rank 0; None: token counts. correct_costs: correct the costs by measurements during the run.
-    keeps_gradients: keep each rank's own gradients until `forget`, so that they survive the loss of other ranks.
-    exact: make sums over samples bit-identical under all plans with equally many ranks per stage; needs microbatches of
-    one sample (`Microbatching.alone`).
-    check_transport: check with a header that both ends agree on every message. owns_comm: `close` closes `comm`, too.
-    num_sources: number of data sets; with several, the loss is also reported by data set.
-    begins_alike: check that replicas have equal weights, and use the costs of rank 0. False: weights are filled in
-    later, and all ranks pass equal costs.
-
-    before: a closed runtime of an earlier generation with the same model, whose `stays` returned True for this rank:
-    its stages and weights are reused, and no stage is built.
+    all ranks those of rank 0; None: token counts. layout: how optimizer state is sharded. Unless its `zero` is "none",
+    `owned` receives the gradients: the optimizer updates its parameters, and `owned.gather` must follow every update.
 
     holdings: the holders of every weight; boxes: logical name → the part of each weight and buffer held here.
     parameters: logical name → parameter held here. After `execute`, any optimizer may update these ordinary parameters,
-    identically on all holders.
-
-    zero: which ranks shard the optimizer state of a weight, see `cost.memory.Zero`; node_of: rank → node (default:
-    detected). Unless `zero` is "none", `owned` receives the gradients: the optimizer updates its parameters, and
-    `owned.gather` must follow every update. keeps_masters: hold fp32 masters of owned bf16 weights.
+    identically on all holders. unfinished: this rank's gradients of the current step, for recovery.
     """
 
     def __init__(
@@ -88,113 +109,79 @@ class Runtime:
         *,
         microbatching: Microbatching = Microbatching(),  # noqa: B008  # a frozen value
         costs: StepCosts | None = None,
-        correct_costs: bool = True,
         seed: int | None = 0,
         weights: Mapping[str, Tensor] | None = None,
-        precision: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        zero: Zero = "none",
-        node_of: Sequence[int] | None = None,
-        keeps_masters: bool = True,
-        keeps_gradients: bool = False,
-        exact: bool = False,
-        look_ahead: int = 2,
-        check_transport: bool = False,
-        owns_comm: bool = False,
-        num_sources: int = 1,
-        begins_alike: bool = True,
-        before: Runtime | None = None,
+        layout: StateLayout = StateLayout(),  # noqa: B008  # a frozen value
+        execution: Execution = Execution(),  # a frozen value
+        recovery: Recovery = Recovery(),  # a frozen value
     ) -> None:
         require_trainable(plan, model.units)
         refuse_unkeyed_dropout(model.units.values())
-        if zero == "node" and node_of is None:
-            node_of = comm.nodes
+        if layout.zero == "node" and layout.node_of is None:
+            layout = replace(layout, node_of=comm.nodes)
+        rank, before = comm.rank, recovery.before
         self.model = model
         self.plan = plan
         self.comm = comm
-        self._owns_comm = owns_comm
+        self._owns_comm = execution.owns_comm
         self._seed = seed or 0
-        self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
+        self._plan_digest = digest(plan.to_json(), f"{layout.zero} {layout.node_of}")
         attention = model.language.row_attention
         self._placement_digest = digest("" if attention is None else attention.placement)
-        self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._placed = plan.stages()
         self.holdings = holdings_of(plan, model.units)
-        self.boxes = boxes_held_on(self.holdings, comm.rank)
+        self.boxes = boxes_held_on(self.holdings, rank)
         weights = {
             name: slice_of(tensor, self.boxes[name]) if tensor.shape == self.boxes[name].whole else tensor
             for name, tensor in (weights or {}).items()
             if name in self.boxes
         }
         if before is None:
-            modules = build_stages(model, plan, comm, seed, weights, self.boxes, precision)
+            modules = build_stages(model, plan, comm, seed, weights, self.boxes, execution.precision)
         else:
-            own = [placed.index for placed in self._placed if comm.rank in placed.stage.ranks]
-            modules = dict(zip(own, before.modules.values(), strict=True))
+            held = [placed.index for placed in self._placed if rank in placed.stage.ranks]
+            modules = dict(zip(held, before.modules.values(), strict=True))
         self._boundaries = derive_boundaries(model, plan)
-        backward = self._trainability.backward
-        self._stages = local_stages(model, plan, comm.rank, modules, self._boundaries, backward)
+        trainability = trainability_of(plan, trainable_layers(model.units))
+        self._stages = local_stages(model, plan, rank, modules, self._boundaries, trainability.backward)
         self.parameters = {
             name: parameter
             for module in modules.values()
             for name, parameter in module.named_logical_parameters()
         }
+        owned_before = None if before is None else before.owned
         self._shared = build_bucketed_weights(
-            model,
-            plan,
-            comm,
-            modules,
-            self.holdings,
-            bucket_bytes,
-            zero,
-            node_of,
-            weights,
-            keeps_masters,
-            None if before is None else before.owned,
+            model, plan, comm, modules, self.holdings, layout, weights, owned_before
         )
         self._sync = self._shared.sync
-        self._sync.keeps = self._keeps = keeps_gradients
-        self._exact = exact
-        if exact:
+        self._sync.keeps = recovery.keeps_gradients
+        if execution.exact:
             self._sync.exact = ExactGradients(self._shared.owned.weights)
-        self._unfinished = UnfinishedStep(
-            comm.rank,
-            self._placed,
-            trained_by_layer(model.units),
-            loss_layers(model.units),
-            model.graph.anchor,
-            num_sources,
-        )
-        self._has_planned = False
-        if begins_alike:
+        if not recovery.weights_follow:
             self._shared.require_equal()
             costs = _first_ranks(comm, costs, plan)
-        self._recorder = Recorder(comm.rank, comm.device)
-        self._transport = Transport(comm, [p.stage for p in self._placed], look_ahead, check_transport)
+        self._recorder = Recorder(rank, comm.device)
+        self._transport = Transport(
+            comm, [p.stage for p in self._placed], execution.look_ahead, execution.check_transport
+        )
+        units = {placed.index: placed.unit for placed in self._placed}
         self._executor = Executor(
-            comm.rank,
-            self._stages,
-            {p.index: p.unit for p in self._placed},
-            self._transport,
-            self._sync,
-            self._recorder,
-            comm.device,
+            rank, self._stages, units, self._transport, self._sync, self._recorder, comm.device
         )
-        self.costs = CostCorrection(
-            plan,
-            costs or token_costs(plan, self._trainability.backward),
-            # Token counts cannot be compared with measured seconds, and a single rank has nothing to balance.
-            correct_costs and costs is not None and len(plan.ranks) > 1,
+        self.unfinished = UnfinishedStep(
+            model, plan, rank, self._sync, self._executor.settle, execution.num_sources
         )
+        # Token counts cannot be compared with measured seconds, and a single rank has nothing to balance.
+        corrects = execution.correct_costs and costs is not None and len(plan.ranks) > 1
+        self.costs = CostCorrection(plan, costs or token_costs(plan, trainability.backward), corrects)
         if not model.language.packs_rows:
             microbatching = replace(microbatching, alone=True)
-        self._planner = StepPlanner(
-            plan, self._trainability, model.graph, microbatching, self.costs, comm.rank
-        )
+        self._planner = StepPlanner(plan, trainability, model.graph, microbatching, self.costs, rank)
         self._end = StepEnd(
-            comm, plan, model.graph, self.costs, self._sync, self.owned, self._recorder, num_sources, exact
+            comm, plan, model.graph, self.costs, self._shared, self._recorder, execution.num_sources
         )
-        self._last: PreparedStep | None = None
+        self.last_step: PreparedStep | None = None
+        """The last executed step."""
         self._next_step = 0
 
     @property
@@ -236,13 +223,13 @@ class Runtime:
         next step to execute. Planning ahead requires it, since all ranks must use the same costs. Raises RuntimeError
         if it is more than `cost_correction.INTERVAL` steps ahead, UserError for samples that cannot be assigned.
         """
-        self._has_planned = self._has_planned or not forwards
-        number, salvage = self._number(step_number), self._unfinished.salvage
-        if salvage is not None and not forwards and salvage.is_of(number, samples):
-            unfinished = self._unfinished
-            salvaged = self._planner.missing(samples, salvage, unfinished.weights, unfinished.speaking)
-            return self._planner.plan_missing(samples, salvaged)
-        return self._planner.plan_step(samples, number, forwards)
+        number = self._number(step_number)
+        reuse = None if forwards else self.unfinished.reused_in(number, samples)
+        if reuse is None:
+            return self._planner.plan_step(samples, number, forwards)
+        return self._planner.plan_missing(
+            samples, reuse, self.unfinished.weights, self.unfinished.loss_layers
+        )
 
     def prepare(
         self,
@@ -251,12 +238,11 @@ class Runtime:
         schedule: Schedule,
         *,
         forwards: bool = False,
-        step_number: int | None = None,
     ) -> PreparedStep:
         """Compile a step from an assignment and a schedule; `plan_step` makes its own. For a step that cannot run,
         notifies the other ranks and raises ScheduleError."""
         with self._telling_others():
-            return self._planner.prepare(samples, assignment, schedule, self._number(step_number), forwards)
+            return self._planner.prepare(samples, assignment, schedule, self._next_step, forwards)
 
     def execute(
         self,
@@ -282,7 +268,7 @@ class Runtime:
         with self._telling_others():
             number = self._number(step_number)
             step = step or self.plan_step(samples, step_number=number)
-            self._last = step
+            self.last_step = step
             self._next_step = number + 1
             data = self._step_data(samples, number)
             outcomes = self._run(data, step, number)
@@ -302,46 +288,15 @@ class Runtime:
                 raise ValueError("the step has backwards; plan it with forwards=True")
             data = self._step_data(samples, self._next_step, predicts=True)
             predicted = {}
-            for made in self._run(data, step, self._next_step):
-                assert isinstance(made.value, Predictions)
-                counts = [int((samples[number].labels[1:] != -100).sum()) for number in made.samples]
-                parts = zip(made.value.tokens.cpu().split(counts), made.value.losses.cpu().split(counts))
-                for number, (tokens, losses) in zip(made.samples, parts, strict=True):
+            for outcome in self._run(data, step, self._next_step):
+                assert isinstance(outcome.value, Predictions)
+                counts = [int((samples[number].labels[1:] != -100).sum()) for number in outcome.samples]
+                parts = zip(
+                    outcome.value.tokens.cpu().split(counts), outcome.value.losses.cpu().split(counts)
+                )
+                for number, (tokens, losses) in zip(outcome.samples, parts, strict=True):
                     predicted[number] = SamplePredictions(tokens.tolist(), losses.tolist())
             return predicted
-
-    def take_up(self, salvage: ReusePlan, gradients: Mapping[str, Tensor]) -> None:
-        """Adopt the recovered part of a failed step: when that step is planned and executed next, only its missing part
-        runs. gradients: this rank's recovered gradients by logical name. A next step with other samples runs
-        completely. Raises RuntimeError if a step is already planned, since it would run completely."""
-        if self._has_planned:
-            raise RuntimeError("a step was planned before it was known what of it is salvaged")
-        self._unfinished.take_up(salvage, gradients)
-
-    @property
-    def trained_by_layer(self) -> LayerWeights:
-        """Unit → for each layer, the logical names of its trainable weights on all ranks."""
-        return self._unfinished.weights
-
-    def finished(self) -> AccumulationReport | None:
-        """Return a report of what this rank has accumulated in the current step, including adopted gradients, or None.
-        `local_gradients` returns the gradients."""
-        self._executor.settle()
-        return self._unfinished.finished(self.local_gradients()) if self._keeps else None
-
-    def local_gradients(self) -> Mapping[str, Tensor]:
-        """Return this rank's own gradients of the current step: sums over its samples, not over ranks."""
-        return self._unfinished.gradients if self._unfinished.is_to_come else self._sync.local()
-
-    @property
-    def dtype_of_sums(self) -> torch.dtype | None:
-        """The dtype of `local_gradients`; None if each has the dtype of its weight's gradient."""
-        return torch.int64 if self._exact else None
-
-    def forget(self) -> None:
-        """Discard this rank's own gradients of the current step, which has been applied."""
-        self._unfinished.forget()
-        self._sync.forget()
 
     def grad_norm(self) -> float:
         """Return the current norm of all gradients, the same on every rank; called by all ranks."""
@@ -365,22 +320,18 @@ class Runtime:
         rows = all_gather_object(self.comm, msgspec.to_builtins(self._recorder.rows()))
         return msgspec.convert([row for of_rank in rows for row in of_rank], tuple[MeasuredAction, ...])
 
-    @property
-    def last_step(self) -> PreparedStep | None:
-        """The last executed step; None before the first."""
-        return self._last
-
     def measured_step(self) -> MeasuredStep | None:
         """Return the last executed step as measured on all ranks; None before the first; called by all ranks."""
-        if self._last is None:
+        last = self.last_step
+        if last is None:
             return None
-        return MeasuredStep(self._last.assignment, self._last.schedule, self._last.tokens, self.measured())
+        return MeasuredStep(last.assignment, last.schedule, last.tokens, self.measured())
 
     def arrows(self) -> list[tuple[Action, Action]]:
         """Return (producer, consumer) action pairs of the last step's messages, for `write_timeline`."""
-        if self._last is None:
+        if self.last_step is None:
             return []
-        edges = messages(self.plan, self._last.assignment, self._last.schedule).values()
+        edges = messages(self.plan, self.last_step.assignment, self.last_step.schedule).values()
         return [(message.producer, message.consumer) for edge in edges for message in edge]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -417,7 +368,7 @@ class Runtime:
             stage.close()
         if self._owns_comm:
             self.comm.close()
-        if self._keeps:
+        if self._sync.keeps:
             self._executor.settle()
 
     @contextmanager
@@ -454,24 +405,19 @@ class Runtime:
         if data.predicts:
             return self._executor.run(step.actions, step.routes, data, agreement, owners)
         salvaged = step.salvaged
-        ledger, gradients = self._unfinished.begin(
-            number, step.draws, salvaged, [sample.source for sample in samples]
-        )
-        self._sync.begin_with(gradients)
-        covered = self._covering(salvaged)
+        sources = [sample.source for sample in samples]
+        ledger = self.unfinished.begin(number, step.draws, salvaged, sources)
+        covered: AlreadyAccumulated = nothing_accumulated
+        if salvaged is not None:
+            covered = partial(self._covered, salvaged.reuse.covered())
         return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)
 
-    def _covering(self, salvaged: PartialStep | None) -> AlreadyAccumulated:
-        """Return the function (stage, samples) → weights of the stage whose gradients have been recovered."""
-        if salvaged is None:
-            return nothing_accumulated
-        by_layer = salvaged.salvage.covered()
-
-        def covered(stage: int, samples: tuple[int, ...]) -> list[nn.Parameter]:
-            names = self._unfinished.covered(self._placed[stage], samples, by_layer)
-            return [self.parameters[name] for name in sorted(names)]
-
-        return covered
+    def _covered(
+        self, by_layer: Mapping[Layer, frozenset[int]], stage: int, samples: tuple[int, ...]
+    ) -> list[nn.Parameter]:
+        """Return the weights of a stage whose gradients of these samples have been recovered."""
+        names = self.unfinished.covered(stage, samples, by_layer)
+        return [self.parameters[name] for name in sorted(names)]
 
     def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
         draws = draws_of(samples, number)
@@ -483,6 +429,5 @@ def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts |
     digests = all_gather_object(comm, None if costs is None else digest(json.dumps(costs.to_document())))
     if len(set(digests)) == 1:
         return costs
-    own = costs.to_document() if costs is not None and comm.rank == 0 else None
-    first = all_gather_object(comm, own)[0]
+    first = all_gather_object(comm, None if costs is None or comm.rank else costs.to_document())[0]
     return None if first is None else StepCosts.from_document(first, plan)

@@ -24,7 +24,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group, Pending
 from dilatant.plan.plan import Stage
 from dilatant.runtime.routes import RouteLink, Routes
-from dilatant.runtime.state.shared_groups import tensor_group_of
+from dilatant.runtime.state.shared_groups import group_in
 from dilatant.runtime.step.row_owners import MessageSlice, RowOwners, Rows
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action
@@ -48,7 +48,7 @@ class Transport:
         self._comm = comm
         self._ranks_of_stage = [stage.ranks for stage in stages]
         self._groups = {
-            number: tensor_group_of(comm, stage)
+            number: group_in(comm, "tensor", stage, stage.tp)
             for number, stage in enumerate(stages)
             if stage.tp > 1 and comm.rank in stage.ranks
         }

@@ -40,7 +40,7 @@ class RunMembership:
     """A rank's membership in a run that survives the loss of ranks. node_of: rank → node, in this generation.
     weights_follow: the weights arrive from elsewhere, so none are read or initialised. opened: called with the
     communicator as soon as it exists, so that it can be aborted. reason: why this generation began. keeps_gradients:
-    see `Runtime`. pool: data workers, kept for the next generation."""
+    see `Recovery`. pool: data workers, kept for the next generation."""
 
     generation: int = 0
     node_of: tuple[int, ...] | None = None

@@ -17,7 +17,7 @@ from dilatant.models.core.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.training.checkpoints.checkpoint import load, stored_shapes
-from dilatant.training.optimizers.averages import AVERAGE
+from dilatant.training.optimizers.master_weights import AVERAGE
 
 
 def export_checkpoint(

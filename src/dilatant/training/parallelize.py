@@ -42,12 +42,13 @@ from dilatant.planning.planning_process import check_all_used, for_devices_here
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_samples import PlannedSamples
 from dilatant.runtime.precision import pick_precision
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Execution, Runtime
+from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.schedule.assignment.assign import POLICIES, NamedPolicy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.families import FAMILIES
-from dilatant.training.cuts import Cutter
+from dilatant.training.run_costs import Cutter
 
 MOST_BATCHES = 4
 """Number of global batches that a layout is planned from."""
@@ -98,8 +99,8 @@ def parallelize(
     family of your own. assignment: how samples are grouped into microbatches, as `plan.assignment`. `Auto` plans
     whichever of these are not given. precision: as `train.precision` (default: the model's own dtype). seed: of random
     weights and of dropout, which is keyed by each sample's `draw` or, if no sample has one, by its position and the
-    step number: pass `step_number` to `execute` when a run is resumed. options: passed to Runtime. Raises UserError
-    that lists all mistakes.
+    step number: pass `step_number` to `execute` when a run is resumed. options: `zero` (see `StateLayout`), and those
+    of `Runtime`. Raises UserError that lists all mistakes.
     """
     worker = worker or local_worker()
     if not isinstance(specs, Auto | Mapping):
@@ -111,6 +112,7 @@ def parallelize(
     if assignment is not None and assignment not in POLICIES:
         raise UserError(f"assignment {assignment!r} is unknown; there are {', '.join(POLICIES)}")
     name = schedule if isinstance(schedule, str) else None
+    layout = StateLayout(options.pop("zero", "none"))
     auto = specs if isinstance(specs, Auto) else Auto()
     batches = _taken(auto, model, colocated or schedule != name) if specs is auto else []
     rows = [sum(sample.sizes[model.graph.anchor] for sample in batch) for batch in batches]
@@ -119,7 +121,7 @@ def parallelize(
         "global_batch_size": len(batches[0]) if batches else 1 << 24,  # rows are full
         "row_tokens": row_tokens or max(rows, default=ROW_TOKENS),
         "precision": precision or ("bf16" if is_half else "fp32"),
-        "zero": options.get("zero", "none"),
+        "zero": layout.zero,
         "loss_chunk": model.language.loss_chunk,
     }
     longest = max((s.sizes[model.graph.anchor] for batch in batches for s in batch), default=ROW_TOKENS)
@@ -162,14 +164,15 @@ def parallelize(
             model.units[unit.name].recompute(unit.recompute)
     family = planned.family if schedule is None or isinstance(schedule, str) else schedule
     tokens = planned.row_tokens or row_tokens
+    kind = None if precision is None else pick_precision(precision, worker.device)
     return Runtime(
         model,
         planned.plan,
         comm,
         microbatching=Microbatching(planned.num_microbatches, family, planned.assignment, seed, tokens),
         seed=seed,
-        precision=None if precision is None else pick_precision(precision, worker.device),
-        owns_comm=True,
+        layout=layout,
+        execution=Execution(kind, owns_comm=True),
         **{"costs": planned.costs, **options},
     )
 

@@ -19,9 +19,8 @@ from dilatant.planning.assemble import Samples, assemble_model, assemble_samples
 from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.report.text.wording import counted
 from dilatant.training.checkpoints.starting_point import with_template_date
-from dilatant.training.cuts import Cutter, plan_before
 from dilatant.training.feeding.step_data import count_steps
-from dilatant.training.run_costs import costs_of_run
+from dilatant.training.run_costs import Cutter, costs_of_run, plan_before
 
 LOOKED_AT = 4096
 """Samples from which stage cuts and the share of target tokens are estimated: opening a run must not take longer for

@@ -1,13 +1,15 @@
-"""One rank of a run: build the trainer, restore its checkpoint, train and evaluate."""
+"""One rank of a run: build the trainer, restore its checkpoint, train, observed on rank 0, and evaluate."""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 from rich.console import Console
@@ -20,20 +22,22 @@ from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.problem.describe_data import describe_data
 from dilatant.planning.problem.planned_hardware import unlike_devices
 from dilatant.report.gantt import measured_chart
+from dilatant.report.metrics import StepMetrics
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_timeline
 from dilatant.report.pages.stats_page import write_stats_page
 from dilatant.report.pages.step_page import write_step_page
-from dilatant.report.run_folder import RunFolder
+from dilatant.report.progress import ProgressLine
+from dilatant.report.run_folder import RunFolder, last_step
 from dilatant.report.say import open_console, say, warn
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.text.gantt_summary import by_lane
+from dilatant.report.trackers import Tracker, open_trackers
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.evaluation.evaluation import Evaluation
-from dilatant.training.observer import Observer
 from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.stop_signal import StopSignal
-from dilatant.training.trainer import Trainer, TrainResult
+from dilatant.training.trainer import Trainer
 
 Show = Literal["nothing", "stdout", "stderr"]
 
@@ -135,42 +139,34 @@ def train_to_end(
         if observer is not None:
             observer.catch_up(trainer.done.recent)  # of the previous generation, if its rank 0 was lost
         training_began = time.monotonic()
-        result = _train(trainer, observer, stop)
-        summary = _show_last_step(trainer, folder) if result.step else ""
-        evaluation = result.evaluation
-        if result.finished and evaluation is None:
+        if observer is None:
+            evaluation = trainer.run(lambda metrics: None, lambda: stop.received)
+        else:
+            evaluation = trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
+        seconds = time.monotonic() - training_began
+        summary = _show_last_step(trainer, folder) if trainer.step else ""
+        if trainer.is_finished and evaluation is None:
             evaluation = trainer.evaluator.evaluate()
             if observer is not None and evaluation is not None:
                 observer.evaluated(trainer.step, evaluation)
+    total_steps = trainer.state.total_steps
     return RunResult(
         folder.path,
-        result.step,
-        result.total_steps,
-        result.seconds,
+        trainer.step,
+        total_steps,
+        seconds,
         # Without a signal on this rank, another rank was asked to stop.
-        0 if result.finished else stop.exit_code or 128 + signal.SIGTERM,
+        0 if trainer.is_finished else stop.exit_code or 128 + signal.SIGTERM,
         observer.last_loss if observer is not None else None,
         summary,
         evaluation,
-        trainer.published,
+        trainer.saving.published,
         began_at,
         first,
         training_began,
-        trainer.evaluator.best.step,
-        result.step if trainer.evaluator.ends_early and result.step < result.total_steps else None,
+        trainer.state.best.step,
+        trainer.step if trainer.step < total_steps and trainer.is_finished else None,
     )
-
-
-def _train(trainer: Trainer, observer: Observer | None, stop: StopSignal) -> TrainResult:
-    if observer is None:
-        return trainer.run(lambda metrics: None, lambda: stop.received)
-    try:
-        return trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
-    except BaseException:
-        if trainer.membership.gate is not None:  # otherwise no metrics were delayed
-            with suppress(Exception):  # the first error counts
-                observer.catch_up(trainer.done.recent)
-        raise
 
 
 def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Console) -> None:
@@ -196,13 +192,13 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     plan, step = trainer.runtime.plan, replace(step, waits=waits)
     write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows(), waits)
     planned = trainer.runtime.last_step
-    predicted = None if planned is None else planned.predicted_timeline()
+    predicted = None if planned is None else planned.prediction.timeline()
     write_step_page(
         folder.path / "timeline.html",
         step.actions,
         plan,
         f"{folder.path.name}: the last step",
-        None if planned is None or predicted is None else Prediction(predicted, planned.origin),
+        None if planned is None or predicted is None else Prediction(predicted, planned.prediction.origin),
         waits,
     )
     folder.write_text("step.json", step.to_json() + "\n")
@@ -212,3 +208,86 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
 
 def console_for(show: Show) -> Console:
     return open_console(stderr=show == "stderr", quiet=show == "nothing")
+
+
+class Observer:
+    """Record and show a run on rank 0, while it trains. console: None shows nothing."""
+
+    def __init__(self, config: Config, folder: RunFolder, trainer: Trainer, console: Console | None) -> None:
+        self.last_loss: float | None = None
+        self._config = config
+        self._folder = folder
+        self._trainer = trainer
+        self._console = console or open_console(quiet=True)
+        self._trackers: list[Tracker] = []
+        self._line: ProgressLine
+        self._history: list[dict[str, float]] = []
+
+    def __enter__(self) -> Observer:
+        trainer = self._trainer
+        if trainer.step:
+            reason = trainer.membership.reason
+            why = f" with {trainer.comm.size} ranks: {reason}" if reason else ""
+            self._console.print(f"going on after step {trainer.step}{why}", highlight=False, markup=False)
+            self._history = self._folder.evaluations_before(trainer.step)
+        if (
+            warning := self._folder.begin_metrics(trainer.step, trainer.membership.weights_follow)
+        ) is not None:
+            warn(self._console, warning)
+        self._trackers = open_trackers(
+            self._config.train.report_to,
+            self._folder.path,
+            self._config.model_dump(mode="json"),
+            first_step=trainer.step,
+        )
+        self._line = ProgressLine(self._console, trainer.state.total_steps, trainer.step)
+        self._line.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._trainer.membership.gate is not None:  # steps may be unreported
+            with suppress(Exception):  # the first error counts
+                self.catch_up(self._trainer.done.recent)
+        self._line.__exit__(kind, error, trace)
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """Record a finished step."""
+        self.last_loss = metrics.loss
+        self._folder.log(metrics.to_record())
+        for tracker in self._trackers:
+            tracker.log(metrics.step, metrics.to_scalars())
+        self._line.update(metrics)
+        if metrics.warning is not None:
+            warn(self._console, metrics.warning)
+
+    def catch_up(self, recent: Sequence[StepMetrics]) -> None:
+        """Write those of the `recent` steps that metrics.jsonl lacks, whichever rank was to write them."""
+        written = last_step(self._folder.path / "metrics.jsonl")
+        for metrics in recent:
+            if metrics.step > written:
+                self.stepped(metrics)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Record the evaluation after `step`."""
+        self._history = [*self._history, {"step": step, **evaluation.figures}]
+        record = {"step": step, **evaluation.to_record(), "history": self._history}
+        self._folder.write_json("eval.json", record)
+        scalars = {f"eval/{name}": value for name, value in evaluation.figures.items()}
+        for source, figures in evaluation.by_source.items():
+            scalars |= {f"eval/{source}/{name}": value for name, value in figures.items()}
+        for tracker in self._trackers:
+            tracker.log(step, scalars)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.figures.items())
+        kept = self._config.evaluation.keep_best
+        best = self._trainer.state.best
+        about = (
+            "" if kept is None or best.step is None else f" (best {kept} {best.value:.4g}, step {best.step})"
+        )
+        self._console.print(
+            f"step {step}: {len(evaluation.verdicts):,} held-out samples: {shown}{about}", highlight=False
+        )

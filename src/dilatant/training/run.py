@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,75 +97,62 @@ def train(
     is_local = resilient is None or resilient.nodes is None
     if is_local and place is None and (plans or config.parallel.is_laid_out):
         fork_server.warm_up()  # before our own imports, which take as long as the server's
-    speaks = place is None or place.rank == 0
-    console = console_for(show if speaks else "nothing")
+    is_first = place is None or place.rank == 0
+    console = console_for(show if is_first else "nothing")
     folder = RunFolder(config.output_dir)
     try:
         start = StartingPoint(None)
-        if speaks:
+        if is_first:
             folder.lock()
             check_target(folder.export, folder.path)
             start = find_start(config, folder, overwrite, console)
-        planning = _Planning(config, devices, folder, start)
+        choose = partial(choose_plan, config, devices, folder, start.checkpoint is not None)
         if place is not None and (plans or config.parallel.is_cut_here):
             # The ranks connect first, because only rank 0 plans.
-            result, prepared = _launch(config, _train_as_planned, place.size, planning, show)
+            result, prepared = _launch(config, _train_as_planned, place.size, config, choose, start, show)
         else:
             try:
-                made = planning.choose(console) if plans else None
+                chosen = choose(console) if plans else None
             except KeyboardInterrupt:
                 raise RunStopped(128 + signal.SIGINT, config.output_dir) from None
-            prepared = _prepare(config, made, place, console)
-            planned = prepared.planned
-            ranks = len(planned.plan.ranks)
+            prepared = _prepare(config, chosen, place, console)
+            ranks, plan = len(prepared.planned.plan.ranks), prepared.planned.to_json()
             if resilient is not None:
                 _check_nodes(config, resilient, ranks)
-                result = _launch_resilient(resilient, config, ranks, planned, start, show)
-                if result.finished:
-                    _export(config, prepared, result, folder)
-                return result
-            # A run with one rank trains in this process, which has prepared already.
-            here = (prepared,) if ranks == 1 else ()
-            result = _launch(config, train_rank, ranks, config, planned.to_json(), start, show, *here)
-        if result.finished and result.is_first:
+                result = _stoppable(config, partial(resilient.launch, config, ranks, plan, start, show))
+            else:
+                # A run with one rank trains in this process, which has prepared already.
+                here = (prepared,) if ranks == 1 else ()
+                result = _launch(config, train_rank, ranks, config, plan, start, show, *here)
+        if result.finished and (result.is_first or resilient is not None):
             _export(config, prepared, result, folder)
         return result
     finally:
         folder.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Planning:
-    """Arguments for choosing the plan of a run."""
-
-    config: Config
-    devices: Devices
-    folder: RunFolder
-    start: StartingPoint
-
-    def choose(self, console: Console, sign: Callable[[], None] = lambda: None) -> TrainingPlan | None:
-        return choose_plan(
-            self.config, self.devices, self.folder, self.start.checkpoint is not None, console, sign
-        )
-
-
-def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[RunResult, PreparedRun]:
+def _train_as_planned(
+    worker: Worker,
+    config: Config,
+    choose: Callable[..., TrainingPlan | None],
+    start: StartingPoint,
+    show: Show,
+) -> tuple[RunResult, PreparedRun]:
     """Run one rank of an outer launcher: rank 0 plans (or cuts stages) for all ranks, which then build and train."""
     assert worker.store is not None
-    config, place = planning.config, place_from()
+    place = place_from()
     console = console_for(show if worker.rank == 0 else "nothing")
     cut: list[PreparedRun] = []
 
-    def choose(sign: Callable[[], None]) -> TrainingPlan | None:
+    def plan(sign: Callable[[], None]) -> TrainingPlan | None:
         if not config.parallel.is_cut_here:
-            return planning.choose(console, sign)
+            return choose(console, sign)
         cut.append(_prepare(config, None, place, console, sign))
         return cut[0].planned
 
-    made = share_plan(worker.store, worker.rank, config.parallel.timeout_seconds, choose)
-    prepared = cut[0] if cut else _prepare(config, made, place, console)
-    planned = prepared.planned.to_json()
-    return train_rank(worker, config, planned, planning.start, show, prepared), prepared
+    shared = share_plan(worker.store, worker.rank, config.parallel.timeout_seconds, plan)
+    prepared = cut[0] if cut else _prepare(config, shared, place, console)
+    return train_rank(worker, config, prepared.planned.to_json(), start, show, prepared), prepared
 
 
 def _prepare(
@@ -197,20 +185,38 @@ def _prepare(
 
 def _launch(config: Config, function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     """Run `function` on all ranks and return rank 0's result (this rank's, under an outer launcher)."""
-    with _stopping(starts_workers=ranks > 1 and place_from() is None) as stop:
+
+    def start(workers_run: Callable[..., None]) -> Any:
+        seconds = config.parallel.timeout_seconds
+        return launch(function, ranks, *args, started=workers_run, timeout_seconds=seconds)[0]
+
+    # A worker that is not training (yet, or any more) just exits on SIGTERM.
+    return _stoppable(config, start, ranks > 1 and place_from() is None, signal.SIGTERM)
+
+
+def _stoppable(
+    config: Config,
+    start: Callable[[Callable[..., None]], Any],
+    starts_workers: bool = True,
+    killed_by: int | None = None,
+) -> Any:
+    """Return the result of `start(workers_run)`. A signal ends it or, once it has called `workers_run`, asks the
+    workers to stop; then a WorkerFailed (if given, of a worker `killed_by` this signal) counts as stopped."""
+    stop = StopSignal(_interrupt)
+
+    def workers_run(ask: Callable[[], None] = _terminate_workers) -> None:
+        stop.on_signal = ask
+
+    with stop if starts_workers else nullcontext():
         try:
-            seconds = config.parallel.timeout_seconds
-            result, *_ = launch(function, ranks, *args, started=stop.workers_run, timeout_seconds=seconds)
+            result = start(workers_run)
         except WorkerFailed as failure:
-            # A worker that is not training (yet, or any more) just exits on SIGTERM.
-            if stop.signal.received and failure.killed_by == signal.SIGTERM:
-                raise RunStopped(stop.signal.exit_code, config.output_dir) from None
+            if stop.received and killed_by in (None, failure.killed_by):
+                raise RunStopped(stop.exit_code, config.output_dir) from None
             raise
         except KeyboardInterrupt:
-            raise RunStopped(stop.signal.exit_code or 128 + signal.SIGINT, config.output_dir) from None
-    if stop.signal.exit_code:
-        return replace(result, exit_code=stop.signal.exit_code)
-    return result
+            raise RunStopped(stop.exit_code or 128 + signal.SIGINT, config.output_dir) from None
+    return replace(result, exit_code=stop.exit_code) if stop.exit_code else result
 
 
 def _check_nodes(config: Config, resilient: Resilient, ranks: int) -> None:
@@ -227,39 +233,6 @@ def _check_nodes(config: Config, resilient: Resilient, ranks: int) -> None:
         )
 
 
-def _launch_resilient(
-    resilient: Resilient, config: Config, ranks: int, planned: TrainingPlan, start: StartingPoint, show: Show
-) -> RunResult:
-    with _stopping(starts_workers=True) as stop:
-        try:
-            result = resilient.launch(config, ranks, planned.to_json(), start, show, stop.workers_run)
-        except WorkerFailed:
-            if stop.signal.received:  # before they trained, or after
-                raise RunStopped(stop.signal.exit_code, config.output_dir) from None
-            raise
-        except KeyboardInterrupt:
-            raise RunStopped(stop.signal.exit_code or 128 + signal.SIGINT, config.output_dir) from None
-    return replace(result, exit_code=stop.signal.exit_code) if stop.signal.exit_code else result
-
-
-class _Stop:
-    """Signal handling of the launcher: a signal ends the launch, or, once workers run, asks them to stop."""
-
-    def __init__(self) -> None:
-        self.signal = StopSignal()
-        self.signal.on_signal = _interrupt
-
-    def workers_run(self, ask: Callable[[], None] | None = None) -> None:
-        self.signal.on_signal = ask or _terminate_workers
-
-
-@contextmanager
-def _stopping(starts_workers: bool) -> Iterator[_Stop]:
-    stop = _Stop()
-    with stop.signal if starts_workers else nullcontext():
-        yield stop
-
-
 def _terminate_workers() -> None:
     """Send SIGTERM to all workers: those that train stop after the current step, the others at once."""
     for worker in multiprocessing.active_children():
@@ -271,21 +244,17 @@ def _interrupt() -> None:
 
 
 def _export(config: Config, prepared: PreparedRun, result: RunResult, folder: RunFolder) -> None:
-    checkpoint = result.checkpoint or _newest(folder)
+    checkpoint = result.checkpoint
+    if checkpoint is None:  # no step was left to train
+        newest, _ = newest_valid(folder.checkpoints)
+        if newest is None:
+            raise UserError(f"{str(folder.checkpoints)!r} holds no complete checkpoint to export")
+        checkpoint = newest.path
     if config.evaluation.keep_best is not None and result.best_step is not None:
         best = folder.checkpoints / f"step-{result.best_step:08d}"
         checkpoint = best if best.is_dir() else checkpoint
-    export_checkpoint(
-        checkpoint, prepared.model, config, prepared.samples.encoding, folder.export, folder.path
-    )
-
-
-def _newest(folder: RunFolder) -> Path:
-    """Return the checkpoint that a run with no steps left to train resumed from."""
-    checkpoint, _ = newest_valid(folder.checkpoints)
-    if checkpoint is None:
-        raise UserError(f"{str(folder.checkpoints)!r} holds no complete checkpoint to export")
-    return checkpoint.path
+    encoding = prepared.samples.encoding
+    export_checkpoint(checkpoint, prepared.model, config, encoding, folder.export, folder.path)
 
 
 def _describe(console: Console, config: Config, prepared: PreparedRun) -> None:

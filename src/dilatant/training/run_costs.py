@@ -1,24 +1,33 @@
-"""Costs by which a run assigns samples and predicts steps: the plan's own, else measured before, else modelled."""
+"""Costs by which a run assigns samples, predicts steps and cuts stages: its own, else measured, else modelled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from dilatant.config import Config, UserError
 from dilatant.config.environment import place_from
+from dilatant.config.files.own_files import read_text
 from dilatant.config.plan import ClusterConfig
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel, Degree
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.costs.unit_layers import UnitLayers
+from dilatant.plan.costs.workload import Workload
+from dilatant.plan.manual import Specs, cut_as_before, cut_by_seconds
 from dilatant.plan.plan import Plan
 from dilatant.planning.assemble import recompute_by_unit
+from dilatant.planning.layout import MICROBATCHES
 from dilatant.planning.measuring.cost_cache import cached_costs
 from dilatant.planning.measuring.layer_costs import costs_in_use, described_costs, read_costs
 from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.problem.dense_rows import dense_rows
 from dilatant.planning.problem.describe_model import ModelDescription, describe_model
 from dilatant.planning.problem.planned_hardware import Target, plan_target, target_of_run
 from dilatant.runtime.state.holders import trainable_layers
@@ -125,3 +134,55 @@ def _how_to_measure(config: Config, target: Target) -> str:
     if plan_target(here).hardware.name == target.hardware.name:
         return "`dilatant profile` measures"
     return f"`dilatant profile CONFIG --set cluster.gpus_per_node={target.cluster.gpus_per_node}` measures"
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Fill in the stage cuts of layouts of `model`.
+
+    tokens: unit → token counts of some samples, for all units or none; if sizes are unknown, rows are taken to have
+    their maximum length. targets: share of the language model's tokens that carry loss. before: the plan that the run
+    had; its cuts are kept where the layout is unchanged.
+    """
+
+    config: Config
+    model: MultimodalModel
+    tokens: Mapping[str, ArrayLike]
+    targets: float = 1.0
+    before: Plan | None = None
+
+    def __call__(self, specs: Specs, colocated: Mapping[str, str], plan: Plan) -> Specs:
+        """Return the specs with cuts. plan: the plan of these specs, with any cuts."""
+        kept = None if self.before is None else cut_as_before(specs, plan, self.before)
+        if kept is not None:
+            return kept
+        degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
+        here = local_costs(self.config, self.model, len(plan.ranks), degrees, self.targets)
+        row, items = self.config.row_tokens, here.model.item_tokens
+        tokens = {
+            name: np.asarray(self.tokens.get(name, [items.get(name, row)]), dtype=np.float64)
+            for name in self.model.units
+        }
+        squares = {name: tokens[name] * item for name, item in items.items()}
+        workload = Workload(tokens, squares, dense_rows(here.model, here.costs))
+        units = UnitLayers(
+            here.model.spec, here.costs, workload, here.target.cluster.gpus_per_node, here.target.rules
+        )
+        anchor = self.model.graph.anchor
+        count = self.config.parallel.microbatches or MICROBATCHES
+        together = min(  # samples in one microbatch of every replica together
+            self.config.train.global_batch_size / count,
+            specs[anchor].replicas * row / max(1.0, float(tokens[anchor].mean())),
+        )
+        samples = {name: together / spec.replicas for name, spec in specs.items()}
+        return cut_by_seconds(specs, colocated, units, samples)
+
+
+def plan_before(config: Config) -> Plan | None:
+    """Return the plan of the run that continues in `output_dir`, or None."""
+    if config.train.resume == "never":
+        return None
+    try:
+        return Plan.from_json(read_text(Path(config.output_dir) / "plan.json"))
+    except (OSError, ValueError):
+        return None

@@ -1,14 +1,17 @@
-"""Step metrics: compute `StepMetrics` from a step's batch and result."""
+"""Metrics of finished steps: computed from batch and result, and reported at once or while the ranks vote."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dilatant.data.workers.loader import GlobalBatch
 from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.training.model_flops import ModelFlops
+from dilatant.training.run_state import RunState
 
 NOTED_WAIT = 0.02
 """Share of a step's time above which a wait for data is reported with the names of the slowest samples."""
@@ -20,7 +23,6 @@ class StepMeter:
     sets, by number. peak_rates: label of an optimizer group → its peak learning rate. peak_flops: of one device, if
     known."""
 
-    total_steps: int
     devices: int
     anchor: str
     sources: tuple[str, ...]
@@ -29,13 +31,20 @@ class StepMeter:
     peak_flops: float | None
 
     def of(
-        self, step: int, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
+        self,
+        state: RunState,
+        batch: GlobalBatch,
+        result: StepResult,
+        rate: float,
+        seconds: float,
+        waited: float,
     ) -> StepMetrics:
-        """Return the metrics of `step`: `seconds` long, `waited` of them for data, at `rate` times the peak rates."""
+        """Return the metrics of the last step: `seconds` long, `waited` of them for data, at `rate` times the peak
+        rates."""
         per_device = self.flops.of(batch.samples) / seconds / self.devices
         return StepMetrics(
-            step=step,
-            total_steps=self.total_steps,
+            step=state.step,
+            total_steps=state.total_steps,
             loss=result.loss,
             losses=result.losses if len(result.losses) > 1 else {},
             source_losses=self._source_losses(batch, result),
@@ -52,11 +61,11 @@ class StepMeter:
             teraflops=per_device / 1e12,
             mfu=None if self.peak_flops is None else per_device / self.peak_flops,
             epoch=batch.epoch,
-            busy=result.shares.busy,
-            waited=result.shares.waited,
-            predicted_seconds=result.predicted_seconds,
-            is_rough=result.is_rough,
-            drift=result.drift,
+            busy=result.times.busy,
+            waited=result.times.waited,
+            predicted_seconds=result.times.predicted_seconds,
+            is_rough=result.times.is_rough,
+            drift=result.times.drift,
             warning=result.warning,
             slowest_samples=dict(batch.slowest) if waited > NOTED_WAIT * seconds else {},
         )
@@ -73,3 +82,77 @@ class StepMeter:
             for name, share, count in zip(self.sources, result.source_losses, targets, strict=True)
             if count
         }
+
+
+AT_ONCE_SECONDS = 1.0
+"""Longer steps are reported at once: a vote is negligible beside them, and the live line would lag by a step."""
+KEPT = 2
+"""Number of steps that may be committed but unreported: one, and the next while its vote is pending."""
+
+
+class StepLog:
+    """Report committed steps to an observer: every `every`-th and the run's last, once each and in order.
+
+    waits: `catch_up` is called after each step, when there is time for it. recent: the last of these steps, reported or
+    not, for the ranks that continue when the rank that writes them down is lost.
+    """
+
+    def __init__(self, every: int, waits: bool) -> None:
+        self._every = every
+        self._waits = waits
+        self._waiting: list[StepMetrics] = []
+        self._observe: Callable[[StepMetrics], None] = _nobody
+        self.recent: tuple[StepMetrics, ...] = ()
+
+    @contextmanager
+    def telling(self, observe: Callable[[StepMetrics], None]) -> Iterator[None]:
+        """Report to `observe` inside this context only: the observer may hold the trainer, which holds this log."""
+        self._observe = observe
+        try:
+            yield
+        finally:
+            self._observe = _nobody
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Add a committed step, and report it now unless it may wait. Raises what `observe` raises."""
+        if not self.keep(metrics):
+            return
+        self._waiting.append(metrics)
+        if not self._waits or metrics.step_seconds > AT_ONCE_SECONDS:
+            self.catch_up()
+
+    def keep(self, metrics: StepMetrics) -> bool:
+        """Add a committed step to `recent` without reporting it; return True if it is one of those to report."""
+        if metrics.step % self._every and metrics.step != metrics.total_steps:
+            return False
+        self.recent = (*self.recent, metrics)[-KEPT:]
+        return True
+
+    def catch_up(self) -> None:
+        """Report the delayed steps. Raises what `observe` raises; a step for which it raised is not reported again."""
+        while self._waiting:
+            self._observe(self._waiting.pop(0))
+
+
+def _nobody(metrics: StepMetrics) -> None:
+    """Observer that ignores all steps."""
+
+
+def is_finite(result: StepResult) -> bool:
+    """Return True if a step's loss and gradient norm are finite."""
+    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+
+
+def explain_nonfinite(step: int, result: StepResult, batch: GlobalBatch) -> str:
+    """Return the error text for a non-finite `step`: its effect, its samples and the remedy."""
+    if result.nonfinite_samples:
+        what = f"the loss became {result.loss} in microbatches with the samples"
+        names = result.nonfinite_samples
+    else:
+        what = f"the gradient's norm is {result.grad_norm} for a step with the samples"
+        names = tuple(sample.id for sample in batch.samples)
+    listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return (
+        f"step {step}: {what} {listed}; nothing was updated. Lower the learning rate, look at these samples, or set "
+        "train.on_nonfinite: skip"
+    )

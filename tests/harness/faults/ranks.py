@@ -36,8 +36,8 @@ from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, 
 from dilatant.resilience.worker.rank import FOLDER, LATER_SECONDS, train_seat
 from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
-from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
+from dilatant.training.rank import Observer
 from harness.patience import HANG_SECONDS
 
 TOKEN = b"of ranks under test, and no other"

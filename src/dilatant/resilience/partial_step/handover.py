@@ -20,36 +20,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
 
-from dilatant.runtime.partial_step.salvage import AccumulationReport
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step.partial_step import AccumulationReport
+from dilatant.runtime.step.unfinished_step import UnfinishedStep
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialGradients:
-    """A departed rank's export. gradients: its own sums by logical name, see `Runtime.local_gradients`."""
+    """A departed rank's export. gradients: its own sums by logical name, see `UnfinishedStep.gradients`."""
 
-    finished: AccumulationReport
+    report: AccumulationReport
     gradients: Mapping[str, Tensor]
 
 
-def export_gradients(folder: Path, generation: int, runtime: Runtime) -> None:
+def export_gradients(folder: Path, generation: int, unfinished: UnfinishedStep) -> None:
     """Export this rank's gradients of the current step in `generation`. If it raises, no file is left."""
-    finished = runtime.finished()
-    if finished is None or all(
-        len(share.ranks) > 1 for share in finished.layers
-    ):  # useless without the stage's other ranks
-        return
-    local = {
-        name: gradient.detach().cpu().contiguous() for name, gradient in runtime.local_gradients().items()
-    }
+    report = unfinished.report()
+    if report is None or all(len(share.ranks) > 1 for share in report.layers):
+        return  # useless without the stage's other ranks
+    local = {name: gradient.detach().cpu().contiguous() for name, gradient in unfinished.gradients.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{generation}-{finished.step}-{finished.rank}.safetensors"
+    path = folder / f"{generation}-{report.step}-{report.rank}.safetensors"
     temporary = folder / f"{secrets.token_hex(6)}.writing"
-    told = {"finished": finished.to_json(), "hash": _hash(local)}
+    metadata = {"finished": report.to_json(), "hash": _hash(local)}
     try:
-        save_file(local, temporary, told)
+        save_file(local, temporary, metadata)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -68,10 +64,10 @@ def read_exported_gradients(
             continue
         with suppress(OSError, SafetensorError, ValueError, KeyError):
             with safe_open(path, framework="pt") as file:
-                told = file.metadata() or {}
+                metadata = file.metadata() or {}
                 gradients = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if told["hash"] == _hash(gradients):
-                found.append(PartialGradients(AccumulationReport.from_json(told["finished"]), gradients))
+            if metadata["hash"] == _hash(gradients):
+                found.append(PartialGradients(AccumulationReport.from_json(metadata["finished"]), gradients))
     return found
 
 

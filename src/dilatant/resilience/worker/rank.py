@@ -23,8 +23,8 @@ from dilatant.config.files.own_files import open_in_place
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.run_folder import RunFolder
+from dilatant.resilience.partial_step.exchange import adopt_gradients, inherit_state
 from dilatant.resilience.partial_step.handover import delete_exported_gradients, export_gradients
-from dilatant.resilience.partial_step.inherited import adopt_gradients, inherit_state
 from dilatant.resilience.processes.messages import Seat, StoreAt
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
@@ -181,7 +181,7 @@ class _ResilientRank:
             before, step = self._held.trainer.done.recent, made.trainer.step
             made.trainer.done.recent = tuple(metrics for metrics in before if metrics.step <= step)
         self._held, self._pending, self._is_torn = made, None, False
-        made.trainer.begin_alone()
+        made.trainer.runtime.clear_gradients()
 
     def _do_later(self, comm: Comm) -> None:
         """Copy the model for building the next generation, write plan and history, and prepare the decoding workers."""
@@ -259,7 +259,7 @@ class _ResilientRank:
                 watch.lap("copy")
                 if self._config.resilience.salvage and not order.doubted:
                     pairs, given = adopt_gradients(trainer, old, order.base, self._handed_over)
-                trainer.decide_ahead()
+                trainer.plan_ahead()
                 watch.lap("salvage")
             except StateLost:
                 trainer.comm.world.barrier("the news that state is lost")
@@ -278,7 +278,7 @@ class _ResilientRank:
             kept,
             again,
             given,
-            trainer.stays,
+            trainer.state.stays,
         )
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
@@ -365,7 +365,7 @@ class _ResilientRank:
         held = self._held
         if held is not None and self._config.resilience.salvage:
             try:
-                export_gradients(self._handed_over, held.generation, held.trainer.runtime)
+                export_gradients(self._handed_over, held.generation, held.trainer.runtime.unfinished)
             except Exception as error:
                 print(
                     f"warning: this rank leaves, and could not hand over its gradients: {error}", flush=True

@@ -42,7 +42,7 @@ class GradientSync:
     around the last backward of each stage, and `finish`.
 
     owned: the weights held here and the parts that this rank updates. stages_of: logical name → this rank's stages that
-    use it. shares: its parts of buckets. silent: weights whose gradient another rank of the stage contributes.
+    use it. shares: its parts of buckets. duplicates: weights whose gradient another rank of the stage contributes.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class GradientSync:
         owned: OwnedWeights,
         stages_of: Mapping[str, frozenset[int]],
         shares: Sequence[BucketShard],
-        silent: Set[str] = frozenset(),
+        duplicates: Set[str] = frozenset(),
     ) -> None:
         self._comm = comm
         self._owned = owned
         self._stages_of = dict(stages_of)
-        self._silent = silent
+        self._duplicates = duplicates
         self._shares = [share for share in shares if self._is_summed(share)]
         self._shares_of: dict[str, list[int]] = {}
         for number, share in enumerate(self._shares):
@@ -272,7 +272,7 @@ class GradientSync:
         like = weight.new_empty(0, dtype=dtype if self.exact is None else torch.int64)
         pieces, used = [], []
         for box in share.bucket.boxes:
-            gradient = None if box.name in self._silent else self._own(box.name)
+            gradient = None if box.name in self._duplicates else self._own(box.name)
             used.append(float(gradient is not None))
             if gradient is None:
                 pieces.append(like.new_zeros(box.size))

@@ -47,18 +47,22 @@ def tensor_plans(plan: Plan, units: Mapping[str, Unit]) -> dict[str, TensorPlan]
     return {name: tensor_plan(units[name]) for name in wide}
 
 
-def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
-    """Return unit → for each layer, True if any of its weights trains (a tied weight trains in both of its layers)."""
-    flags = {}
+def trained_by_layer(units: Mapping[str, Unit]) -> dict[str, list[frozenset[str]]]:
+    """Return unit → for each layer, the logical names of its trainable weights; a tied weight is in two layers."""
+    found = {}
     for name, unit in units.items():
-        parameters = {canonical for canonical, _ in unit.named_logical_parameters()}
-        training = {
-            weight.layer
-            for weight in unit.weights
-            if weight.canonical in parameters and weight.canonical not in unit.frozen
-        }
-        flags[name] = [layer in training for layer in unit.layers]
-    return flags
+        trained = {canonical for canonical, _ in unit.named_logical_parameters()} - unit.frozen
+        layers: dict[str, set[str]] = {layer: set() for layer in unit.layers}
+        for weight in unit.weights:
+            if weight.canonical in trained:
+                layers[weight.layer].add(weight.canonical)
+        found[name] = [frozenset(names) for names in layers.values()]
+    return found
+
+
+def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
+    """Return unit → for each layer, True if any of its weights trains."""
+    return {name: [bool(names) for names in layers] for name, layers in trained_by_layer(units).items()}
 
 
 def boxes_held_on(held: Holdings, rank: int) -> dict[str, Box]:

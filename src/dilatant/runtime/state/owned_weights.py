@@ -23,9 +23,9 @@ class OwnedWeights:
     A weight with unsharded optimizer state is its own parameter. In a sharded weight, a contiguous fp32 box is a view
     of the weight; any other box is an fp32 master copy. Without `masters` (the optimizer keeps its own) boxes keep the
     weight's dtype: contiguous ones are views, others copies. exact: name → the weight's values before rounding, if
-    known. spoken: key → the cells whose primary owner is this rank, which alone includes them in norms and writes them
-    to checkpoints. before: the owned weights of the last generation; if this rank owns the same boxes (`stays`), the
-    parameters are reused.
+    known. primary_cells: key → the cells whose primary owner is this rank, which alone includes them in norms and
+    writes them to checkpoints. before: the owned weights of the last generation; if this rank owns the same boxes
+    (`stays`), the parameters are reused.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class OwnedWeights:
         kept = before.parameters if before is not None and self.stays else {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.boxes: dict[str, Box] = {}
-        self.spoken: dict[str, tuple[Box, ...]] = {}
+        self.primary_cells: dict[str, tuple[Box, ...]] = {}
         self._copies: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             if name not in divided:
                 self._own(self.held[name], weight)
                 if not weight.numel() and holdings[name].ranks[0] == comm.rank:  # in no bucket
-                    self.spoken[self.held[name].key] = (self.held[name],)
+                    self.primary_cells[self.held[name].key] = (self.held[name],)
         for share in shares:
             for box in share.own:
                 if box.name in divided:
                     self._own(box, self._part(box, exact or {}, kept.get(box.key)))
-                if share.speaks:
+                if share.is_primary:
                     key = (box if box.name in divided else self.held[box.name]).key
-                    self.spoken[key] = (*self.spoken.get(key, ()), box)
+                    self.primary_cells[key] = (*self.primary_cells.get(key, ()), box)
 
     @property
     def is_divided(self) -> bool:
@@ -78,16 +78,18 @@ class OwnedWeights:
 
     def squared_norm(self) -> float:
         """Return this rank's part of the squared norm of all gradients: every number is included on one rank."""
-        own = [gradient for _, gradient in self.spoken_parts({k: p.grad for k, p in self.parameters.items()})]
+        own = [
+            gradient for _, gradient in self.primary_parts({k: p.grad for k, p in self.parameters.items()})
+        ]
         if not own:
             return 0.0
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(own)])
         return float(norms.square().sum())
 
-    def spoken_parts(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[Box, Tensor]]:
+    def primary_parts(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[Box, Tensor]]:
         """Yield (cell, its part of the tensor) if this rank is the primary owner. tensors: shaped like the parameters;
         None is skipped."""
-        for key, cells in self.spoken.items():
+        for key, cells in self.primary_cells.items():
             tensor = tensors.get(key)
             if tensor is not None:
                 box = self.boxes[key]

@@ -24,13 +24,8 @@ def group_of(comm: Comm, ranks: tuple[int, ...]) -> Group:
     return comm.group("layers/" + "-".join(map(str, ranks)), ranks)
 
 
-def tensor_group_of(comm: Comm, stage: Stage) -> Group:
-    """Return the group of tensor-parallel ranks of a stage that contains this rank."""
-    return group_in(comm, "tensor", stage, stage.tp)
-
-
 def group_in(comm: Comm, name: str, stage: Stage, size: int) -> Group:
-    """Return the group of `size` consecutive ranks of a stage that contains this rank."""
+    """Return the group of `size` consecutive ranks of a stage that contains this rank: of tp ranks, "tensor"."""
     first = stage.ranks.index(comm.rank) // size * size
     ranks = stage.ranks[first : first + size]
     return comm.group(f"{name}/" + "-".join(map(str, ranks)), ranks)

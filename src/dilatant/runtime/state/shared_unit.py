@@ -26,7 +26,7 @@ from dilatant.models.parallel.tensor_plan import tensor_plan
 from dilatant.plan.boxes import Box
 from dilatant.plan.plan import Stage as StagePlan
 from dilatant.runtime.state.holders import slice_of
-from dilatant.runtime.state.shared_groups import group_in, tensor_group_of
+from dilatant.runtime.state.shared_groups import group_in
 
 
 class ShardedUnit:
@@ -41,21 +41,21 @@ class ShardedUnit:
         self._boxes = boxes
         self._plan = tensor_plan(unit)
         self._comm = comm
-        self._ranks = TensorGroup(tensor_group_of(comm, placed)) if placed.tp > 1 else None
+        self._ranks = TensorGroup(group_in(comm, "tensor", placed, placed.tp)) if placed.tp > 1 else None
         self._holders: dict[int, ExpertGroup] = {}  # by ep, which may differ between stages of a unit
         self._drawn: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
-    def materialize(self, first: int, end: int, seed: int | None, given: Collection[str]) -> None:
+    def materialize(self, first: int, end: int, seed: int | None, provided: Collection[str]) -> None:
         """Initialize one layer at a time, as a single process does, and keep this rank's part; see `materialize`."""
         unit = self._unit
         absent = {name for name, parameter in unit.named_logical_parameters() if parameter.is_meta}
         for layer in range(first, end):
-            materialize(unit, layer, layer + 1, seed, given)
+            materialize(unit, layer, layer + 1, seed, provided)
             whole = dict(unit.named_logical_parameters())
             for name in self._names(layer, layer + 1):
                 if name in whole and name not in self._drawn:
-                    self._drawn[name] = self._cut(name, whole[name].detach(), name in given)
+                    self._drawn[name] = self._cut(name, whole[name].detach(), name in provided)
             self._release(absent)
 
     def share(self, stage: Stage, placed: StagePlan) -> None:
@@ -112,14 +112,12 @@ class ShardedUnit:
 
     def _release(self, absent: Collection[str]) -> None:
         """Move whole weights back to the meta device if they came from there."""
-        gone = {
-            id(p): p for name, p in self._unit.named_logical_parameters() if name in absent and not p.is_meta
-        }
-        hollow = {
-            number: nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            for number, parameter in gone.items()
+        on_meta = {
+            id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            for name, parameter in self._unit.named_logical_parameters()
+            if name in absent and not parameter.is_meta
         }
         for module in self._unit.model.modules():
             for key, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in hollow:
-                    module._parameters[key] = hollow[id(parameter)]
+                if parameter is not None and id(parameter) in on_meta:
+                    module._parameters[key] = on_meta[id(parameter)]

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
+from dilatant.config.errors import UserError
 from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BucketShard, Format, make_buckets, shard_of
+from dilatant.plan.buckets import BUCKET_BYTES, BucketShard, Format, make_buckets, shard_of
 from dilatant.plan.holdings import Holdings
-from dilatant.runtime.state.equality import ComparedTensors, require_equal
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.owned_weights import OwnedWeights
-from dilatant.runtime.state.shared_groups import open_groups
+from dilatant.runtime.state.shared_groups import group_of, open_groups
+
+_ROUNDING = 1e-9
+"""Relative tolerance of sums of up to 1e9 positive float64 in different orders; unequal weights differ far more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Distribution of optimizer state over ranks. zero: which ranks shard the state of a weight, see
+    `cost.memory.Zero`; node_of: rank → node (default: detected). keeps_masters: hold fp32 masters of owned bf16
+    weights. bucket_bytes: size of the buckets in which gradients are summed."""
+
+    zero: Zero = "none"
+    node_of: Sequence[int] | None = None
+    keeps_masters: bool = True
+    bucket_bytes: int = BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,22 +43,59 @@ class BucketedWeights:
     owned: OwnedWeights
     sync: GradientSync
 
+    @torch.no_grad()
     def require_equal(self, state: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
         """Check that all holders of a weight have equal values, and all owners of a box equal `state` (kind → key →
-        tensor shaped like the owned weight). Called by all ranks. Raises UserError."""
+        tensor shaped like the owned weight, or absent on all ranks). Raises UserError naming the tensors that differ
+        between replicas; summing their gradients would be meaningless.
 
-        def of_kind(tensors: Mapping[str, Tensor]) -> Callable[[Box], Tensor | None]:
-            def state_of(box: Box) -> Tensor | None:
-                key = box.key if box.key in self.owned.parameters else self.owned.held[box.name].key
-                held = tensors.get(key)
-                return None if held is None else held[self.owned.boxes[key].place(box)]
-
-            return state_of
-
-        states = [
-            ComparedTensors(kind, of_kind(tensors), is_state=True) for kind, tensors in (state or {}).items()
+        Compares two checksums per tensor, which differ for other random weights or files, in one message per set of
+        ranks. Called by all ranks.
+        """
+        comm = self.owned.comm
+        sums = [_sums(comm, share, "weights", self.owned.view, False) for share in self.shares]
+        sums += [
+            _sums(comm, share, kind, partial(self._state_of, tensors), True)
+            for kind, tensors in (state or {}).items()
+            for share in self.shares
         ]
-        require_equal(self.owned.comm, self.shares, [ComparedTensors("weights", self.owned.view), *states])
+        compared = [each for each in sums if each is not None]
+        for number in range(max((len(each.rounds) for each in compared), default=0)):
+            together: dict[tuple[int, ...], list[_Sums]] = {}
+            for each in compared:
+                if number < len(each.rounds):
+                    together.setdefault(each.rounds[number], []).append(each)
+            started = []
+            for ranks, members in together.items():
+                joined = torch.cat([each.widest for each in members])
+                what = f"comparing {members[0].boxes[0].name} and others"
+                started.append((members, joined, group_of(comm, ranks).max_(joined, what)))
+            for members, joined, pending in started:
+                pending.wait()
+                for each, part in zip(members, joined.split([each.widest.numel() for each in members])):
+                    each.widest = part
+        problems: dict[str, list[str]] = {}
+        for each in compared:
+            largest, smallest = each.widest[: len(each.widest) // 2], -each.widest[len(each.widest) // 2 :]
+            # Written so that NaN compares as different.
+            same = (largest - smallest <= _ROUNDING * largest.abs()).view(-1, 2).all(1).tolist()
+            unlike = [box for box, equal in zip(each.boxes, same) if not equal]
+            if unlike:
+                problems.setdefault(each.what, []).extend(
+                    f"{box.key!r} on ranks {list(each.ranks)}" for box in unlike
+                )
+        if problems:
+            what, found = next(iter(problems.items()))
+            raise UserError(
+                f"{what} that replicas share differ between ranks: {', '.join(found[:4])}"
+                + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+                + "; every rank must build the model with the same seed and read the same files"
+            )
+
+    def _state_of(self, tensors: Mapping[str, Tensor], box: Box) -> Tensor | None:
+        key = box.key if box.key in self.owned.parameters else self.owned.held[box.name].key
+        held = tensors.get(key)
+        return None if held is None else held[self.owned.boxes[key].place(box)]
 
 
 def bucket_weights(
@@ -50,28 +104,66 @@ def bucket_weights(
     stages_of: Mapping[str, Collection[int]],
     holdings: Holdings,
     formats: Mapping[str, Format],
-    bucket_bytes: int,
-    zero: Zero = "none",
-    node_of: Sequence[int] | None = None,
+    layout: StateLayout,
     exact: Mapping[str, Tensor] | None = None,
-    masters: bool = True,
     before: OwnedWeights | None = None,
 ) -> BucketedWeights:
     """Bucket the trainable weights for ownership and gradient sync; called by all ranks, on which only `weights` and
     `stages_of` differ.
 
     weights: the trainable ones held here, by logical name. stages_of: this rank's stages that use them. formats: of
-    every trainable weight on any rank. zero, node_of: see `shard_of`; without node_of all ranks are on one node. exact,
-    masters, before: see `OwnedWeights`.
+    every trainable weight on any rank. layout: see `shard_of`; without node_of all ranks are on one node. exact,
+    before: see `OwnedWeights`.
     """
-    nodes = [0] * comm.size if node_of is None else node_of
+    nodes = [0] * comm.size if layout.node_of is None else layout.node_of
     shares = tuple(
-        shard_of(bucket, comm.rank, zero, nodes)
-        for bucket in make_buckets(holdings, formats, formats, bucket_bytes)
+        shard_of(bucket, comm.rank, layout.zero, nodes)
+        for bucket in make_buckets(holdings, formats, formats, layout.bucket_bytes)
         if comm.rank in bucket.ranks
     )
     open_groups(comm, shares)
-    owned = OwnedWeights(comm, weights, holdings, shares, exact, masters, before)
-    silent = frozenset(name for name in weights if comm.rank in holdings[name].silent)
+    owned = OwnedWeights(comm, weights, holdings, shares, exact, layout.keeps_masters, before)
+    duplicates = frozenset(name for name in weights if comm.rank in holdings[name].duplicates)
     using = {name: frozenset(stages_of[name]) for name in weights}
-    return BucketedWeights(shares, owned, GradientSync(comm, owned, using, shares, silent))
+    return BucketedWeights(shares, owned, GradientSync(comm, owned, using, shares, duplicates))
+
+
+@dataclass(slots=True, eq=False)
+class _Sums:
+    """Checksums of this rank's part of a bucket, as [sums, -sums]; the maximum over ranks yields both extremes. what:
+    name of the tensors in errors."""
+
+    what: str
+    boxes: tuple[Box, ...]
+    rounds: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    widest: Tensor
+
+
+def _sums(
+    comm: Comm, share: BucketShard, what: str, tensor_of: Callable[[Box], Tensor | None], is_state: bool
+) -> _Sums | None:
+    """Return the checksums of this rank's tensors of a share, or None if no other rank holds any of it. is_state:
+    optimizer state is compared between the owners of the same shard, weights between all holders."""
+    boxes = share.own if is_state else share.bucket.boxes
+    if is_state:
+        rounds: tuple[tuple[int, ...], ...] = (share.alike,)
+    else:
+        rounds = (share.sharing, share.alike) if share.even else (share.bucket.ranks,)
+    rounds = tuple(ranks for ranks in rounds if len(ranks) > 1)
+    if not rounds or not boxes:
+        return None
+    sums = torch.cat([_magnitudes(tensor_of(box), comm.device) for box in boxes])
+    ranks = share.alike if is_state else share.bucket.ranks
+    return _Sums(what, boxes, rounds, ranks, torch.cat([sums, -sums]))
+
+
+def _magnitudes(tensor: Tensor | None, device: torch.device) -> Tensor:
+    """Sum absolute values and squares: float64 [2], with little memory beyond the tensor's own; -1 for no tensor."""
+    total = torch.full((2,), -1.0 if tensor is None else 0.0, dtype=torch.float64, device=device)
+    if tensor is None:
+        return total
+    for piece in tensor.flatten().split(1 << 24):
+        wide = piece.double()
+        total += torch.stack([wide.abs().sum(), wide.square().sum()]).to(device)  # state may be on the host
+    return total

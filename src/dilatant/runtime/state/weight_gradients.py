@@ -43,29 +43,21 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.splits = True
-        self._deferring = False
-        self._deferred: list[DelayedGradient] = []
+        self.is_deferring = False
+        self.deferred: list[DelayedGradient] = []
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Record weight gradients in backward passes inside instead of computing them."""
-        self._deferring = True
+        self.is_deferring = True
         try:
             yield
         finally:
-            self._deferring = False
-
-    @property
-    def is_deferring(self) -> bool:
-        return self._deferring
-
-    def defer(self, deferred: DelayedGradient) -> None:
-        """Record a linear layer's weight gradient for later."""
-        self._deferred.append(deferred)
+            self.is_deferring = False
 
     def take(self) -> list[DelayedGradient]:
         """Return the weight gradients recorded since the last call, in backward order; for `accumulate`."""
-        deferred, self._deferred = self._deferred, []
+        deferred, self.deferred = self.deferred, []
         return deferred
 
 
@@ -194,7 +186,7 @@ class _DeferredProduct(torch.autograd.Function):
         trains = (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         puts_off = ctx.gradients.is_deferring and ctx.defers
         if puts_off:
-            ctx.gradients.defer(
+            ctx.gradients.deferred.append(
                 (
                     weight if trains[0] else None,
                     bias if trains[1] else None,
@@ -231,7 +223,7 @@ class _GroupedLinear(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         weight, counts = ctx.weight, ctx.counts
         if ctx.gradients.is_deferring:
-            ctx.gradients.defer((weight, None, rows.detach(), gradient.detach(), counts))
+            ctx.gradients.deferred.append((weight, None, rows.detach(), gradient.detach(), counts))
         else:
             _add_products(weight, gradient, rows, counts)
         if not ctx.needs_input_grad[0]:

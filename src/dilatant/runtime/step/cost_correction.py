@@ -8,12 +8,13 @@ plan ahead use the same factors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from threading import Lock
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,6 +47,16 @@ class RankWork:
 
     parts: NDArray[np.float64]
     group: NDArray[np.int64]
+
+
+class _State(msgspec.Struct):
+    origin: str
+    units: list[str]
+    finished: int | None
+    sums: list[list[float]]
+    versions: dict[int, list[list[float]]]
+    slowness: dict[str, list[Any]]
+    slow: dict[int, list[float]]
 
 
 class CostCorrection:
@@ -159,42 +170,37 @@ class CostCorrection:
     def to_json(self) -> str:
         """Serialize the state between two steps, for a checkpoint."""
         with self._lock:
-            return json.dumps(
-                {
-                    "origin": self.origin.origin,
-                    "units": self._units,
-                    "finished": self._finished,
-                    "sums": self._sums.tolist(),
-                    "versions": {str(number): factors.tolist() for number, factors in self._versions.items()},
-                    "slowness": self.slowness.to_document(),
-                    "slow": {str(number): factors.tolist() for number, factors in self._slow.items()},
-                }
+            versions, slow = (
+                {number: factors.tolist() for number, factors in by_version.items()}
+                for by_version in (self._versions, self._slow)
             )
+            slowness = self.slowness.to_document()
+            sums = self._sums.tolist()
+            state = _State(self.origin.origin, self._units, self._finished, sums, versions, slowness, slow)
+        return msgspec.json.encode(state).decode()
 
     def from_json(self, text: str) -> None:
         """Restore the state that `to_json` wrote. A state with other units or costs of another origin is ignored, since
         its factors mean something else. Raises ValueError for malformed input."""
         try:
-            state = json.loads(text)
-            same = state["origin"] == self.origin.origin and state["units"] == self._units
-            sums = np.asarray(state["sums"], dtype=np.float64)
-            versions = {int(n): np.asarray(f, dtype=np.float64) for n, f in state["versions"].items()}
-            finished = None if state["finished"] is None else int(state["finished"])
-            slow = {int(n): np.asarray(f, dtype=np.float64) for n, f in state.get("slow", {}).items()}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            state = msgspec.json.decode(text, type=_State)
+            sums = np.asarray(state.sums)
+            versions = {number: np.asarray(factors) for number, factors in state.versions.items()}
+        except ValueError as error:
             raise ValueError(f"not the state of a run's costs: {type(error).__name__}: {error}") from error
-        if not same:
+        if (state.origin, state.units) != (self.origin.origin, self._units):
             return
         shapes = {factors.shape for factors in versions.values()}
         if sums.shape != self._sums.shape or shapes != {(len(self._sums), PARTS)} or 0 not in versions:
             raise ValueError("not the state of a run's costs: its arrays have other shapes")
         with self._lock:
-            self._sums, self._versions, self._finished = sums, versions, finished
+            self._sums, self._versions, self._finished = sums, versions, state.finished
             self._costs = {}
-            nobody = np.ones(len(self.slowness.factors))
-            if slow.keys() != versions.keys() or not self.slowness.from_document(state["slowness"]):
+            even = np.ones(len(self.slowness.factors))
+            slow = {number: np.asarray(factors) for number, factors in state.slow.items()}
+            if slow.keys() != versions.keys() or not self.slowness.from_document(state.slowness):
                 slow = {}  # saved for other ranks
-            self._slow = {number: slow.get(number, nobody) for number in versions}
+            self._slow = {number: slow.get(number, even) for number in versions}
 
     def _drift_of(self, sums: NDArray[np.float64]) -> dict[str, float]:
         """Return unit → measured over predicted seconds by the original costs, for units that had work."""
@@ -207,15 +213,15 @@ class CostCorrection:
         return drift
 
     def _warning(self) -> str | None:
-        far = {
+        drifted = {
             name: drift
             for name, drift in self._drift_of(self._sums).items()
             if not 1 / DRIFT <= drift <= DRIFT
         }
-        if self._warned or not far or not self.origin.origin.startswith("measured"):
+        if self._warned or not drifted or not self.origin.origin.startswith("measured"):
             return None
         self._warned = True
-        listed = ", ".join(f"{name} {drift:.2f} times" for name, drift in far.items())
+        listed = ", ".join(f"{name} {drift:.2f} times" for name, drift in drifted.items())
         return (
             f"actions take other times than the costs ({self.origin.origin}) say: {listed}. Is the machine shared? "
             "Otherwise measure again with `dilatant profile`, and plan again"

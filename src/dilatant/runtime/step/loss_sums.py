@@ -1,18 +1,29 @@
-"""Sum the losses that one rank contributes to a step."""
+"""Losses that one rank contributes to a step, and their sums."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dilatant.models.core.stage import StepData
-from dilatant.runtime.forward_outcome import ForwardOutcome
-from dilatant.runtime.partial_step.salvage import LossShare
+from dilatant.models.core.stage import Predictions, StepData
 from dilatant.runtime.state.exact_sums import rounded_loss
+from dilatant.runtime.step.partial_step import LossShare
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutcome:
+    """The loss `name` of a forward (the part of these samples, see `StageOutput`), or the predictions of the unit
+    `name`. by_sample: each sample's part of the unnormalized loss, [samples], if known."""
+
+    name: str
+    value: Tensor | Predictions
+    samples: tuple[int, ...]
+    by_sample: Tensor | None = None
 
 
 def sum_losses(
@@ -25,8 +36,8 @@ def sum_losses(
     sums: dict[str, float] = {}
     nonfinite: list[str] = []
     for part, outcome in zip(parts, outcomes, strict=True):
-        made = itertools.islice(values, len(part))
-        value = sum(map(rounded_loss, made) if exact else made)
+        losses = itertools.islice(values, len(part))
+        value = sum(map(rounded_loss, losses) if exact else losses)
         if not math.isfinite(value):
             nonfinite += [data.samples[sample].id for sample in outcome.samples]
         sums[outcome.name] = sums.get(outcome.name, 0.0) + value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,21 +16,18 @@ from dilatant.models.core.graph import ModelGraph
 from dilatant.models.core.stage import StepData
 from dilatant.plan.costs.step_costs import TOKENS
 from dilatant.plan.plan import Plan
-from dilatant.runtime.forward_outcome import ForwardOutcome
 from dilatant.runtime.state.exact_sums import square_sums, squares_of
-from dilatant.runtime.state.gradient_sync import GradientSync
-from dilatant.runtime.state.owned_weights import OwnedWeights
+from dilatant.runtime.state.shared_weights import BucketedWeights
 from dilatant.runtime.step.cost_correction import CostCorrection
-from dilatant.runtime.step.loss_sums import sum_losses, sum_sources
+from dilatant.runtime.step.loss_sums import ForwardOutcome, sum_losses, sum_sources
 from dilatant.runtime.step.recorder import Recorder
 from dilatant.runtime.step.step_planner import PreparedStep
-from dilatant.runtime.step.step_result import StepResult
-from dilatant.runtime.step.time_shares import ShareCounter
+from dilatant.runtime.step.step_result import ShareCounter, StepResult
 
 
 class StepEnd:
-    """Exchange a step's results between all ranks. costs: receives the measured times. num_sources, exact: see
-    `Runtime`."""
+    """Exchange a step's results between all ranks. costs: receives the measured times. num_sources: see
+    `Execution`."""
 
     def __init__(
         self,
@@ -36,20 +35,17 @@ class StepEnd:
         plan: Plan,
         graph: ModelGraph,
         costs: CostCorrection,
-        sync: GradientSync,
-        owned: OwnedWeights,
+        weights: BucketedWeights,
         recorder: Recorder,
         num_sources: int,
-        exact: bool,
     ) -> None:
         self._comm = comm
         self._graph = graph
         self._costs = costs
-        self._sync = sync
-        self._owned = owned
+        self._owned = weights.owned
+        self._sync = weights.sync
         self._recorder = recorder
         self._num_sources = num_sources
-        self._exact = exact
         self._shares = ShareCounter(plan)
 
     def agree(
@@ -63,59 +59,63 @@ class StepEnd:
     ) -> StepResult:
         """Finish the gradient sync of step `number`, whose actions produced `outcomes` on this rank, and agree with all
         ranks; returns the same result on each. should_stop, found: see `Runtime.execute`."""
-        anchor = self._graph.anchor
-        told = () if step.salvaged is None else step.salvaged.losses_of(self._comm.rank)
-        own_losses, nonfinite = sum_losses(outcomes, data, told, self._exact)
-        own_sources = sum_sources(outcomes, data, told, anchor, self._num_sources)
+        anchor, exact = self._graph.anchor, self._sync.exact is not None
+        salvaged = () if step.salvaged is None else step.salvaged.losses_of(self._comm.rank)
+        own_losses, nonfinite = sum_losses(outcomes, data, salvaged, exact)
+        sources = sum_sources(outcomes, data, salvaged, anchor, self._num_sources)
         self._sync.finish()
         weights = {name: loss.weight for name, loss in self._graph.losses.items()}
         actions = self._recorder.rows()
-        shares = self._shares.own(actions, self._recorder.seconds())
         own_found = list(found())
-        squares = self._own_squares()
-        own = (
-            *(own_losses.get(name, 0.0) for name in weights),
-            *squares,
-            float(should_stop()),
-            float(len(own_found)),
-            *own_sources,
-            *self._costs.own(self._comm.rank, step.work, [action.seconds for action in actions]),
-            *shares,
-        )
+        own = {
+            "losses": [own_losses.get(name, 0.0) for name in weights],
+            "squares": self._own_squares(exact),
+            "stops": [float(should_stop())],
+            "found": [float(len(own_found))],
+            "sources": sources,
+            "costs": self._costs.own(
+                self._comm.rank, step.prediction.work, [action.seconds for action in actions]
+            ),
+            "shares": self._shares.own(actions, self._recorder.seconds()),
+        }
         # A rank that contributes here has all its gradients: when all have contributed, the step may commit.
-        values = torch.tensor(own, dtype=torch.float64)
-        gathered = AsyncAllGather(self._comm, values, "the agreement that all gradients are there").wait()
-        sums = gathered.sum(0).tolist()
-        losses = dict(zip(weights, sums))
-        squared = sums[len(losses) : len(losses) + len(squares)]
-        stops, num_found, *rest = sums[len(losses) + len(squares) :]
-        sources, rest = rest[: len(own_sources)], rest[len(own_sources) :]
-        warning = self._costs.finish(number, rest[: self._costs.num_sums])
+        sums = _sum_by_name(self._comm, own, "the agreement that all gradients are there")
+        losses = dict(zip(weights, sums["losses"]))
+        warning = self._costs.finish(number, sums["costs"])
         loss = sum(weights[name] * value for name, value in losses.items())
         samples: tuple[str, ...] = ()
         if not math.isfinite(loss):
             everybody = all_gather_object(self._comm, nonfinite)
             samples = tuple(dict.fromkeys(name for names in everybody for name in names))
-        everything = all_gather_object(self._comm, own_found) if num_found else []
+        everything = all_gather_object(self._comm, own_found) if sums["found"][0] else []
         return StepResult(
             loss=loss,
             losses=losses,
             target_tokens=int(data.counts[anchor]),
-            grad_norm=math.sqrt(squares_of(squared) if self._exact else squared[0]),
-            should_stop=stops > 0,
-            shares=self._shares.shares(rest[self._costs.num_sums :]),
+            grad_norm=math.sqrt(squares_of(sums["squares"]) if exact else sums["squares"][0]),
+            should_stop=sums["stops"][0] > 0,
+            times=replace(
+                self._shares.shares(sums["shares"]),
+                predicted_seconds=step.prediction.seconds,
+                is_rough=step.prediction.is_rough,
+                drift=self._costs.drift if step.prediction.origin != TOKENS else {},
+            ),
             nonfinite_samples=samples,
             found=tuple(one for of_rank in everything for one in of_rank),
-            predicted_seconds=step.predicted_seconds,
-            is_rough=step.is_rough,
-            drift=self._costs.drift if step.origin != TOKENS else {},
             warning=warning,
-            source_losses=tuple(value / data.counts[anchor] for value in sources),
+            source_losses=tuple(value / data.counts[anchor] for value in sums["sources"]),
         )
 
-    def _own_squares(self) -> list[float]:
+    def _own_squares(self, exact: bool) -> list[float]:
         """Return this rank's part of the squared gradient norm, to be summed over ranks."""
-        if not self._exact:
+        if not exact:
             return [self._owned.squared_norm()]
         gradients = {key: parameter.grad for key, parameter in self._owned.parameters.items()}
-        return square_sums(gradient for _, gradient in self._owned.spoken_parts(gradients))
+        return square_sums(gradient for _, gradient in self._owned.primary_parts(gradients))
+
+
+def _sum_by_name(comm: Comm, values: Mapping[str, Sequence[float]], what: str) -> dict[str, list[float]]:
+    """Sum lists of numbers over all ranks, which have the same names and lengths; called by all ranks."""
+    numbers = torch.tensor([*chain.from_iterable(values.values())], dtype=torch.float64)
+    sums = AsyncAllGather(comm, numbers, what).wait().sum(0).split([len(part) for part in values.values()])
+    return {name: part.tolist() for name, part in zip(values, sums, strict=True)}

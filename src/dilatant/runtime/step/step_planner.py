@@ -17,10 +17,10 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.core.graph import ModelGraph
 from dilatant.plan.costs.step_costs import TOKENS
 from dilatant.plan.plan import Plan
-from dilatant.runtime.partial_step.salvage import LayerWeights, PartialStep, ReusePlan, patterns_of
 from dilatant.runtime.routes import Routes, derive_routes
 from dilatant.runtime.step.agreement import digest
 from dilatant.runtime.step.cost_correction import CostCorrection, RankWork
+from dilatant.runtime.step.partial_step import LayerWeights, PartialStep, ReusePlan, patterns_of
 from dilatant.schedule.assignment.assign import split_by_pattern
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.families.families import gpipe
@@ -42,13 +42,33 @@ class SizedSample(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StepPrediction:
+    """Predicted times of a step. timed: the simulated step, by the costs in effect. work: uncorrected predicted costs
+    of this rank's actions. origin: source of the costs. is_rough: they are neither measured nor corrected by
+    measurements."""
+
+    timed: TimedStep
+    work: RankWork
+    origin: str
+    is_rough: bool
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from the first action to synced gradients; None if the costs are in tokens."""
+        return None if self.origin == TOKENS else self.timed.seconds_synced
+
+    def timeline(self) -> Timeline | None:
+        """Return the times of all actions and the reasons for idle time; None if the costs are in tokens."""
+        return None if self.origin == TOKENS else self.timed.timeline()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
     """A step of one global batch, planned and compiled for one rank.
 
     tokens: unit → tokens of each sample. draws: by sample. actions, routes: of this rank. digests: values that all
-    ranks must agree on. work: uncorrected predicted costs of this rank's actions. timed: the simulated step, by the
-    costs in effect. is_rough: these costs are neither measured nor corrected by measurements. forwards: the step has no
-    backward. salvaged: recovered gradients of a failed step; then only the missing samples run.
+    ranks must agree on. forwards: the step has no backward. salvaged: recovered gradients of a failed step; then only
+    the missing samples run.
     """
 
     assignment: Assignment
@@ -58,10 +78,7 @@ class PreparedStep:
     actions: tuple[Action, ...]
     routes: Routes
     digests: Mapping[str, int]
-    work: RankWork
-    timed: TimedStep
-    origin: str
-    is_rough: bool
+    prediction: StepPrediction
     forwards: bool = False
     salvaged: PartialStep | None = None
 
@@ -73,22 +90,11 @@ class PreparedStep:
         kept = self.salvaged
         return {
             **self.digests,
-            "what is salvaged": digest(
-                "" if kept is None else f"{sorted(kept.missing)} {kept.salvage.layers}"
-            ),
+            "what is salvaged": digest("" if kept is None else f"{sorted(kept.missing)} {kept.reuse.layers}"),
             "the global batch": digest("\n".join(sample.key for sample in samples)),
             "tokens or labels": digest(np.asarray([s.content_digest for s in samples], dtype=np.int64)),
             "the step number": number,
         }
-
-    @property
-    def predicted_seconds(self) -> float | None:
-        """Seconds from the first action to synced gradients; None if the costs are in tokens."""
-        return None if self.origin == TOKENS else self.timed.seconds_synced
-
-    def predicted_timeline(self) -> Timeline | None:
-        """Return the predicted times of all actions and the reasons for idle time; None if the costs are in tokens."""
-        return None if self.origin == TOKENS else self.timed.timeline()
 
 
 class StepPlanner:
@@ -109,9 +115,7 @@ class StepPlanner:
         self._microbatching = microbatching
         self._costs = costs
         self._rank = rank
-        self._with_backward = {
-            index for index, backward in enumerate(trainability.backward) if backward
-        }  # fmt: skip
+        self._with_backward = {index for index, trains in enumerate(trainability.backward) if trains}
 
     def plan_step(self, samples: Sequence[SizedSample], step: int, forwards: bool = False) -> PreparedStep:
         """Plan step `step` of the run from a global batch. forwards: plan only forwards, of units on which the language
@@ -129,14 +133,19 @@ class StepPlanner:
             schedule = self._microbatching.family(self._plan, assignment, self._trainability)
         return self.prepare(samples, assignment, schedule, step, forwards)
 
-    def plan_missing(self, samples: Sequence[SizedSample], salvaged: PartialStep) -> PreparedStep:
-        """Plan the missing part of a partly recovered step. Raises the errors of `plan_step`."""
-        step, missing = salvaged.salvage.step, sorted(salvaged.missing)
-        costs = self._costs.costs_at(step)
-        tokens = {
-            unit: tuple(counts[sample] for sample in missing)
-            for unit, counts in self._tokens(samples).items()
-        }
+    def plan_missing(
+        self,
+        samples: Sequence[SizedSample],
+        reuse: ReusePlan,
+        weights: LayerWeights,
+        loss_layers: Mapping[str, range],
+    ) -> PreparedStep:
+        """Plan the missing part of a partly recovered step, see `ReusePlan.missing`. Raises the errors of
+        `plan_step`."""
+        all_tokens = self._tokens(samples)
+        missing = sorted(reuse.missing(all_tokens, weights, loss_layers))
+        costs = self._costs.costs_at(reuse.step)
+        tokens = {unit: tuple(counts[sample] for sample in missing) for unit, counts in all_tokens.items()}
         fewer = -(-self._microbatching.num_microbatches * len(missing) // len(samples))
         few = assign_step(
             self._plan,
@@ -148,24 +157,16 @@ class StepPlanner:
         numbered = Assignment(
             {
                 unit: tuple(
-                    tuple(tuple(missing[place] for place in batch) for batch in own) for own in replicas
+                    tuple(tuple(missing[place] for place in batch) for batch in batches)
+                    for batches in replicas
                 )
                 for unit, replicas in few.microbatches.items()
             }
         )
-        assignment = split_by_pattern(numbered, patterns_of(missing, salvaged.salvage.covered()))
+        assignment = split_by_pattern(numbered, patterns_of(missing, reuse.covered()))
         schedule = self._microbatching.family(self._plan, assignment, self._trainability)
-        return replace(self.prepare(samples, assignment, schedule, step), salvaged=salvaged)
-
-    def missing(
-        self,
-        samples: Sequence[SizedSample],
-        salvage: ReusePlan,
-        weights: LayerWeights,
-        speaking: Mapping[str, range],
-    ) -> PartialStep:
-        """Return the recovered part of a global batch, and the samples that must be rerun; see `ReusePlan.missing`."""
-        return PartialStep(salvage, salvage.missing(self._tokens(samples), weights, speaking))
+        step = self.prepare(samples, assignment, schedule, reuse.step)
+        return replace(step, salvaged=PartialStep(reuse, frozenset(missing)))
 
     def prepare(
         self,
@@ -195,11 +196,13 @@ class StepPlanner:
                     np.asarray([sample.draw for sample in samples], dtype=np.int64),
                 ),
             },
-            work=self._own_work(graph, timed),
-            timed=timed,
-            origin=costs.origin,
-            is_rough=not costs.origin.startswith("measured")
-            and (forwards or not self._costs.is_corrected_at(step)),
+            prediction=StepPrediction(
+                timed,
+                self._own_work(graph, timed),
+                costs.origin,
+                not costs.origin.startswith("measured")
+                and (forwards or not self._costs.is_corrected_at(step)),
+            ),
             forwards=forwards,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilatant.plan.boxes import Box, BoxIntervals, parse_key
+from dilatant.plan.boxes import Box, parse_key
 
 Tensors = dict[str, Any]
 """Tensors under nested names: {"model": {key: tensor}, "optimizer": {key: {"exp_avg": tensor}}}, keyed by `Box.key`."""
@@ -33,27 +33,28 @@ class BoxPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """Location and form of a stored piece. dtype: text if torch has no such type."""
+    """Location and form of a stored piece."""
 
     box: Box
     file: Path
     key: str
-    dtype: torch.dtype | str
+    dtype: torch.dtype
 
 
 def pieces_of(tensors: Tensors, shapes: Shapes, prefix: str = "") -> Iterator[BoxPiece]:
     """Yield every tensor with its box. A scalar beside a weight's boxes (its step count) is of the whole weight."""
     for key, value in tensors.items():
-        if isinstance(value, Tensor):
-            yield _piece(key, value, shapes, prefix)
-        else:
-            name, intervals = parse_key(key)
-            if intervals is None or name not in shapes:
+        name, intervals = parse_key(key)
+        if intervals is None or name not in shapes:
+            if isinstance(value, Tensor):
+                yield BoxPiece(Box.of(prefix + key, value.shape), value)
+            else:
                 yield from pieces_of(value, shapes, f"{prefix}{key}.")
-                continue
-            for kind, tensor in value.items():
-                box = _box(f"{prefix}{name}.{kind}", tensor, shapes[name], intervals)
-                yield BoxPiece(box, tensor)
+            continue
+        for kind, tensor in (("", value),) if isinstance(value, Tensor) else value.items():
+            full, shape = f"{prefix}{name}.{kind}".removesuffix("."), shapes[name]
+            is_whole = tensor.ndim == 0 and shape
+            yield BoxPiece(Box.of(full, ()) if is_whole else Box(full, shape, intervals), tensor)
 
 
 def stored_box(name: str, shape: Sequence[int], shapes: Shapes) -> Box:
@@ -91,16 +92,3 @@ def sources(wanted: Box, stored: Sequence[StoredPiece]) -> list[tuple[StoredPiec
         if both is not None:
             found += [(piece, cell) for cell in both.cells()]
     return found
-
-
-def _piece(key: str, tensor: Tensor, shapes: Shapes, prefix: str) -> BoxPiece:
-    name, intervals = parse_key(key)
-    if intervals is None or name not in shapes:
-        return BoxPiece(Box.of(prefix + key, tensor.shape), tensor)
-    return BoxPiece(_box(prefix + name, tensor, shapes[name], intervals), tensor)
-
-
-def _box(name: str, tensor: Tensor, shape: tuple[int, ...], intervals: BoxIntervals) -> Box:
-    if tensor.ndim == 0 and shape:
-        return Box.of(name, ())
-    return Box(name, shape, intervals)

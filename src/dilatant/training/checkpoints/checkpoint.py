@@ -39,20 +39,6 @@ CONTINUED = "continues.txt"
 """File naming the checkpoint elsewhere that a run continues from, until the run has a checkpoint of its own."""
 
 _READERS = 4
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +155,7 @@ def load(
         elif held[0].box.whole != whole:
             problems[f"{name} is {list(whole)} here and {list(held[0].box.whole)} there"] = None
         elif (dtype := held[0].dtype) != piece.tensor.dtype and not _may_round(dtype, piece.tensor.dtype):
-            problems[f"{name} is {_short(piece.tensor.dtype)} here and {_short(dtype)} there"] = None
+            problems[f"{name} is {str(piece.tensor.dtype)[6:]} here and {str(dtype)[6:]} there"] = None
         else:
             cells = sources(piece.box, held)
             if sum(cell.size for _, cell in cells) != piece.box.size:
@@ -219,7 +205,7 @@ def _stored(checkpoint: Path) -> dict[str, list[StoredPiece]]:
                 with _reading(file), safe_open(file, framework="pt") as reader:
                     for key in reader.keys():  # noqa: SIM118  # it is no dict
                         view = reader.get_slice(key)
-                        dtype = _DTYPES.get(view.get_dtype(), view.get_dtype())
+                        dtype = (view[:0] if view.get_shape() else reader.get_tensor(key)).dtype
                         try:
                             box = stored_box(f"{kind}.{key}", view.get_shape(), part.shapes)
                         except ValueError as error:
@@ -244,11 +230,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(f"{str(path)!r} cannot be read: {reason}") from None
 
 
-def _may_round(stored: torch.dtype | str, wanted: torch.dtype) -> bool:
+def _may_round(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return True if a run in one precision may read what a run in another wrote."""
     formats = (torch.float32, torch.bfloat16)
     return stored in formats and wanted in formats
-
-
-def _short(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -20,25 +20,28 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+Content = TypeVar("Content")
 
 FORMAT = 2
-READABLE = (1, 2)
-"""Formats that can be read; format 1 had whole weights only."""
 
 MANIFEST = "manifest.json"
 PART_MANIFEST = "part.json"
 FROZEN = "frozen"
 
-Branch = tuple[tuple[str, int], ...]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Session = Annotated[str, msgspec.Meta(min_length=1)]
+Branch = tuple[tuple[Session, Count], ...]
 """(session, its last step on this branch), oldest first."""
 
 _STEP_FOLDER = re.compile(r"(?:abandoned-)?step-(\d{8,})(?:\.\d+)?")
-_PART_FOLDER = re.compile(r"part-\d{5,}")
-_FILE = re.compile(r"[a-z_]+\.safetensors")
-_FROZEN_FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
+_PartFolder = Annotated[str, msgspec.Meta(pattern=r"\Apart-\d{5,}\Z")]
+_File = Annotated[str, msgspec.Meta(pattern=r"\A[a-z_]+\.safetensors\Z")]
+_FrozenFile = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\.safetensors\Z")]
 _CHUNK_BYTES = 1 << 22
 _LONGEST_JSON_BYTES = 1 << 26
 
@@ -47,24 +50,22 @@ class DamagedError(ValueError):
     """Raised if a file of a checkpoint is not what was written; the text names the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size and checksum of a file as written. checksum: SHA-256 in hexadecimal."""
 
-    bytes: int
+    bytes: Count
     checksum: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
+class RankPart(msgspec.Struct, frozen=True):
     """Files written by one rank. frozen: names of files in `frozen/` beside the checkpoint. shapes: full name → full
     shape of every tensor that is stored as boxes."""
 
-    step: int
-    session: str
-    files: dict[str, Stamp]
-    frozen: dict[str, Stamp]
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    step: Count
+    session: Session
+    files: dict[_File, Stamp]
+    frozen: dict[_FrozenFile, Stamp]
+    shapes: dict[str, tuple[Count, ...]]
 
     def paths(self, folder: Path) -> dict[Path, Stamp]:
         """Return every tensor file with its stamp. folder: the part's own."""
@@ -73,15 +74,14 @@ class RankPart:
         return own | shared
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True):
     """Manifest that binds the parts. values: plain JSON, the same on all ranks. parts: folder → its part.json."""
 
-    step: int
-    session: str
+    step: Count
+    session: Session
     branch: Branch
     values: dict[str, Any]
-    parts: dict[str, Stamp]
+    parts: Annotated[dict[_PartFolder, Stamp], msgspec.Meta(min_length=1)]
 
     @property
     def whole_branch(self) -> Branch:
@@ -115,17 +115,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
     content = _read_json(checkpoint / MANIFEST, MANIFEST)
     checksum = content.pop("checksum", None)
     _expect(checksum == _checksum_of(content), MANIFEST, "differs from what was written")
-    _expect(isinstance(content.get("values"), dict), MANIFEST, "has no usable 'values'")
-    manifest = Manifest(
-        *_step_and_session(content, MANIFEST),
-        _branch(content.get("branch")),
-        content["values"],
-        _stamps(content.get("parts"), _PART_FOLDER, MANIFEST, "parts"),
-    )
-    _expect(bool(manifest.parts), MANIFEST, "names no part")
-    named, told = step_of(checkpoint), manifest.values.get("step", manifest.step)
+    manifest = _converted(content, Manifest, MANIFEST)
+    named, stated = step_of(checkpoint), manifest.values.get("step", manifest.step)
     _expect(named in (None, manifest.step), MANIFEST, f"is of step {manifest.step}, unlike the folder's name")
-    _expect(told == manifest.step, MANIFEST, f"is of step {manifest.step}, but its values are of another")
+    _expect(stated == manifest.step, MANIFEST, f"is of step {manifest.step}, but its values are of another")
     return manifest
 
 
@@ -145,13 +138,7 @@ def read_parts(checkpoint: Path, manifest: Manifest) -> dict[Path, RankPart]:
 
 def read_part(path: Path, place: str) -> RankPart:
     """Read a part.json. place: its name in errors. Raises DamagedError."""
-    content = _read_json(path, place)
-    return RankPart(
-        *_step_and_session(content, place),
-        _stamps(content.get("files"), _FILE, place, "files"),
-        _stamps(content.get("frozen"), _FROZEN_FILE, place, "frozen"),
-        _shapes(content.get("shapes", {}), place),
-    )
+    return _converted(_read_json(path, place), RankPart, place)
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -188,50 +175,15 @@ def _read_json(path: Path, place: str) -> dict[str, Any]:
         raise DamagedError(f"{place} is not JSON") from None
     _expect(isinstance(content, dict), place, "is not a JSON object")
     found = content.get("format")
-    known = _is_count(found) and found in READABLE
-    listed = " and ".join(map(str, READABLE))
-    _expect(known, place, f"is of format {found!r}, and this version reads {listed}")
+    _expect(found == FORMAT, place, f"is of format {found!r}, and this version reads {FORMAT}")
     return content
 
 
-def _step_and_session(content: Mapping[str, Any], place: str) -> tuple[int, str]:
-    step, session = content.get("step"), content.get("session")
-    _expect(_is_count(step), place, "has no usable 'step'")
-    _expect(_is_session(session), place, "has no usable 'session'")
-    return cast(int, step), cast(str, session)
-
-
-def _stamps(content: Any, names: re.Pattern[str], place: str, key: str) -> dict[str, Stamp]:
-    _expect(isinstance(content, dict), place, f"has no usable {key!r}")
-    for name, entry in content.items():
-        fits = isinstance(entry, dict) and entry.keys() == {"bytes", "checksum"}
-        fits = fits and _is_count(entry["bytes"]) and isinstance(entry["checksum"], str)
-        _expect(fits and names.fullmatch(name) is not None, place, f"has an unusable entry in {key!r}")
-    return {name: Stamp(entry["bytes"], entry["checksum"]) for name, entry in content.items()}
-
-
-def _shapes(content: Any, place: str) -> dict[str, tuple[int, ...]]:
-    _expect(isinstance(content, dict), place, "has no usable 'shapes'")
-    for shape in content.values():
-        fits = isinstance(shape, list) and all(map(_is_count, shape))
-        _expect(fits, place, "has an unusable entry in 'shapes'")
-    return {name: tuple(shape) for name, shape in content.items()}
-
-
-def _branch(content: Any) -> Branch:
-    _expect(isinstance(content, list), MANIFEST, "has no usable 'branch'")
-    for entry in content:
-        fits = isinstance(entry, list) and len(entry) == 2 and _is_session(entry[0]) and _is_count(entry[1])
-        _expect(fits, MANIFEST, "has an unusable entry in 'branch'")
-    return tuple((session, step) for session, step in content)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_session(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+def _converted(content: dict[str, Any], kind: type[Content], place: str) -> Content:
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise DamagedError(f"{place} has unusable content: {error}") from None
 
 
 def _expect(fits: bool, place: str, otherwise: str) -> None:
@@ -240,14 +192,8 @@ def _expect(fits: bool, place: str, otherwise: str) -> None:
 
 
 def _plain(value: RankPart | Manifest) -> dict[str, Any]:
-    def plain(item: Any) -> Any:
-        if isinstance(item, Stamp):
-            return {"bytes": item.bytes, "checksum": item.checksum}
-        return {key: plain(entry) for key, entry in item.items()} if isinstance(item, dict) else item
-
     # Through JSON and back, so that the checksum is of what a reader will find: keys are text, tuples are lists.
-    fields = {name: plain(getattr(value, name)) for name in value.__slots__}
-    return json.loads(json.dumps(fields))
+    return json.loads(json.dumps(msgspec.to_builtins(value)))
 
 
 def _text(content: Mapping[str, Any]) -> str:

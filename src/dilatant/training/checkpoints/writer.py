@@ -86,8 +86,6 @@ class CheckpointWriter:
         Call this on rank 0, after all ranks have read `checkpoint` (which may be renamed) and the config is known to be
         right. Raises UserError.
         """
-        if self._rank != 0:
-            raise ValueError("rank 0 begins the branch")
         try:
             self._branch = read_manifest(checkpoint).whole_branch
             retire_other_branches(self._folder, self._branch)
@@ -147,8 +145,6 @@ class CheckpointWriter:
         waits for the other parts for `patience_seconds`. If they do not appear, nothing is published, and the next
         `wait` raises UserError. Does nothing if nothing was saved.
         """
-        if self._rank != 0:
-            raise ValueError("rank 0 publishes")
         if self._unpublished is None:
             return
         (step, values), self._unpublished = self._unpublished, None

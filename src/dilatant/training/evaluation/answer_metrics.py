@@ -20,23 +20,23 @@ ANLS_THRESHOLD = 0.5
 
 def exact_match(expected: Sequence[str], written: Sequence[str]) -> float:
     """Return the share of answers that equal the expected ones but for blanks around them, in [0, 1]."""
-    right = sum(wanted.strip() == said.strip() for wanted, said in zip(expected, written, strict=True))
+    right = sum(wanted.strip() == answer.strip() for wanted, answer in zip(expected, written, strict=True))
     return right / max(1, len(expected))
 
 
 def anls(expected: Sequence[str], written: Sequence[str]) -> float:
     """Return the average normalised Levenshtein similarity, in [0, 1]: case-insensitive, 0 below `ANLS_THRESHOLD`."""
     total = 0.0
-    for wanted, said in zip(expected, written, strict=True):
-        wanted, said = wanted.strip().lower(), said.strip().lower()
-        similar = 1 - edits(wanted, said) / max(len(wanted), len(said), 1)
+    for wanted, answer in zip(expected, written, strict=True):
+        wanted, answer = wanted.strip().lower(), answer.strip().lower()
+        similar = 1 - edits(wanted, answer) / max(len(wanted), len(answer), 1)
         total += similar if similar >= ANLS_THRESHOLD else 0.0
     return total / max(1, len(expected))
 
 
 def wer(expected: Sequence[str], written: Sequence[str]) -> float:
     """Return the word error rate: word edits over expected words, of all answers together. It may exceed 1."""
-    pairs = [(wanted.split(), said.split()) for wanted, said in zip(expected, written, strict=True)]
+    pairs = [(wanted.split(), answer.split()) for wanted, answer in zip(expected, written, strict=True)]
     return sum(edits(*pair) for pair in pairs) / max(1, sum(len(wanted) for wanted, _ in pairs))
 
 

@@ -9,18 +9,21 @@ answers are generated to the end (`greedy_answers.write_answers`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dilatant.comm.gather import all_gather_object
-from dilatant.config.train import LOSS
-from dilatant.runtime.runtime import Runtime
+from dilatant.config.train import LOSS, EvaluationConfig
+from dilatant.data.order.blend import Blend
+from dilatant.planning.assemble import Samples
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.evaluation.answer_metrics import measure
 from dilatant.training.evaluation.generation import decode_answer
 from dilatant.training.evaluation.greedy_answers import GreedyAnswer, verify_answers, write_answers
 from dilatant.training.feeding.feed import StepInput
+from dilatant.training.feeding.inputs import RankInputs
+from dilatant.training.run_state import RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,86 +69,107 @@ class Evaluation:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationSettings:
-    """Settings of an evaluation. metrics: their names. sources: names of the data sets. max_new_tokens: of a generated
-    answer. stop_ids: the tokens that end one."""
+class Evaluator:
+    """Evaluate a run while it trains, with its EMA weights if there are any; called by all ranks together. how: the
+    config's section."""
 
-    tokenizer: Any
-    metrics: tuple[str, ...]
-    sources: tuple[str, ...]
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
+    def __init__(self, how: EvaluationConfig, samples: Samples, inputs: RankInputs, state: RunState) -> None:
+        self._how = how
+        self._held_out = samples.held_out
+        self._tokenizer = samples.tokenizer
+        self._stop_ids = samples.encoding.chat.stop_ids
+        self._inputs = inputs
+        self._state = state
+        self._writes = any(name != "exact_match" for name in how.metrics)
+        """True if a metric needs answers that are generated to the end."""
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate on the held-out data, None without any: batches whose only targets are answer tokens. All ranks get
+        the same result; the model is in evaluation mode meanwhile. Raises UserError, on rank 0, if a user's metric
+        fails."""
+        if self._held_out is None:
+            return None
+        runtime = self._state.runtime
+        verdicts: list[Verdict] = []
+        skipped: list[str] = []
+        with self._state.averaged():
+            runtime.train(False)
+            try:
+                for question in self._inputs.held_out(self._how.limit, self._how.batch_size):
+                    verdicts += self._judge(question)
+                    skipped += question.batch.problems
+            finally:
+                runtime.train()
+        # A user's metric runs on rank 0 alone; all ranks decide by its value there.
+        own = self._figures(verdicts) if runtime.comm.rank == 0 else None
+        figures, by_source = all_gather_object(runtime.comm, own)[0]
+        return Evaluation(tuple(verdicts), tuple(skipped), figures, by_source)
 
     @property
-    def writes(self) -> bool:
-        """True if a metric needs answers that are generated to the end."""
-        return any(name != "exact_match" for name in self.metrics)
+    def is_due(self) -> bool:
+        """True if `judge` evaluates after the last step."""
+        every, state = self._how.steps, self._state
+        return every is not None and (state.step % every == 0 or state.step == state.total_steps)
 
+    def judge(self, on_evaluation: Callable[[int, Evaluation], None]) -> Evaluation | None:
+        """Evaluate after the last step if that is due, and pass the result to the callback `on_evaluation`."""
+        how, state = self._how, self._state
+        evaluation = self.evaluate() if self.is_due else None
+        if evaluation is not None:
+            if how.keep_best is not None:
+                state.best = state.best.after(state.step, evaluation.figures[how.keep_best], how)
+            on_evaluation(state.step, evaluation)
+        return evaluation
 
-def evaluate(
-    runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], how: EvaluationSettings
-) -> Evaluation:
-    """Evaluate the answers of `questions`, batches whose only targets are answer tokens. Called by all ranks together,
-    which get the same result; the model is in evaluation mode meanwhile. Raises UserError, on rank 0, if a user's
-    metric fails."""
-    verdicts: list[Verdict] = []
-    skipped: list[str] = []
-    runtime.train(False)
-    try:
-        for question in questions:
-            verdicts += _judge(runtime, question, how)
-            skipped += question.batch.problems
-    finally:
-        runtime.train()
-    # A user's metric runs on rank 0 alone; all ranks decide by its value there.
-    own = _figures(verdicts, how) if runtime.comm.rank == 0 else None
-    figures, by_source = all_gather_object(runtime.comm, own)[0]
-    return Evaluation(tuple(verdicts), tuple(skipped), figures, by_source)
+    @property
+    def keeps(self) -> bool:
+        """True if the weights after the last step are the best and are to be kept."""
+        return self._how.keep_best is not None and self._state.best.step == self._state.step
 
+    @property
+    def ends_early(self) -> bool:
+        """True if evaluations have not improved for as long as the config allows."""
+        return self._state.best.ends(self._how)
 
-def _figures(
-    verdicts: Sequence[Verdict], how: EvaluationSettings
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    by_source = {}
-    if len(how.sources) > 1:
-        for number, name in enumerate(how.sources):
+    def _judge(self, question: StepInput[PreparedStep]) -> Iterator[Verdict]:
+        samples, runtime = question.batch.samples, self._state.runtime
+        answers = verify_answers(runtime, samples, question.step)
+        verified = {number: answer.written for number, answer in answers.items()}
+        if self._writes:
+            longest = self._how.max_new_tokens
+            write_answers(runtime, samples, question.step, answers, longest, self._stop_ids)
+        for number, sample in enumerate(samples):
+            answer = answers[number]
+            written = (
+                self._text(answer.written) if self._writes else self._verified_text(answer, verified[number])
+            )
+            expected = self._text(answer.expected)
+            yield Verdict(sample.id, expected, written, answer.loss, len(answer.expected), sample.source)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return decode_answer(self._tokenizer, tokens, self._stop_ids)
+
+    def _verified_text(self, answer: GreedyAnswer, proven: Sequence[int]) -> str:
+        """Return all of a right answer, or a wrong one up to its first wrong token ("..." if it goes on there)."""
+        longest = self._how.max_new_tokens
+        if list(proven) == answer.expected and len(proven) <= longest:
+            return self._text(answer.expected)
+        ends = len(proven) >= longest or proven[:longest][-1] in self._stop_ids
+        return self._text(proven[:longest]) + ("" if ends else "...")
+
+    def _figures(self, verdicts: Sequence[Verdict]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+        names = self._held_out.source_names if isinstance(self._held_out, Blend) else ()
+        by_source = {}
+        for number, name in enumerate(names if len(names) > 1 else ()):
             own = [verdict for verdict in verdicts if verdict.source == number]
             if own:
-                by_source[name] = _of(own, how.metrics)
-    return _of(verdicts, how.metrics), by_source
+                by_source[name] = _measured(own, self._how.metrics)
+        return _measured(verdicts, self._how.metrics), by_source
 
 
-def _of(verdicts: Sequence[Verdict], metrics: Sequence[str]) -> dict[str, float]:
+def _measured(verdicts: Sequence[Verdict], metrics: Sequence[str]) -> dict[str, float]:
     expected = [verdict.expected for verdict in verdicts]
     written = [verdict.written for verdict in verdicts]
     tokens = sum(verdict.tokens for verdict in verdicts)
     loss = sum(verdict.loss for verdict in verdicts) / max(1, tokens)
     return {LOSS: loss, **{name: measure(name, expected, written) for name in metrics}}
-
-
-def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: EvaluationSettings) -> Iterator[Verdict]:
-    samples = question.batch.samples
-    answers = verify_answers(runtime, samples, question.step)
-    whole = {number: answer.written for number, answer in answers.items()}
-    if how.writes:
-        write_answers(runtime, samples, question.step, answers, how.max_new_tokens, how.stop_ids)
-    for number, sample in enumerate(samples):
-        answer = answers[number]
-        expected = decode_answer(how.tokenizer, answer.expected, how.stop_ids)
-        written = (
-            decode_answer(how.tokenizer, answer.written, how.stop_ids)
-            if how.writes
-            else _verified_text(answer, whole[number], how)
-        )
-        yield Verdict(sample.id, expected, written, answer.loss, len(answer.expected), sample.source)
-
-
-def _verified_text(answer: GreedyAnswer, proven: Sequence[int], how: EvaluationSettings) -> str:
-    """Return all of a right answer, or a wrong one up to its first wrong token ("..." if it goes on there)."""
-    longest = how.max_new_tokens
-    if list(proven) == answer.expected and len(proven) <= longest:
-        return decode_answer(how.tokenizer, answer.expected, how.stop_ids)
-    written = list(proven[:longest])
-    ends = len(proven) >= longest or written[-1] in how.stop_ids
-    return decode_answer(how.tokenizer, written, how.stop_ids) + ("" if ends else "...")

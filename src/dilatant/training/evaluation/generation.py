@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -12,23 +12,8 @@ from dilatant.data.text.encode import EncodedPrompt
 from dilatant.models.core.stage import on_device
 
 
-class Generates(Protocol):
-    """Model that generates: `MultimodalModel`, or a whole model as transformers loads it."""
-
-    def generate(
-        self,
-        input_ids: torch.Tensor,
-        *,
-        encoder_inputs: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        **generation: Any,
-    ) -> torch.Tensor:
-        """Generate tokens, like `MultimodalModel.generate`."""
-        ...
-
-
 def generate_answers(
-    model: Generates,
+    model: Any,
     tokenizer: Any,
     prompts: Sequence[EncodedPrompt],
     device: torch.device,
@@ -37,7 +22,7 @@ def generate_answers(
     **generation: Any,
 ) -> list[str]:
     """Return the model's answer to each prompt, up to one of `stop_ids` (default: the tokenizer's end-of-text token);
-    greedy unless `generation` says otherwise."""
+    greedy unless `generation` says otherwise. model: a `MultimodalModel`, or a whole model as transformers loads it."""
     if stop_ids is None:
         stop_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

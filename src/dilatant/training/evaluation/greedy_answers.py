@@ -36,18 +36,20 @@ class GreedyAnswer:
     draft: list[int] = field(default_factory=list)
     is_done: bool = False
 
-    def prove(self, given: Sequence[int], said: Sequence[int], longest: int, ends: Collection[int]) -> None:
-        """Accept the verified part of a draft. given: the draft from its beginning; said: the likeliest tokens
-        there."""
+    def prove(
+        self, tokens: Sequence[int], likeliest: Sequence[int], longest: int, ends: Collection[int]
+    ) -> None:
+        """Accept the verified part of a draft. tokens: the draft from its beginning; likeliest: the model's
+        tokens there."""
         right = 0
-        while right < len(given) and given[right] == said[right]:
+        while right < len(tokens) and tokens[right] == likeliest[right]:
             right += 1
-        proven = list(said[: right + 1])
+        proven = list(likeliest[: right + 1])
         stop = next((at for at, token in enumerate(proven) if token in ends), None)
         proven = proven if stop is None else proven[: stop + 1]
         self.written = proven[:longest]
         self.is_done = len(proven) >= longest or stop is not None
-        self.draft = list(said[right + 1 :])
+        self.draft = list(likeliest[right + 1 :])
 
 
 def verify_answers(
@@ -61,9 +63,9 @@ def verify_answers(
         at = np.flatnonzero(labels != NO_LOSS)
         own[number] = [labels[at].tolist(), int(at[0]), predicted.tokens, sum(predicted.losses)]
     answers = {}
-    for number, (expected, prompt, said, loss) in _everywhere(runtime, own).items():
+    for number, (expected, prompt, likeliest, loss) in _everywhere(runtime, own).items():
         answer = GreedyAnswer(expected, loss, prompt)
-        answer.prove(expected, said, len(said), ())
+        answer.prove(expected, likeliest, len(likeliest), ())
         answers[number] = answer
     return answers
 
@@ -89,14 +91,14 @@ def write_answers(
             number: [*answer.written, *answer.draft, *[pad] * longest][:longest]
             for number, answer in answers.items()
         }
-        asked = [
+        drafted = [
             _with_draft(sample, answers[number].prompt, drafts[number], turn)
             for number, sample in enumerate(samples)
         ]
-        again = runtime.prepare(asked, step.assignment, step.schedule, forwards=True)
-        own = {number: one.tokens for number, one in runtime.predict(asked, again).items()}
-        for number, said in _everywhere(runtime, own).items():
-            answers[number].prove(drafts[number], said, longest, ends)
+        again = runtime.prepare(drafted, step.assignment, step.schedule, forwards=True)
+        own = {number: one.tokens for number, one in runtime.predict(drafted, again).items()}
+        for number, likeliest in _everywhere(runtime, own).items():
+            answers[number].prove(drafts[number], likeliest, longest, ends)
 
 
 def _with_draft(sample: EncodedSample, prompt: int, draft: Sequence[int], turn: int) -> EncodedSample:

@@ -80,8 +80,8 @@ def answer_with_pictures(
         )
         text = tokenizer.decode(written[0], skip_special_tokens=True)
         target = next((target for target in targets if text.endswith(target.start)), None)
-        said = text if target is None else text[: -len(target.start)]
-        parts += [said] if said else []
+        shown = text if target is None else text[: -len(target.start)]
+        parts += [shown] if shown else []
         if target is None:
             return parts
         if number == MOST_PICTURES:
@@ -110,18 +110,18 @@ def _picture_at_once(
     places = [target.placeholder_id] * target.tokens_per_item
     ids = np.array([*prompt.sample.input_ids.tolist(), *start, *places])
     sizes = {**prompt.sample.sizes, LANGUAGE: len(ids)}
-    asked = replace(prompt.sample, input_ids=ids, labels=np.full(len(ids), -100), sizes=sizes)
-    data = StepData.of([asked], model.graph.losses, model.language.model.device, draws=["prompt"])
+    question = replace(prompt.sample, input_ids=ids, labels=np.full(len(ids), -100), sizes=sizes)
+    data = StepData.of([question], model.graph.losses, model.language.model.device, draws=["prompt"])
     model.eval()
     rows: dict[str, Tensor] = {}
     for name in model.encoders:
-        if asked.sizes.get(name):
-            made = model[name].run(data, (0,), {}).rows_for(LANGUAGE)
-            assert made is not None
-            rows[name] = made
-    told = model.language.run(data, (0,), rows).rows_for(target.name)
-    assert told is not None
-    return _drawn(model[target.name], told[None], how, "picture 0", seed)
+        if question.sizes.get(name):
+            encoded = model[name].run(data, (0,), {}).rows_for(LANGUAGE)
+            assert encoded is not None
+            rows[name] = encoded
+    hidden = model.language.run(data, (0,), rows).rows_for(target.name)
+    assert hidden is not None
+    return _drawn(model[target.name], hidden[None], how, "picture 0", seed)
 
 
 def rows_behind(
@@ -143,17 +143,6 @@ def rows_behind(
     return hidden[:, -target.tokens_per_item :]
 
 
-def rows_after(model: MultimodalModel, prompt: EncodedPrompt, target: ImageTarget, tokenizer: Any) -> Tensor:
-    """Return the language model's hidden states for a picture that directly follows a prompt: [1, k, hidden]."""
-    device = model.language.model.device
-    start = tokenizer.encode(target.start, add_special_tokens=False)
-    ids = [*prompt.sample.input_ids.tolist(), *start, *[target.placeholder_id] * target.tokens_per_item]
-    with torch.no_grad():
-        return rows_behind(
-            model, torch.tensor([ids], device=device), encoder_inputs([prompt], device), target
-        )
-
-
 def generate_pictures(
     unit: GeneratorUnit, rows: Tensor, how: SamplingSettings, keys: Sequence[str], seed: int = 0
 ) -> Tensor:
@@ -163,12 +152,12 @@ def generate_pictures(
     assert isinstance(net, Diffusion)
     unit.eval()
     with torch.no_grad():
-        told = unit.connector(in_dtype_of(unit.connector, rows))
+        condition = unit.connector(in_dtype_of(unit.connector, rows))
         noise = [
             torch.from_numpy(generator_of(seed, key, unit.unit).standard_normal(net.shape, np.float32))
             for key in keys
         ]
-        return draw(net, in_dtype_of(net, told), torch.stack(noise).to(rows.device), how)
+        return draw(net, in_dtype_of(net, condition), torch.stack(noise).to(rows.device), how)
 
 
 def _drawn(unit: GeneratorUnit, rows: Tensor, how: SamplingSettings, key: str, seed: int) -> Drawn:

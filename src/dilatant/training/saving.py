@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,12 +12,9 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import any_rank
 from dilatant.config.errors import UserError
 from dilatant.plan.boxes import Box
-from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import written_cells
-from dilatant.training.checkpoints.run_state import written_state
 from dilatant.training.checkpoints.writer import PATIENCE_SECONDS, CheckpointWriter
-from dilatant.training.optimizers.averages import Averages
-from dilatant.training.optimizers.master_weights import WithMasters
+from dilatant.training.run_state import RunState
 
 LAST_PATIENCE_SECONDS = 20.0
 """Seconds that rank 0 waits for other ranks' parts of a checkpoint after a rank has failed."""
@@ -27,30 +23,21 @@ LAST_PATIENCE_SECONDS = 20.0
 class Saving:
     """Checkpoints of one rank: its part is written in the background, and rank 0 publishes what all have written.
 
-    A part is the `written_state` of the runtime, the optimizer's masters and the averages.
+    A part is `RunState.written`. keep: how many checkpoints stay in `folder`.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        writer: CheckpointWriter,
-        runtime: Runtime,
-        optimizer: WithMasters,
-        averages: Averages | None,
-    ) -> None:
+    def __init__(self, comm: Comm, folder: Path, keep: int, state: RunState) -> None:
+        session = comm.attempt[:16] or secrets.token_hex(8)
         self._comm = comm
-        self._writer = writer
-        self._runtime = runtime
-        self._optimizer = optimizer
-        self._averages = averages
-        self._shapes = {name: box.whole for name, box in runtime.boxes.items()}
+        self._writer = CheckpointWriter(folder, keep, session, comm.rank, comm.size)
+        self._state = state
         self._unpublished = False
         self.step = 0
         """Step of the last save."""
 
     @cached_property
     def _written(self) -> dict[str, tuple[Box, ...]]:
-        return written_cells(self._runtime.holdings, self._comm.rank)
+        return written_cells(self._state.runtime.holdings, self._comm.rank)
 
     @property
     def published(self) -> Path | None:
@@ -63,12 +50,11 @@ class Saving:
         if checkpoint is not None:
             self._writer.continue_from(checkpoint)
 
-    def save(self, step: int, values: Mapping[str, Any]) -> None:
+    def save(self) -> None:
         """Write this rank's part in the background; it is published when all parts are there. Called by all ranks
-        together. values: the same on all ranks. Raises UserError for non-finite weights, from which no run can
-        continue."""
+        together. Raises UserError for non-finite weights, from which no run can continue."""
         self.complete()
-        self._write(step, values)
+        self._write()
 
     def publish_if_written(self) -> None:
         """Publish the last save if all parts are there already; called by all ranks together."""
@@ -83,13 +69,13 @@ class Saving:
             self._publish()
             self._writer.wait()
 
-    def save_alone(self, step: int, values: Mapping[str, Any] | None) -> None:
-        """Save the last finished step after ranks have lost contact. values: None if an update was interrupted here."""
+    def save_alone(self, half_updated: bool) -> None:
+        """Save the last finished step after ranks have lost contact. half_updated: an update was interrupted here."""
         self._writer.wait()
         if self._unpublished:
             self._publish(LAST_PATIENCE_SECONDS)
-        if self.step != step and values is not None:
-            self._write(step, values)
+        if self.step != self._state.step and not half_updated:
+            self._write()
             self._publish(LAST_PATIENCE_SECONDS)
         self._writer.wait()
 
@@ -97,25 +83,25 @@ class Saving:
         """Finish writing."""
         self._writer.close()
 
-    def _write(self, step: int, values: Mapping[str, Any]) -> None:
-        own = self._optimizer.masters
-        tensors = written_state(self._runtime, own, self._optimizer, self._written, self._averages)
-        finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
+    def _write(self) -> None:
+        state = self._state
+        tensors, masters = state.written(self._written), state.optimizer.masters
+        finite = [torch.isfinite(weight.detach()).all() for weight in masters.values()]
         if finite and not bool(torch.stack(finite).all()):
-            name = next(name for name, ok in zip(own, finite) if not bool(ok))
+            name = next(name for name, ok in zip(masters, finite) if not bool(ok))
             raise UserError(
-                f"weight {name!r} is not finite after step {step}, so nothing is saved; the checkpoint before is "
+                f"weight {name!r} is not finite after step {state.step}, so nothing is saved; the checkpoint before is "
                 "still valid: go on from it with a lower learning rate"
             )
         frozen = [
             cell.key
-            for name, parameter in self._runtime.parameters.items()
+            for name, parameter in self._state.runtime.parameters.items()
             if not parameter.requires_grad
             for cell in self._written[name]
         ]
-        self._writer.save(step, tensors, dict(values), frozen, self._shapes)
+        self._writer.save(state.step, tensors, state.values(), frozen, state.shapes)
         self._unpublished = True
-        self.step = step
+        self.step = state.step
 
     def _publish(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self._unpublished = False

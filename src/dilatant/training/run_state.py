@@ -1,0 +1,221 @@
+"""State of a run on one rank: what checkpoints store, and what the next generation of ranks inherits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from dilatant.config import Config, UserError
+from dilatant.config.train import EvaluationConfig
+from dilatant.data.index.data_identity import DataIdentity
+from dilatant.data.order.sampler import SamplerState
+from dilatant.plan.boxes import Box, parse_key
+from dilatant.planning.assemble import Samples
+from dilatant.runtime.runtime import Runtime
+from dilatant.training.checkpoints.boxes import Tensors
+from dilatant.training.checkpoints.checkpoint import load, stored_shapes
+from dilatant.training.feeding.step_data import count_steps
+from dilatant.training.optimizers.master_weights import AVERAGE, MOMENTS, Averages, WithMasters
+from dilatant.training.optimizers.optimizer import allocate_moments, optimizer_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class BestEvaluation:
+    """Best evaluation so far, the same on all ranks and stored with the run's position. step, value: of its figure;
+    None before any evaluation. since: evaluations after it."""
+
+    step: int | None = None
+    value: float | None = None
+    since: int = 0
+
+    def after(self, step: int, value: float, how: EvaluationConfig) -> BestEvaluation:
+        """Return the record after the evaluation at `step`. A figure that is not finite is never better."""
+        sign = -1.0 if how.smaller_is_better else 1.0
+        gain = math.inf if self.value is None else sign * (value - self.value)
+        if math.isfinite(value) and gain > how.min_delta:
+            return BestEvaluation(step, value)
+        return replace(self, since=self.since + 1)
+
+    def ends(self, how: EvaluationConfig) -> bool:
+        """Return True if training stops early."""
+        return how.patience is not None and self.since >= how.patience
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: Any) -> BestEvaluation:
+        """Read what `to_json` returned. Raises UserError for anything else."""
+        try:
+            return msgspec.convert({} if tree is None else tree, cls)
+        except msgspec.ValidationError:
+            raise UserError(
+                "the checkpoint's value 'best' is no evaluation; resume from another one"
+            ) from None
+
+
+class RunState:
+    """The tensors that this rank holds and owns, and the progress of the run, which is the same on all ranks.
+
+    averages: EMA weights, if the run keeps them. step: optimizer steps done, of `total_steps`. position: in the order
+    of `sampler`. left_out: samples that proved bad, with the reason. best: the best evaluation so far. shapes: weight
+    or buffer held here → its full, unsharded shape.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        samples: Samples,
+        runtime: Runtime,
+        optimizer: WithMasters,
+        averages: Averages | None,
+    ) -> None:
+        self.runtime = runtime
+        self.optimizer = optimizer
+        self.averages = averages
+        self.step = 0
+        self.total_steps = count_steps(config, samples)
+        self.sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
+        self.position = self.sampler.start()
+        self.left_out: Mapping[int, str] = {}
+        self.best = BestEvaluation()
+        self.shapes = {name: box.whole for name, box in runtime.boxes.items()}
+        self._config = config
+        self._samples = samples
+        self._data = DataIdentity.of(samples.train, samples.train_sizes)
+
+    @property
+    def stays(self) -> bool:
+        """True if all of this is what this rank held in the previous generation."""
+        return self.runtime.owned.stays
+
+    def tensors(self) -> Tensors:
+        """Return the masters of the parts of weights that this rank owns, with their moments and averages, frozen
+        weights and buffers, by key; not copies. Parts that other ranks own come from them, with
+        `OwnedWeights.gather`."""
+        fixed = {self.runtime.boxes[name].key: tensor for name, tensor in self._fixed()}
+        return {"model": {**fixed, **self._masters()}, "optimizer": self.beside_masters()}
+
+    def written(self, cells: Mapping[str, tuple[Box, ...]]) -> Tensors:
+        """Return the part of `tensors` that this rank writes; over all ranks every number is written once. cells:
+        logical name → the boxes of frozen weights and buffers that this rank writes."""
+        owned, boxes = self.runtime.owned, self.runtime.boxes
+        model = {
+            cell.key: tensor if cell == boxes[name] else tensor[boxes[name].place(cell)]
+            for name, tensor in self._fixed()
+            for cell in cells[name]
+        }
+        model |= {box.key: part for box, part in owned.primary_parts(self._masters())}
+        state = self.beside_masters()
+        moments: Tensors = {}
+        for kind in (*MOMENTS, AVERAGE):
+            of_kind = {key: tensors[kind] for key, tensors in state.items() if kind in tensors}
+            for box, part in owned.primary_parts(of_kind):
+                moments.setdefault(box.key, {})[kind] = part
+        for key, parts in owned.primary_cells.items():
+            for cell in parts:
+                if "step" in state.get(key, {}) and cell.has_origin:  # one number per weight
+                    moments[cell.key]["step"] = state[key]["step"]
+        return {"model": model, "optimizer": moments}
+
+    def beside_masters(self) -> dict[str, dict[str, Tensor]]:
+        """Return key → kind → what is kept beside a master: moments, once it was updated, and its average, if any."""
+        state = optimizer_tensors(self.optimizer)
+        for key, average in () if self.averages is None else self.averages.tensors.items():
+            state[key] = {**state.get(key, {}), AVERAGE: average}
+        return state
+
+    def names_with_moments(self) -> set[str]:
+        """Return the names of the weights owned by this rank that were updated at least once."""
+        state = optimizer_tensors(self.optimizer)
+        return {parse_key(key)[0] for key, kinds in state.items() if MOMENTS[0] in kinds}
+
+    def values(self) -> dict[str, Any]:
+        """Return the progress of the run as JSON, the same on all ranks."""
+        return {
+            "step": self.step,
+            "position": self.position.to_json(),
+            "data": self._data.by_source,
+            "left_out": dict(self.left_out),
+            "costs": self.runtime.costs.to_json(),
+            "best": self.best.to_json(),
+            "template_date": self._config.data.template_date,
+        }
+
+    def restore(self, checkpoint: Path) -> None:
+        """Read `checkpoint`, written under any layout: weights, moments and data position. Raises UserError."""
+        kinds = [name.rpartition(".") for name in stored_shapes(checkpoint, "optimizer")]
+        tensors = self.allocate({name for name, _, kind in kinds if kind == MOMENTS[0]})
+        averaged = {name for name, _, kind in kinds if kind == AVERAGE}
+        boxes = self.runtime.owned.boxes
+        begins = {key for key in tensors["optimizer"] if boxes[key].name not in averaged}
+        for key in begins:
+            tensors["optimizer"][key].pop(AVERAGE, None)
+        known = {weight.canonical for unit in self.runtime.model.units.values() for weight in unit.weights}
+        values = load(checkpoint, tensors, known=known, shapes=self.shapes)
+        if not isinstance(values.get("step"), int) or "position" not in values:
+            raise UserError(
+                f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
+            )
+        try:
+            self._data.require(values.get("data", ()))
+            self.go_on_from(values)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
+        if self.averages is not None:
+            self.averages.begin(self.optimizer.masters, begins)
+
+    def allocate(self, moments: Set[str]) -> Tensors:
+        """Return `tensors` with moments allocated for the weights named in `moments`; fill it, then `go_on_from`."""
+        boxes = self.runtime.owned.boxes
+        allocate_moments(self.optimizer, {key for key, box in boxes.items() if box.name in moments})
+        return self.tensors()
+
+    def go_on_from(self, values: Mapping[str, Any], stays: bool = False) -> None:
+        """Continue with the state that was filled in, at the step and data position in `values`; called by all ranks.
+        stays: no rank filled anything in. Raises ValueError for malformed costs, UserError where replicas differ."""
+        self.optimizer.loaded()
+        self.runtime.owned.gather()
+        if not stays:
+            self.runtime.require_equal(self.optimizer.masters, self.beside_masters())
+        self.step = values["step"]
+        self.position = self.sampler.resume(SamplerState.from_json(values["position"]))
+        # A run in epochs may have come this far with another batch size.
+        self.total_steps = count_steps(self._config, self._samples, self.step, self.position.samples)
+        self.left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
+        self.best = BestEvaluation.from_json(values.get("best"))
+        if "costs" in values:
+            self.runtime.costs.from_json(values["costs"])
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model compute with the averages, if there are any, inside this context."""
+        if self.averages is None:
+            yield
+            return
+        with self.averages.in_place_of(self.optimizer.masters):
+            self._write_weights()
+            yield
+        # Not after an error: other ranks may be elsewhere, and checkpoints store masters.
+        self._write_weights()
+
+    def _write_weights(self) -> None:
+        self.optimizer.write_weights()
+        self.runtime.owned.gather()
+
+    def _masters(self) -> dict[str, Tensor]:
+        return {key: master.detach() for key, master in self.optimizer.masters.items()}
+
+    def _fixed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the frozen weights and buffers held here by logical name."""
+        trained = self.runtime.owned.weights
+        yield from ((name, tensor) for name, tensor in self.runtime.tensors().items() if name not in trained)
