@@ -9,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
-from dilatant.cost.memory import Zero
 from dilatant.models.core.dtype import cast_weights, quantize, require_shape
 from dilatant.models.core.freeze import check
 from dilatant.models.core.materialize import materialize
 from dilatant.models.core.stage import Boundary, Context, Stage, stage_tensors
-from dilatant.models.core.unit import Unit
 from dilatant.models.dropout.keyed_dropout import StageDropout
 from dilatant.models.language.extension import ContextParallel
-from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import LanguageStage
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
