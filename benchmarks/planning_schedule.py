@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 from machine import machine
 from papers.disttrain_order import disttrain
-from papers.entrain_assignment import entrain
 from planning_quality import grouped_bound, step_bound
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
@@ -127,7 +126,7 @@ def assignment_rows(runs: int, seeds: int = 5) -> Iterator[Row]:
     for samples, count, bar in ((128, 32, 1.15), (512, 128, 1.07)):
         data = [vlm(samples, seed) for seed in range(seeds)]
         bound = float(np.mean([step_bound(shape, seconds) for seconds in data]))
-        for policy in (*POLICIES, disttrain, entrain):
+        for policy in (*POLICIES, disttrain):
             steps = []
             for seed, seconds in enumerate(data):
                 found = assign_microbatches(seconds, count, policy, seed)

@@ -18,7 +18,7 @@ from dilatant.schedule.simulator.simulate import simulate
 from dilatant.schedule.timeline import Timeline
 from papers.datasets import Sizes
 from papers.disttrain_order import disttrain
-from papers.entrain_assignment import entrain as entrain_policy
+from dilatant.schedule.assignment.entrain import entrain as entrain_policy
 from papers.entrain_stability import language_factor, work
 
 # Stages (encoder, LLM) of DistTrain and of Entrain, thesis Tables 4.1 and C.1; DIP has both units on all eight stages.

@@ -89,7 +89,7 @@ def test_a_plan_file_with_nonsense_is_refused_by_its_key(tmp_path: Path, step: A
         plan_from_config(config(tmp_path, step=step), build_model(CASE, "meta"))
 
 
-@pytest.mark.parametrize("policy", ["random", "balanced", "searched"])
+@pytest.mark.parametrize("policy", ["random", "entrain", "balanced", "searched"])
 def test_the_token_budget_holds_under_every_policy(tmp_path: Path, policy: str) -> None:
     model, samples = build_model(CASE, "meta"), build_samples(CASE)
     longest = max(sample.sizes["language"] for sample in samples)

@@ -132,7 +132,7 @@ class PlanConfig(Section):
     chunks: tuple[int, ...] = (1, 2, 4)
     """Stages per group of ranks to try for the language model (interleaved pipelines), unless `parallel.schedule` names
     a schedule other than `interleaved`."""
-    assignment: Literal["random", "balanced", "searched"] | None = None
+    assignment: Literal["random", "entrain", "balanced", "searched"] | None = None
     """The policy that groups samples into microbatches, in plans and in training with several processes. Default: in
     training the policy of `parallel.plan`, else `balanced`."""
     correct_costs: bool = True
@@ -142,8 +142,10 @@ class PlanConfig(Section):
     @field_validator("assignment", mode="before")
     @classmethod
     def _removed_assignment(cls, value: Any) -> Any:
-        if value in ("disttrain", "entrain"):
-            raise ValueError(f"{value!r} is no value any more: 'searched' groups and orders samples better")
+        if value == "disttrain":
+            raise ValueError(
+                "'disttrain' is no value any more: 'searched' also orders microbatches, and better"
+            )
         return value
 
     @model_validator(mode="after")

@@ -25,8 +25,8 @@ from dilatant.schedule.assignment.pipeline_shape import (
 )
 from dilatant.schedule.schedule import Assignment, Microbatch
 
-NamedPolicy = Literal["random", "balanced", "searched"]
-POLICIES: tuple[NamedPolicy, ...] = ("random", "balanced", "searched")
+NamedPolicy = Literal["random", "entrain", "balanced", "searched"]
+POLICIES: tuple[NamedPolicy, ...] = ("random", "entrain", "balanced", "searched")
 Policy = NamedPolicy | Callable[[MicrobatchProblem], ByUnit]
 """A named policy, or a function that returns the microbatches of every unit; units may group samples differently."""
 
@@ -37,7 +37,7 @@ class Microbatches:
 
     `microbatches[unit]` has one tuple of sample numbers per requested microbatch, in execution order (more if a
     policy's microbatches were split to fit the capacity); each sample occurs once in every unit. Empty microbatches
-    (fewer samples than microbatches) are not run. `seconds` is the simulated step, None for
+    (fewer samples than microbatches, or Entrain's K_eff) are not run. `seconds` is the simulated step, None for
     policies that do not simulate; `depths` are the in-flight microbatches by stage that it assumes.
     """
 
@@ -65,6 +65,7 @@ def assign_microbatches(
     Policies:
 
     - `random`: equal counts, in an order drawn from `seed`.
+    - `entrain`: Alg. 4 of Entrain (the thesis, 4.5), with pairwise deferral: units group samples differently.
     - `balanced`: each sample, largest first, to the microbatch whose largest load grows least.
     - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
       `evaluations` simulated steps.
@@ -87,6 +88,8 @@ def assign_microbatches(
         return _shared(problem, _balanced(problem))
     if policy == "random":
         return _cut(problem, _shared(problem, random_slots(problem)))
+    if policy == "entrain":
+        return _cut(problem, _entrain(problem))
     return _searched(problem, evaluations)
 
 
@@ -254,6 +257,14 @@ def _simulated(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
     return replace(found, seconds=shape_seconds(problem.shape, problem.seconds, found.microbatches))
 
 
+def _entrain(problem: MicrobatchProblem) -> Microbatches:
+    from dilatant.schedule.assignment.entrain import entrain
+
+    if problem.shape.num_units == 1:
+        return _simulated(problem, _shared(problem, _balanced(problem)))
+    return _simulated(problem, Microbatches(entrain(problem)))
+
+
 def _searched(problem: MicrobatchProblem, evaluations: int | None) -> Microbatches:
     """Return the best of all policies, improved by a search over membership, order and depth."""
     from dilatant.schedule.assignment.joint_search import joint_search, step_model
@@ -265,6 +276,7 @@ def _searched(problem: MicrobatchProblem, evaluations: int | None) -> Microbatch
     start = min(starts, key=lambda slot_of: model.seconds(_loads(problem, slot_of)))
     slots = (joint_search(model, problem, start, evaluations), *starts)
     candidates = [_simulated(problem, _shared(problem, slot_of)) for slot_of in slots]
+    candidates.append(_cut(problem, _entrain(problem)))
     return _shallowest(problem, min(candidates, key=lambda entry: entry.seconds or 0.0))
 
 

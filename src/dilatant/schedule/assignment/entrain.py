@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.schedule.assignment import entrain_kernels as kernels
 from dilatant.schedule.assignment.pipeline_shape import (
     ByUnit,
     MicrobatchProblem,
@@ -19,7 +20,6 @@ from dilatant.schedule.assignment.pipeline_shape import (
     shape_seconds,
 )
 from dilatant.schedule.schedule import Microbatch
-from papers import entrain_kernels as kernels
 
 RESOLUTION = 1024
 """Subset sums are rounded to this many parts of an overloaded microbatch."""
