@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.assignment.assign import assign_microbatches
+from dilatant.schedule.assignment.entrain import entrain as entrain_policy
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape
 from dilatant.schedule.families.families import eager, one_f_one_b
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
@@ -18,7 +19,6 @@ from dilatant.schedule.simulator.simulate import simulate
 from dilatant.schedule.timeline import Timeline
 from papers.datasets import Sizes
 from papers.disttrain_order import disttrain
-from dilatant.schedule.assignment.entrain import entrain as entrain_policy
 from papers.entrain_stability import language_factor, work
 
 # Stages (encoder, LLM) of DistTrain and of Entrain, thesis Tables 4.1 and C.1; DIP has both units on all eight stages.

@@ -18,8 +18,9 @@ from oracles import microbatches as oracle
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from dilatant.schedule.assignment import entrain_kernels as kernels
 from papers.disttrain_order import disttrain, inter_reorder, order_search
+
+from dilatant.schedule.assignment import entrain_kernels as kernels
 from dilatant.schedule.assignment.entrain import effective_microbatches, entrain, entrain_microbatches
 
 SMALL = st.integers(0, 2**32 - 1)
