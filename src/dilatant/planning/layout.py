@@ -46,7 +46,7 @@ ASSIGNMENT: NamedPolicy = "balanced"
 class TrainingPlan:
     """Plan of a run, and how its steps are cut and ordered.
 
-    schedule: a key of `schedule.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, if a planner
+    schedule: a key of `schedule.families.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, if a planner
     predicted it. costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a
     microbatch, if limited; `num_microbatches` is then the minimum of a step. zero: which ranks share optimizer state.
     """

@@ -312,8 +312,9 @@ def time_plan(
 ) -> PlannedRun:
     """Time a given plan on the cluster of the problem, as a "search" among this plan alone.
 
-    Without `num_microbatches`, the fastest that `plan.microbatch_sizes` allow is used; row_tokens: as in `Candidate`.
-    Raises UserError for a plan that cannot train this model here, or a batch that does not divide among its pipelines.
+    Without `num_microbatches`, the fastest that `plan.microbatch_sizes` allow is used; row_tokens: as in
+    `PlanCandidate`. Raises UserError for a plan that cannot train this model here, or a batch that does not divide
+    among its pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
     score = scorer_of(problem)

@@ -1,7 +1,7 @@
 """Routes: the messages that one rank receives before, and sends after, each of its actions.
 
-Both ends of an edge derive the same messages from `schedule.messages`; this module selects those of one rank, and omits
-gradients for stages that need none.
+Both ends of an edge derive the same messages from `schedule.dependencies`; this module selects those of one rank, and
+omits gradients for stages that need none.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ SIZES = ["num_units", "query_tokens", "key_tokens", "num_tokens", "window"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# The 64-bit word of `mask.py` as two 32-bit halves, so that pairs of tokens need no 64-bit arithmetic.
+# The 64-bit word of `attention.masks.mask` as two 32-bit halves, so that pairs of tokens need no 64-bit arithmetic.
 _MODALITIES = tl.constexpr(0xFFF)
 _ATTEND_SHIFT = tl.constexpr(12)
 _TOGETHER = tl.constexpr(1 << 24)

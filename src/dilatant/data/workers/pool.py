@@ -34,7 +34,7 @@ IO_PAUSE_SECONDS = 0.1
 class SampleRequest:
     """A request for a sample, or for parts of it.
 
-    draw: unique among the open requests of its data set. index: in its data set. parts: `encode.TOKENS` (ids, labels)
+    draw: unique among the open requests of its data set. index: in its data set. parts: `TOKENS` (ids, labels)
     and names of media units to decode. dataset: key into the pool's data sets. nbytes: estimated size of the encoded
     sample, which bounds reading ahead; 0 if unknown. sample: the undecoded sample itself, if it comes from a stream.
     """

@@ -109,7 +109,7 @@ class EncoderStage(Stage):
     """Layers of an encoder and its projector, run on all items of the samples in one batch.
 
     model: the encoder or a slice of it, None on a stage with only the projector. projector: None before the last stage.
-    adapter: runs slices of some families (see `encoder_adapters`).
+    adapter: runs slices of some families (see `ADAPTERS`).
     """
 
     def __init__(

@@ -27,7 +27,7 @@ Tensors = Mapping[str, Tensor]
 Clips = Literal["patches", "patches apart", "pooled", "counted", "timed", "introduced"]
 """A clip's layout in the text: temporal patches as one item (Qwen), or apart with text between them; frames whose
 neighbouring patches are pooled to one row (LLaVA-OneVision); or frames as separate images, with the texts of this name
-around them (see `data.media_units.frame_texts`)."""
+around them (see `data.media_units.frame_choice.FRAME_TEXTS`)."""
 
 
 @dataclass(frozen=True, slots=True)

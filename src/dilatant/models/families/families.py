@@ -28,10 +28,11 @@ class Family:
     """One `model_type` of transformers.
 
     towers: unit → its encoder. decoder: path of the text model. spatial: True for positions in time, height and width
-    (see `positions`). media_attention: the mask among tokens of an item, as in `model.language_model.media_attention`;
-    "prefix": all tokens before the first target attend to each other; "in_windows": tokens of an item attend to each
-    other in sliding-window layers, if the config's `use_bidirectional_attention` enables it. first_position: a sample's
-    first position. behind_time: see `spatial_positions`.
+    (see `spatial_positions`). media_attention: the mask among tokens of an item, as in
+    `model.language_model.media_attention`; "prefix": all tokens before the first target attend to each other;
+    "in_windows": tokens of an item attend to each other in sliding-window layers, if the config's
+    `use_bidirectional_attention` enables it. first_position: a sample's first position. behind_time: see
+    `spatial_positions`.
     """
 
     towers: Mapping[str, Tower]

@@ -26,8 +26,8 @@ def units_of_patch_merger(
     placeholder_id: int,
     marker: str,
 ) -> tuple[MediaUnit, ...]:
-    """Build the `MediaUnit`s of a patch-merger encoder (see `patch_merger_encoder`) with any language model: images
-    and clips, or sounds. processor: as in `media_unit`. Raises UserError."""
+    """Build the `MediaUnit`s of an encoder of `PATCH_MERGER_ENCODERS` with any language model: images and clips, or
+    sounds. processor: as in `media_unit`. Raises UserError."""
     settings = pretrained_settings(processor) if isinstance(processor, str) else dict(processor or {})
     if PATCH_MERGER_ENCODERS[config.model_type] == "audio":
         return (sound_unit(name, placeholder_id, config, settings, marker),)

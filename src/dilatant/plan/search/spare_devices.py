@@ -31,7 +31,7 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
     """Yield the plan with one more pipeline on its idle devices, for all degrees that leave less than one group idle.
 
     The language model has one stage per group of ranks, cut independently, with all encoders in the first. Slower
-    pipelines get fewer samples (`schedule.assignment.distribute`). Yields nothing for models with generators.
+    pipelines get fewer samples (`schedule.assignment.step_assignment`). Yields nothing for models with generators.
     """
     roles, cluster = space.roles, space.cluster
     if roles.generators:

@@ -35,8 +35,8 @@ class ProcessStart:
     folder: of the coordinator's record and of the agents' descriptions. port: to listen on (0: any); for an agent, that
     of the coordinator at `host`. token: hexadecimal. node: an agent's name. workers: number of its workers.
     patience_seconds: time that an agent continues without a coordinator; 0: no limit, since it ends with its parent.
-    job: a coordinator's answer to `Ask`; for an agent, the answer that it received. majority_seconds: for a standby's
-    coordinator, the time within which more than half of the last members must connect before it takes over.
+    job: a coordinator's answer to a `JobRequest`; for an agent, the answer that it received. majority_seconds: for a
+    standby's coordinator, the time within which more than half of the last members must connect before it takes over.
     """
 
     host: str

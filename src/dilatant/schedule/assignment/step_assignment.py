@@ -237,7 +237,7 @@ def _speeds(
     plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]
 ) -> list[float]:
     """Return, by anchor replica, global batches per second of its busiest ranks: those of the replica itself (with
-    other units' stages there) and those of replicas that serve it elsewhere (see `distribute`)."""
+    other units' stages there) and those of replicas that serve it elsewhere (see `served_by`)."""
     anchors = len(plan.unit(anchor).replicas)
     busy: list[dict[tuple[int, ...], float]] = [{} for _ in range(anchors)]
     replica_of = {one.stage.ranks: one.replica for one in placed if one.unit == anchor}
