@@ -246,7 +246,6 @@ class NativeTower(Tower):
     seconds: str = ""
     seconds_keyword: str = ""
 
-    is_native = True
     blocks = ("patch_embed", "blocks")
     mergers = MERGERS
 

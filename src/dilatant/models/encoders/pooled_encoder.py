@@ -115,7 +115,6 @@ def _places(grid: Sequence[int], side: int, device: torch.device) -> Tensor:
 class PooledTower(Tower):
     """Gemma 4's image encoder, whose patches are averaged and then projected."""
 
-    is_native = True
     blocks = ("patch_embedder", "encoder")
 
     def build(self, host: HostModel) -> PooledEncoderUnit:

@@ -192,7 +192,6 @@ class SoundTower(Tower):
     """Qwen's audio encoder."""
 
     kind = "audio"
-    is_native = True
     blocks = ("conv1", "conv2", "layers")
     unit_type: type[SoundEncoderUnit] = SoundEncoderUnit
 

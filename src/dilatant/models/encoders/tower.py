@@ -75,8 +75,6 @@ class Tower(ABC):
     clips: Clips | None = None
 
     kind: ClassVar[Literal["image", "audio"]] = "image"
-    is_native: ClassVar[bool] = False
-    """True if items of different sizes are packed in one row of patches or frames."""
     blocks: ClassVar[tuple[str, ...]] = ()
     """Modules of the encoder that are no part of the projector; empty for the whole encoder."""
     mergers: ClassVar[tuple[str, ...]] = ()
