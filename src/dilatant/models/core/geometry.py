@@ -39,7 +39,8 @@ PATCH_MERGER_ENCODERS: dict[str, Literal["image", "audio"]] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderGeometry:
-    """The shapes at both ends of an encoder.
+    """The shapes at both ends of an encoder. If items differ in size, those of one typical item: layers are measured
+    with it, and costs use its ratio tokens_per_row / encoder_tokens.
 
     input_name: the keyword of the encoder's forward. An encoder row is one image, float [channels, height, width], or
     one sound clip, float [mel_bins, frames]. tokens_per_row: tokens that the language model receives for one row; with

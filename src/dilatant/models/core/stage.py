@@ -39,10 +39,10 @@ class Loss:
 class StepData:
     """The global batch of one step.
 
-    Every rank has the sizes, ids and labels of all samples, but media only for the samples that its own stages read.
-    counts: loss → its divisor over the whole global batch, at least 1. predicts: True in evaluation; the language
-    model's last stage then returns the likeliest token for every target. device: that of the stages. seed (of the run)
-    and draws (one per sample, all different): the keys of random numbers.
+    Every rank has the sizes of all samples, but ids, labels and media only where its own stages read them. counts:
+    loss → its divisor over the whole global batch, at least 1. predicts: True in evaluation; the language model's last
+    stage then returns the likeliest token for every target. device: that of the stages. seed (of the run) and draws
+    (one per sample, all different): the keys of random numbers.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -105,10 +105,11 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The shape of the rows that leave a stage for one consumer, derived from sizes and ids alone, at both ends.
+    """The shape of the rows that leave a stage for one consumer. Both ends derive it from what they hold of a sample.
 
-    width: numbers in a row. dtype: that in which rows are sent. rows_of: maps a sample to its number of rows, 0 if it
-    has nothing for this unit.
+    width: numbers in a row. dtype: that in which rows are sent. rows_of: maps a sample to its number of rows (0 if it
+    has nothing for this unit), by its sizes, its ids, or the item sizes of `MediaUnit.grid`. A rank that loads no
+    media of the unit has the ids.
     """
 
     width: int

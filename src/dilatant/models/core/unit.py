@@ -70,8 +70,8 @@ class Unit(Stage):
 
     @abstractmethod
     def reads(self, first: int, end: int) -> frozenset[str]:
-        """Return the parts of samples that the stage of these layers reads: "tokens" (ids and labels), and the unit's
-        name if the stage takes this unit's media."""
+        """Return the parts of samples that the stage of these layers reads: "tokens" (ids and labels), the unit's name
+        if the stage takes its media, and `grid_part` of the name if the sizes of the items suffice."""
 
     @property
     def row_dtype(self) -> torch.dtype:

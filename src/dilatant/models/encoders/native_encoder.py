@@ -36,7 +36,7 @@ PATCHES_AT_ONCE = 16_384
 """Maximum number of patches in one pass of the blocks. A device gains no speed beyond some thousands, and frozen blocks
 need memory for one pass only, whatever the number of images or frames in a row."""
 TYPICAL_GRID = 32
-"""Patches on each side of the image with which layers are measured."""
+"""Patches on each side of the typical image (see `EncoderGeometry`), before rounding down to whole groups."""
 
 
 class Merger(TowerProjector):
@@ -111,7 +111,10 @@ class NativeStage(PackedEncoderStage):
 
 class NativeEncoderUnit(PackedEncoderUnit):
     """A native-resolution encoder: layers `embedding`, `layers.<i>`, `projector`. The projector is the encoder's merger
-    (see `native_encoder` for Qwen's), or another module; in that case the merger is a separate layer `merger`."""
+    (see `native_encoder` for Qwen's), or another module; in that case the merger is a separate layer `merger`.
+
+    Base of units that merge squares of patches; other packing units derive from `PackedEncoderUnit`.
+    """
 
     stage_type = NativeStage
     tail = "merger"

@@ -97,7 +97,10 @@ class PackedEncoderStage(SampleParallel, EncoderStage):
 
 
 class PackedEncoderUnit(SampleParallel, StagedEncoderUnit):
-    """A packing encoder unit; stages after the first read the items' sizes alone."""
+    """A packing encoder unit; stages after the first read the items' sizes alone.
+
+    Base of new packing units, unless squares of patches are merged: those derive from `NativeEncoderUnit`.
+    """
 
     packs = True
 
@@ -109,5 +112,9 @@ class PackedEncoderUnit(SampleParallel, StagedEncoderUnit):
 
 
 def rows_of_unit(unit: str, merged: int, sample: EncodedSample) -> int:
-    """Return a sample's tokens in an encoder, divided by `merged`, the number that becomes one row."""
+    """Return a sample's tokens in an encoder, divided by `merged`, the number that becomes one row.
+
+    Correct only if every item's tokens are a multiple of `merged`. Otherwise count per item, as
+    `anyres_encoder._rows` and `sound_encoder._halved` do.
+    """
     return sample.sizes.get(unit, 0) // merged

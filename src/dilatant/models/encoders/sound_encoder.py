@@ -36,7 +36,7 @@ from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
 
 FEATURES = "input_features"
 TYPICAL_FRAMES = 1000
-"""Frames of the sound with which layers are measured: 10 s."""
+"""Frames of the typical sound (see `EncoderGeometry`): 10 s."""
 
 
 class SoundStage(PackedEncoderStage):
