@@ -3,7 +3,7 @@
 The structure is found from the model itself, so a plain family needs no code here: the blocks are the outermost
 ModuleList with most parameters; modules registered before it (or called an embedding) run before it, modules registered
 after it (or called final) run after it. For siblings of the blocks, a config's `base_model_pp_plan` takes precedence.
-An `nn.Sequential` is not recognised as blocks, so timm's encoders have none.
+An `nn.Sequential` (as in timm) is not recognised as blocks.
 
 What only a forward shows is found by running the model on the meta device. It computes nothing there, but some families
 draw a random number per block, so torch's generator is restored.
