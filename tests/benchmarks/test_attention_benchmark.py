@@ -50,8 +50,8 @@ def test_costs_of_blocks_are_found_again() -> None:
     counts = [(10, 3, 4), (0, 9, 4), (50, 1, 8), (7, 7, 2), (100, 30, 20)]
     seconds = [2e-6 * full + 3e-6 * partial + 1e-6 * rows for full, partial, rows in counts]
     fitted = shares.fit_block_cost([(*count, taken) for count, taken in zip(counts, seconds)])
-    assert fitted["BlockCost_partial"] == pytest.approx(1.5)
-    assert fitted["BlockCost_linear_of_attention_alone"] == pytest.approx(0.5)
+    assert fitted["partial_in_full_blocks"] == pytest.approx(1.5)
+    assert fitted["row_in_full_blocks"] == pytest.approx(0.5)
     assert fitted["worst_relative_error"] == pytest.approx(0, abs=1e-9)
 
 

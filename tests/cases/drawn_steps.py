@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cases.engine_case import (
     CHOOSES_EXPERTS,
@@ -283,8 +284,8 @@ def _draw_split(draw: Any, plan: Plan, schedule: Schedule) -> Schedule:
         owed: list[Action] = []
         for action in actions:
             if action.kind == ActionKind.B and draw(st.booleans()):
-                halves.append(replace(action, kind=ActionKind.I))
-                owed.append(replace(action, kind=ActionKind.W))
+                halves.append(structs.replace(action, kind=ActionKind.I))
+                owed.append(structs.replace(action, kind=ActionKind.W))
             else:
                 halves.append(action)
             while owed and draw(st.booleans()):

@@ -17,7 +17,7 @@ import yaml
 
 from cases.tiny_project import SIDES, Dilatant, tiny_config, write_images
 from dilatant.data.media.image_file import decode_image
-from dilatant.data.media_units import image_unit
+from dilatant.data.media_units import unit_base
 from harness.patience import HANG_SECONDS, wait_until
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
@@ -302,7 +302,7 @@ def test_the_wait_for_data_is_that_of_the_step_that_waited(
         time.sleep(0.1)
         return decode_image(*asked)
 
-    monkeypatch.setattr(image_unit, "decode_image", slowly)
+    monkeypatch.setattr(unit_base, "decode_image", slowly)
     skipping = ("--set", "data.on_error=skip", "--set", "train.steps=2")
     code, _, err = dilatant("train", project / "config.yaml", *skipping)
     assert code == 0, err

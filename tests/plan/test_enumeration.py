@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cases.model_cases import cost_model
 from cases.search_cases import RULES, open_space, random_vlm, search
@@ -28,7 +29,7 @@ def a_space(draw):
     costs = cost_model(seconds, ((1, 1), (2, 1), (1, 2)), output=0.0, call=draw.choice([0.0, 0.5]))
     curved = {
         kind: {
-            degree: replace(cost, forward=replace(cost.forward, a=0.1 * draw.random()))
+            degree: replace(cost, forward=structs.replace(cost.forward, a=0.1 * draw.random()))
             for degree, cost in own.items()
         }
         for kind, own in costs.layers.items()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from cases.drawn_searches import ROUNDING, check, drawn, often
 from cases.model_cases import cluster
@@ -183,5 +184,5 @@ def test_no_simulated_plan_beats_the_bound_of_a_stopped_search(cases):
 
 
 def _squared(cost: LayerCost, draw) -> LayerCost:
-    curve = replace(cost.forward, a=0.1 * draw.random())
+    curve = structs.replace(cost.forward, a=0.1 * draw.random())
     return replace(cost, forward=curve, input_gradient=curve, weight_gradient=curve, first_trainable=curve)

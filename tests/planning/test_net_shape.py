@@ -61,7 +61,7 @@ def test_work_is_that_of_the_picture(family: str) -> None:
         picture, times = torch.randn(1, *model.shape), torch.zeros(1)
         told = torch.randn(1, rows, seen.width)
         with torch.no_grad():
-            least = products_of_a_picture(model.net, partial(model.say, picture, times, told))
+            least = products_of_a_picture(model.net, partial(model.predict, picture, times, told))
         counted = shapes[size, rows].matmul * rows
         # Attention's products come on top; each layer's are rounded down to a row.
         assert least <= counted + len(layers) * rows < 1.5 * least + 4096

@@ -15,7 +15,7 @@ from dilatant.cost.memory import BF16, FP32
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding
-from dilatant.runtime.state.shared_weights import bucket_weights
+from dilatant.runtime.state.shared_weights import StateLayout, bucket_weights
 from dilatant.training.optimizers.optimizer import build_optimizer
 from harness.worker_pool import Worker, WorkerPool
 from oracles.live_storages import LiveStorages
@@ -40,9 +40,8 @@ def _peak(worker: Worker, zero: Any, node_of: list[int], dtype: torch.dtype) -> 
     formats = dict.fromkeys(weights, Format(str(dtype), dtype.itemsize))
     parameters = sum(weight.numel() for weight in weights.values())
     with LiveStorages(weights.values()) as live:
-        shared = bucket_weights(
-            comm, weights, dict.fromkeys(weights, (0,)), held, formats, BUCKET_BYTES, zero, node_of
-        )
+        layout = StateLayout(zero=zero, node_of=node_of, bucket_bytes=BUCKET_BYTES)
+        shared = bucket_weights(comm, weights, dict.fromkeys(weights, (0,)), held, formats, layout)
         optimizer = build_optimizer(shared.owned.parameters, OptimizerConfig(), lambda pattern: set())
         for step in range(2):
             if step == 1:

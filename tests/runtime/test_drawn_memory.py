@@ -15,6 +15,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
 from dilatant.config.recompute import Recompute
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.memory import BF16, FP32
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample
@@ -194,7 +195,7 @@ def predicted(case: Drawn) -> np.ndarray:
                 pick_device(),
                 case.dtype,
             ),
-            degree=(tp, 1),
+            degrees=Degrees(tp),
         )
         for entry in found.types
         for tp, _ in degrees

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
+from dilatant.cost.degrees import Degrees
 from dilatant.cost.memory import BF16, EXACT_SUMS, FP32, ParameterBytes
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample
@@ -190,7 +191,7 @@ def _predicted(run: Run) -> np.ndarray:
             layer_probe(
                 replace(entry, unit=tensor_shard(entry.unit, run.tp)), torch.device("cpu"), run.dtype
             ),
-            degree=(run.tp, 1),
+            degrees=Degrees(run.tp),
         )
         for entry in found.types
     ]

@@ -132,7 +132,7 @@ def parallelize(
         "parallel": ParallelConfig.model_validate({"microbatches": num_microbatches, "schedule": name}),
         "cluster": auto.cluster,
         "plan": auto.plan.model_copy(update={"assignment": assignment}),
-        "debug": DebugConfig(planned_steps=len(batches)),
+        "debug": DebugConfig(planned_steps=max(1, len(batches))),
         "seed": seed,
     }
     config = Config.model_construct(**values)
