@@ -143,7 +143,7 @@ def test_rows_that_are_not_plain_say_why(mask: AttentionMask, reason: str) -> No
     heads=st.sampled_from([(2, 1), (4, 2), (2, 2)]),
     seed=st.integers(0, 1 << 16),
 )
-@settings(max_examples=10, deadline=None, print_blob=True)
+@settings(max_examples=5, deadline=None, print_blob=True)
 def test_drawn_plain_rows_on_sdpa_equal_dense_attention(
     lengths: list[int], padding: int, kind: str, free_pairs: int, heads: tuple[int, int], seed: int
 ) -> None:

@@ -24,7 +24,7 @@ from dilatant.attention.masks.placement import (
 from oracles.placements import least_maximum
 
 # Compiled code is loaded on first use, which no deadline should count.
-checked = settings(deadline=None, print_blob=True, max_examples=20)
+checked = settings(deadline=None, print_blob=True, max_examples=10)
 
 integers = st.lists(st.integers(0, 1000), max_size=40)
 workloads = integers | st.lists(st.floats(0, 1e6, allow_subnormal=False), max_size=40)

@@ -35,6 +35,7 @@ def vlm(samples: int, seed: int) -> np.ndarray:
     return cost / cost.sum(axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [disttrain, entrain])
 @settings(max_examples=20, deadline=None)
 @given(seed=SMALL)

@@ -35,6 +35,7 @@ def random_module(draw, name):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_layout_of_all_modules_is_faster(seed):

@@ -32,6 +32,7 @@ def searched(mode, spec, costs, tokens, devices, batch, **asked):
     return find(spec, costs, tokens, devices, batch, candidates_of(mode, problem), **asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_mode_gives_a_valid_plan_of_its_own_kind(mode):
     found = searched(mode, VLM, COSTS, TOKENS, 12, 24)

@@ -21,7 +21,7 @@ from dilatant.data.sample import Sample
 SEEDS = st.integers(0, 2**40)
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(st.integers(1, 3000), SEEDS, st.integers(0, 5))
 def test_a_permutation_reaches_every_place_once(length, seed, stream):
     order = permute(np.arange(length), length, seed, (stream,))
@@ -67,7 +67,7 @@ def samplers(draw):
     )
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(samplers(), st.integers(0, 12))
 def test_every_pass_over_a_source_takes_every_sample_once(sampler, steps):
     indices = [index for batch, _ in islice(sampler.batches(sampler.start()), steps) for index in batch]
@@ -83,7 +83,7 @@ def test_every_pass_over_a_source_takes_every_sample_once(sampler, steps):
                 assert one_pass == list(range(len(one_pass)))
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(samplers(), st.integers(0, 8), st.integers(0, 8))
 def test_a_saved_position_goes_on_with_the_next_unseen_sample(sampler, before, after):
     whole = [batch for batch, _ in islice(sampler.batches(sampler.start()), before + after)]

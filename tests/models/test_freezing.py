@@ -40,7 +40,7 @@ PATTERNS = {
 }
 
 
-@settings(max_examples=15, deadline=None, print_blob=True)
+@settings(max_examples=6, deadline=None, print_blob=True)
 @given(patterns=st.sets(st.sampled_from(sorted(PATTERNS))))
 def test_exactly_what_the_patterns_mean_stays_untrained(patterns: set[str]) -> None:
     mllm = vision_language()

@@ -65,7 +65,7 @@ def check(templates, before, lost, joined, found, microbatches, faults):
     assert set(lost_layers(found)) == missing
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_other_placement_moves_fewer_bytes(seed):
     draw = random.Random(seed)

@@ -41,7 +41,10 @@ HALVES = (Stage(0, 2, (2, 3), cp=2), Stage(2, 4, (4, 5), tp=2))
 WHOLE = (Stage(0, 4, (6,)),)
 
 
-@pytest.mark.parametrize("attention", [{"vision": "bidirectional", "audio": "causal"}, frames])
+@pytest.mark.parametrize(
+    "attention",
+    [pytest.param({"vision": "bidirectional", "audio": "causal"}, marks=pytest.mark.slow), frames],
+)
 def test_masks_by_modality_and_of_one_s_own_on_any_ranks(workers: WorkerPool, attention: Any) -> None:
     """Ranks behind one another, that share tokens, that share heads, and two replicas of the language model."""
     encoders = (*CASE.encoders[:1], ("audio", "whisper", 2, "linear", "all"))
@@ -165,7 +168,7 @@ HEADS = (Stage(0, 4, (1, 2, 3, 4), tp=2, cp=2), Stage(4, 5, (5, 6), tp=2))
     ("stages", "recompute", "family"),
     [
         (WITHIN, "none", one_f_one_b),
-        (HEADS, "block_keep_attention", zero_bubble_h1),
+        pytest.param(HEADS, "block_keep_attention", zero_bubble_h1, marks=pytest.mark.slow),
         pytest.param(WITHIN, "block_keep_attention", one_f_one_b, marks=pytest.mark.slow),
         pytest.param(HEADS, "block", one_f_one_b, marks=pytest.mark.slow),
         pytest.param(HEADS, "none", one_f_one_b, marks=pytest.mark.slow),

@@ -147,7 +147,7 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
     return held, peak, parameters
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("dtype", RULES)
 def test_a_trained_parameter_takes_the_bytes_of_the_table(
     workers: WorkerPool, dtype: torch.dtype, tp: int

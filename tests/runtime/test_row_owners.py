@@ -22,7 +22,7 @@ from dilatant.schedule.trainability import trainability_of
 from harness.checked_steps import COMMON
 
 
-@settings(max_examples=25, **COMMON)
+@settings(max_examples=12, **COMMON)
 @given(case=cases())
 def test_rows_travel_once_to_whoever_needs_them(case: Case) -> None:
     model, samples = build_model(case, "meta"), build_samples(case)

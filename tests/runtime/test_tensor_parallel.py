@@ -64,7 +64,7 @@ def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
     check_case(workers, case_of(TWO, zero_bubble_h1, encoders=encoders), "none", 1)
 
 
-@pytest.mark.parametrize("family", [one_f_one_b, zero_bubble_h1])
+@pytest.mark.parametrize("family", [pytest.param(one_f_one_b, marks=pytest.mark.slow), zero_bubble_h1])
 @pytest.mark.parametrize(
     "recompute",
     [*(pytest.param(how, marks=pytest.mark.slow) for how in ("none", "block")), "block_keep_attention"],

@@ -38,7 +38,7 @@ def random_seconds(seed: int) -> tuple[np.ndarray, int]:
     return seconds, int(rng.integers(1, 9))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SMALL, st.sampled_from(POLICIES))
 def test_every_sample_is_once_in_every_unit(seed, policy):
     seconds, count = random_seconds(seed)
@@ -51,7 +51,7 @@ def test_every_sample_is_once_in_every_unit(seed, policy):
         assert filled == sorted(filled, reverse=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SMALL, st.sampled_from(POLICIES))
 def test_the_same_seed_gives_the_same_microbatches(seed, policy):
     seconds, count = random_seconds(seed)
@@ -60,7 +60,7 @@ def test_the_same_seed_gives_the_same_microbatches(seed, policy):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SMALL)
 def test_search_is_never_worse_than_policies_or_below_the_bound(seed):
     seconds, count = random_seconds(seed)
@@ -76,7 +76,7 @@ def test_search_is_never_worse_than_policies_or_below_the_bound(seed):
         assert searched.seconds <= shape_seconds(shape, seconds, found.microbatches) * slack
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SMALL, st.integers(1, 3))
 def test_objective_is_the_step_of_the_returned_microbatches(seed, num_stages):
     rng = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ def test_objective_is_the_step_of_the_returned_microbatches(seed, num_stages):
     assert step_model(shape, count).seconds(np.asarray(loads)) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SMALL, st.integers(1, 3), st.booleans())
 def test_balanced_is_never_above_the_greedy_over_all_units(seed, units, limited):
     rng = np.random.default_rng(seed)
@@ -140,7 +140,7 @@ def test_the_search_reaches_its_step_on_the_vlm_distribution():
     assert np.mean(balanced) >= 1.25
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SMALL, st.sampled_from(POLICIES))
 def test_policies_keep_their_groups_within_a_capacity(seed, policy):
     """Of `random` each microbatch is a part of one that the policy makes without a limit."""
@@ -183,7 +183,7 @@ def test_bad_input_is_refused_in_one_line(seconds, count, policy, complaint):
 # --- DistTrain
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SMALL, st.integers(1, 6))
 def test_intra_reordering_is_longest_first(seed, groups):
     rng = np.random.default_rng(seed)
@@ -205,7 +205,7 @@ def replicas(count: int, stages: int, first_rank: int) -> tuple[Replica, ...]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SMALL, st.integers(1, 4), st.integers(1, 4), st.sampled_from(POLICIES[:-1]))
 def test_unlike_replica_counts_get_an_assignment_that_runs(seed, encoders, languages, policy):
     rng = np.random.default_rng(seed)
