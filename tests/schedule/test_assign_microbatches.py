@@ -143,7 +143,7 @@ def test_the_search_reaches_its_step_on_the_vlm_distribution():
 @settings(max_examples=15, deadline=None)
 @given(SMALL, st.sampled_from(POLICIES))
 def test_policies_keep_their_groups_within_a_capacity(seed, policy):
-    """Of `random` each microbatch is a part of one that the policy makes without a limit."""
+    """Of `random` and `entrain` each microbatch is a part of one that the policy makes without a limit."""
     rng = np.random.default_rng(seed)
     seconds, weight = rng.lognormal(0, 1, (40, 2)), rng.integers(1, 20, 40)
     limits = {"weight": weight, "capacity": 70, "evaluations": 500}
@@ -151,7 +151,7 @@ def test_policies_keep_their_groups_within_a_capacity(seed, policy):
     for unit in (0, 1):
         assert sorted(sample for batch in found[unit] for sample in batch) == list(range(40))
     assert all(weight[list(batch)].sum() <= 70 for batch in found[1])
-    if policy == "random":
+    if policy in ("random", "entrain"):
         without = {
             frozenset(batch) for batch in assign_microbatches(seconds, 8, policy, seed).microbatches[1]
         }
@@ -172,7 +172,7 @@ def test_samples_that_fit_no_microbatch_are_named():
         ([[1.0], [-1.0]], 2, "balanced", "samples \\[1\\]"),
         ([[1.0], [float("nan")]], 2, "balanced", "samples \\[1\\]"),
         ([[1.0]], 0, "balanced", "at least 1"),
-        ([[1.0]], 1, "best", "unknown policy 'best'; there are random, balanced"),
+        ([[1.0]], 1, "best", "unknown policy 'best'; there are random, entrain, balanced"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(seconds, count, policy, complaint):
