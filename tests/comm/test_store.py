@@ -68,6 +68,8 @@ def test_a_store_wait_returns_the_value_or_times_out(server: StoreServer) -> Non
     store, other = _connect(server), _connect(server)
     with pytest.raises(TimeoutError, match="waiting for never"):
         store.wait(["never"], timedelta(seconds=0.05))
+    with pytest.raises(TimeoutError, match="waiting for never"):
+        store.wait(["never"], timedelta())  # no time is left, which is not no limit
     threading.Timer(0.1, other.set, ("late", b"here")).start()
     assert store.get("late") == b"here"
     assert store.get("late") == b"here"  # the answer to the timed-out request is not taken for another one's

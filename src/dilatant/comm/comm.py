@@ -102,7 +102,7 @@ class Comm:
                 )
             self._gloo_device = gloo_device(self._store)
         except BaseException:
-            if self._reason is not None:
+            if self._reason is not None and self._membership.inboxes:
                 self._abort_offer(self._reason)
             raise
 

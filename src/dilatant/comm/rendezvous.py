@@ -111,6 +111,8 @@ def _gather(
                 if time.monotonic() < deadline:
                     continue
                 raise
+            if _read(store, entries) != present:
+                break  # a rank that accepted was aborted since and has joined anew
             for key in entries:
                 store.delete_key(key)
             for inbox in inboxes[1:]:

@@ -83,7 +83,7 @@ class Store(dist.Store):
         return self._await(b"get", keys, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._await(b"wait", keys, timeout or self._timeout)
+        self._await(b"wait", keys, self._timeout if timeout is None else timeout)
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(b"add", self._key(key), str(amount).encode())[0])

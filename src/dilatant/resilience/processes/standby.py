@@ -70,6 +70,8 @@ class Standby:
                 if self._closed.is_set() and not is_leading:
                     return
                 time.sleep(WATCH_SECONDS)
+            if coordinator.failure:
+                print(coordinator.failure, file=sys.stderr, flush=True)
         finally:
             coordinator.close(LAST_SECONDS if is_leading else 0.0)
             store.close()
