@@ -202,12 +202,12 @@ def _refuse_preferences(fields: Fields) -> None:
 
 
 def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
-    """Raise SampleError for answers that must not be answer_text as they are: KTO's `label: false` with an answer, and
+    """Raise SampleError for answers that must not be learned as they are: KTO's `label: false` with an answer, and
     texts with ms-swift's markers for `objects`, which each model writes in its own format."""
     for name in DESIRED_COLUMNS:
         if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
             fields.refuse(
-                f"its answer is marked as undesired ({name}: false, as for KTO), and would be answer_text all the same",
+                f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
                 "remove the record, or set 'data.on_error: skip'",
             )
     texts = [part for turn in turns for part in turn.content if isinstance(part, str)]

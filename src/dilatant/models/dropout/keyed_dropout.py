@@ -165,8 +165,9 @@ class StageDropout:
         for module in self._recomputed:
             add_contexts(module, self._recompute_contexts)
         config = None if unit.structure is None else unit.config
-        # transformers draws for LayerDrop at rate 0, too.
-        self._checks = all(getattr(config, name, None) is None for name in _LAYERDROP)
+        # transformers draws for LayerDrop at rate 0, too, from torch's generator of the CPU.
+        self._has_layerdrop = any(getattr(config, name, None) is not None for name in _LAYERDROP)
+        self._checks = True
 
     @contextmanager
     def running(self, data: StepData, samples: tuple[int, ...]) -> Iterator[None]:
@@ -180,12 +181,12 @@ class StageDropout:
             layout, own = stage.spread(data, samples), stage.own(data, samples)
             draws = KeyedDraws(data.seed, keys, layout, own, stage.shards)
             self.draws = ForwardDraws(draws, self._shapes) if draws.total else None
-        before = _generators(data.device) if self._checks else None
+        before = _generators(data.device, self._has_layerdrop) if self._checks else None
         try:
             yield
         finally:
             self.draws = None
-        if before is not None and _generators(data.device) != before:
+        if before is not None and _generators(data.device, self._has_layerdrop) != before:
             raise UserError(
                 f"{stage.unit}: its forward draws random numbers that belong to no sample (dropout by a function, "
                 "noise, layers left out by chance), so they would change with the layout; switch this off in the "
@@ -232,8 +233,9 @@ def _paths_of_layers(stage: Stage, unit: Unit) -> dict[str, str]:
     }
 
 
-def _generators(device: torch.device) -> tuple[bytes, ...]:
-    """Return the states of the generators from which models draw."""
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+def _generators(device: torch.device, without_cpu: bool) -> tuple[bytes, ...]:
+    """Return the states of the generators from which models draw, but for torch's of the CPU if `without_cpu`."""
+    states = [] if without_cpu else [torch.get_rng_state()]
+    states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     _, words, position, *_ = cast(Any, np.random.get_state())  # noqa: NPY002  # transformers draws from it
     return (*(state.numpy().tobytes() for state in states), words.tobytes(), bytes(str(position), "ascii"))

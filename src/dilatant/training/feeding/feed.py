@@ -192,13 +192,20 @@ class StepPrefetcher(Generic[Step]):
         return StepInput(batch, draft.step)
 
     def found(self) -> list[tuple[int, str]]:
-        """Return the samples of the coming step that proved bad when this rank decoded them: (index, why).
+        """Return the samples of the coming step that proved bad when this rank measured or decoded them: (index, why).
 
         All ranks call this before a step and pass the union of their results to `leave_out`. Waits for that step if
         such samples are skipped; otherwise there are none.
         """
         coming = self._fetch() if self._skips else None
-        return [] if coming is None else [*coming.bad.items()]
+        if coming is None:
+            return []
+        found, refused = dict(coming.bad), self._data.refused
+        if self._data.known:  # measured by this rank's own requests, which may be refused for being slow
+            found |= {
+                index: refused[index] for index in coming.draft.draw.indices.tolist() if index in refused
+            }
+        return [*found.items()]
 
     def leave_out(self, found: Iterable[tuple[int, str]]) -> None:
         """Leave samples out of the coming step and all after it. found: by any rank, in the same order on all."""
@@ -242,8 +249,10 @@ class StepPrefetcher(Generic[Step]):
             yield self._collected(drafts.popleft())
 
     def _collected(self, draft: _PlannedStep[Step]) -> _DecodedStep[Step]:
-        if draft.problems and not self._skips:
-            raise UserError(draft.problems[0])
+        if not self._skips:
+            refused = self._data.refused.keys() - self.left_out.keys()
+            if bad := [index for index in draft.draw.indices.tolist() if index in refused]:
+                raise UserError(self._data.refused[bad[0]])
         collected = _DecodedStep(draft)
         with self._lock:
             self._take(collected, draft.parts)
@@ -256,7 +265,8 @@ class StepPrefetcher(Generic[Step]):
         problems = tuple(bad[index] for index in indices if index in bad)
         kept = [(index, draw.first + place) for place, index in enumerate(indices) if index not in bad]
         if not kept:
-            raise UserError(f"every sample of a batch is corrupt; the first: {problems[0]}")
+            several = f"every sample of a batch is corrupt; the first: {problems[0]}"
+            raise UserError(several if self._skips else problems[0])
         heads = tuple(self._data.head(index, number) for index, number in kept)
         step = self._plan(heads, draw.step)
         missing = {
