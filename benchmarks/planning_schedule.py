@@ -222,7 +222,7 @@ def step_rows(runs: int, microbatches: int = 16) -> Iterator[Row]:
         bound = step_bound_of(plan, costs, step.tokens)
         yield Row(
             f"{name}: step / bound",
-            step.timed.seconds / bound,
+            step.prediction.timed.seconds / bound,
             "",
             None,
             "modelled; bound: work of the busiest rank",
