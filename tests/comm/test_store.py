@@ -136,8 +136,7 @@ def test_who_lacks_the_token_is_refused_and_told_the_remedy(server: StoreServer,
 
 
 def test_a_server_without_the_token_is_not_believed() -> None:
-    impostor = StoreServer("127.0.0.1", 0, b"another secret")
-    impostor._token = TOKEN[::-1]
+    impostor = StoreServer("127.0.0.1", 0, TOKEN[::-1])
     with pytest.raises(UserError, match="refused"):
         _connect(impostor)
     impostor.close()
