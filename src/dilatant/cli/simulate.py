@@ -96,7 +96,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedRun:
-    """What is simulated: a config, or a plan file's plan with its `step` settings, and a run's measured step. `name` is
+    """The input of a simulation: a config, or a plan file's plan with its `step`, and a run's measured step. `name` is
     that of the run or file, `folder` its location."""
 
     config: Config

@@ -96,7 +96,7 @@ def read_arrays(path: Path, key: str | None = None) -> Arrays | None:
 
 
 class _Header(msgspec.Struct):
-    """What `write_arrays` writes of the arrays: dtype and shape of each by name. Other versions' headers may differ."""
+    """Header of a file of arrays: dtype and shape of each by name. Other versions' headers may differ."""
 
     key: str
     about: dict[str, Any]

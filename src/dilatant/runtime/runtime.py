@@ -49,7 +49,7 @@ from dilatant.schedule.trainability import trainability_of
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a runtime executes its steps.
+    """Settings of the execution of steps.
 
     precision: the dtype of weights, activations and rows; the model keeps it. None: the model's own dtypes. With bf16,
     gradients are still fp32; `training.master_weights` has an optimizer for them. exact: make sums over samples

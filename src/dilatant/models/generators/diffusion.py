@@ -101,7 +101,7 @@ def add_noise(objective: Objective, picture: Tensor, noise: Tensor, moments: Ten
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a denoiser generates. shape: [channels, height, width]; pixels: that of the pictures. For latents or
+    """Target of a denoiser. shape: [channels, height, width]; pixels: that of the pictures. For latents or
     features of an encoder: encode(encoder, pixels, noise) computes them from pixels, with noise for a variational
     encoder, and of_spread(encoder, latents, noise) from its stored output. are_stored: True if samples hold stored
     encoder outputs instead of pixels."""

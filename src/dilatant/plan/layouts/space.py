@@ -27,7 +27,7 @@ from dilatant.plan.roles import Roles, roles_of
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """What a search tries.
+    """Settings of a search: the choices that it tries.
 
     `microbatch_sizes`: samples per microbatch. `num_microbatches`: the only number of microbatches, if set. `chunks`:
     stages of the language model per group of devices. `row_tokens`: token budgets of a language-model microbatch to try

@@ -43,7 +43,7 @@ class JobRequest(ProtocolMessage, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TrainingStart:
-    """What the ranks begin with.
+    """Values with which the ranks begin training.
 
     config: YAML, with absolute paths. plan: JSON of the first generation's `TrainingPlan`. checkpoint: to start from,
     empty for none; discards: see `StartingPoint`. show: where the first rank shows its progress.
