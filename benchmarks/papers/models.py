@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.cost.analytic import (
     LayerShape,
@@ -18,7 +19,6 @@ from dilatant.cost.analytic import (
     head_shape,
     linear_shape,
 )
-from dilatant.cost.degrees import Degrees
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree

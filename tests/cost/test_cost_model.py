@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.errors import UserError
 from dilatant.cost.analytic import (
     analytic_cost,
@@ -19,7 +20,6 @@ from dilatant.cost.analytic import (
     head_shape,
     linear_shape,
 )
-from dilatant.cost.degrees import Degrees
 from dilatant.cost.hardware import Hardware, fit_link, load_hardware, save_hardware
 from dilatant.cost.layer import ZERO, LayerCost, frozen_work, trainable_before
 from dilatant.cost.memory import BF16, FP32

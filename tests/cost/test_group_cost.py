@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import block_shape, collective_seconds, group_cost
-from dilatant.cost.degrees import Degrees
 from dilatant.cost.hardware import GroupLinks, Link, load_hardware
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.errors import UserError
 from dilatant.cost import clock as clock_module
-from dilatant.cost.degrees import Degrees
 from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel

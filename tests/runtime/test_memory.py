@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
-from dilatant.cost.degrees import Degrees
+from dilatant.config.degrees import Degrees
 from dilatant.cost.memory import BF16, EXACT_SUMS, FP32, ParameterBytes
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.step_cases import random_step
-from dilatant.cost.degrees import Degrees
+from dilatant.config.degrees import Degrees
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import LayerCost, frozen_work, trainable_before

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dilatant.cost.degrees import ONE, Degrees
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.cost.hardware import GroupLinks, Hardware, Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
@@ -150,7 +150,7 @@ def analytic_cost(
     """Model the cost of one layer on a group of devices as a function of a sample's tokens (before cp splits them).
     gpus_per_node: None if all devices are on one node."""
     if not shape.divided:
-        degrees = replace(degrees, tp=1)
+        degrees = degrees._replace(tp=1)
     links, group, cp = hardware.group_links(degrees, gpus_per_node), degrees.ranks, degrees.cp
     flops, width = hardware.flops(dtype), BYTES[dtype]
     memory = hardware.bandwidth * hardware.memory_efficiency

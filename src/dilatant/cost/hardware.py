@@ -13,11 +13,11 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.durable import write_named
 from dilatant.config.files.own_files import read_text
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
-from dilatant.cost.degrees import Degrees
 from dilatant.cost.quadratic import fit
 
 

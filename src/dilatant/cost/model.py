@@ -12,11 +12,11 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.errors import UserError
 from dilatant.config.files.durable import write_named
 from dilatant.config.files.own_files import read_text
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
-from dilatant.cost.degrees import ONE, Degrees
 from dilatant.cost.layer import LayerCost
 
 Degree = tuple[int, int]

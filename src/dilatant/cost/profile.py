@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.errors import UserError
 from dilatant.cost.clock import Clock, deadlines, now
-from dilatant.cost.degrees import ONE, Degrees
 from dilatant.cost.dense_probe import CallArguments, DenseProbe, dense_seconds
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from dilatant.config import Config, UserError, list_problems
+from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs, group_cost
-from dilatant.cost.degrees import Degrees
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs

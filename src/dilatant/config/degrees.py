@@ -1,0 +1,98 @@
+"""Parallel degrees of the ranks that hold a layer: what these ranks divide, and what they hold several times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Self
+
+AXES = {"tp": "tensor_parallel", "cp": "context_parallel"}
+"""Degrees at which layers have costs of their own → key of the config's `plan` that lists them."""
+
+
+class Degrees(NamedTuple):
+    """Tensor-, context- and expert-parallel degrees. A stage has `tp * cp` ranks (tp varies fastest); every `ep`
+    consecutive ones divide the experts, and with `ep` 1 each rank has all experts, or its tp-th part of each."""
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of a stage."""
+        return self.tp * self.cp
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same weights, without experts; they sum their gradients."""
+        return self.ranks // self.tp
+
+    @property
+    def row_parts(self) -> int:
+        """Number of parts into which a stage's ranks divide a packed row, or the items of a microbatch."""
+        return self.cp
+
+    def row_part(self, place: int) -> int:
+        """Return the part of a row that the stage's rank at index `place` has."""
+        return place // self.tp
+
+    def ranks_of(self, ranks: Sequence[int], part: int) -> Sequence[int]:
+        """Return the tensor-parallel ranks, of a stage's `ranks`, that have this part of a row."""
+        return ranks[part * self.tp : (part + 1) * self.tp]
+
+    def ranks_with(self, ranks: Sequence[int], place: int) -> Sequence[int]:
+        """Return the ranks, of a stage's `ranks`, that hold the weights of that at index `place`: one of each part."""
+        return ranks[place % self.tp :: self.tp]
+
+    @property
+    def expert_degrees(self) -> tuple[int, ...]:
+        """Possible values of `ep`: 1, or a multiple of tp that divides the number of ranks."""
+        wide = range(self.tp, self.ranks + 1, self.tp) if self.tp > 0 else ()
+        return tuple(dict.fromkeys((1, *(ep for ep in wide if self.ranks % ep == 0))))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The degrees of `AXES`."""
+        return tuple(getattr(self, name) for name in AXES)
+
+    @property
+    def of_costs(self) -> Degrees:
+        """The degrees at which a cost model has a layer's costs; expert parallelism is derived from them."""
+        return Degrees(self.tp, self.cp)
+
+    def problems(self, ranks: Sequence[int]) -> list[str]:
+        """Return why a stage with these ranks cannot have these degrees."""
+        found = []
+        if min(self.axes) < 1 or len(ranks) != self.ranks:
+            wanted = self.of_costs.text(" times ", AXES)
+            found.append(f"has ranks {list(ranks)}, but {wanted} ranks are needed")
+        if self.ep not in self.expert_degrees:
+            takes = ", ".join(map(str, self.expert_degrees))
+            found.append(f"has ep {self.ep}; with {self.of_costs.text(' and ', AXES)} it takes ep {takes}")
+        return found
+
+    def text(self, separator: str = " ", always: Collection[str] = ()) -> str:
+        """Return `tp 2 cp 4` with this separator, without degrees of 1 that are not `always` named."""
+        named = self._asdict().items()
+        return separator.join(f"{name} {degree}" for name, degree in named if degree != 1 or name in always)
+
+    def __str__(self) -> str:
+        """Return `tp 2, cp 2`; an expert-parallel degree of 1 is left out."""
+        return self.text(", ", AXES)
+
+    def to_key(self) -> str:
+        """Return the key of these degrees in cost files, such as `tp2 cp1`."""
+        return " ".join(f"{name}{degree}" for name, degree in zip(AXES, self.axes, strict=True))
+
+    @classmethod
+    def from_key(cls, text: str) -> Self:
+        """Read a key of `to_key`. Raises ValueError, saying what is wrong, for any other text."""
+        found = re.fullmatch(" ".join(rf"{name}([1-9]\d*)" for name in AXES), text)
+        if found is None:
+            raise ValueError(f"{text!r} is not of the form {ONE.to_key()!r}")
+        return cls(**dict(zip(AXES, map(int, found.groups()), strict=True)))
+
+
+ONE = Degrees()
+"""A rank alone."""
