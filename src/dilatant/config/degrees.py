@@ -57,19 +57,22 @@ class Degrees(NamedTuple):
         return tuple(getattr(self, name) for name in AXES)
 
     @property
-    def of_costs(self) -> Degrees:
-        """The degrees at which a cost model has a layer's costs; expert parallelism is derived from them."""
+    def without_experts(self) -> Degrees:
+        """The degrees that also divide layers without experts. At these a cost model has a layer's costs, and from these
+        follows who has which rows."""
         return Degrees(self.tp, self.cp)
 
     def problems(self, ranks: Sequence[int]) -> list[str]:
         """Return why a stage with these ranks cannot have these degrees."""
         found = []
         if min(self.axes) < 1 or len(ranks) != self.ranks:
-            wanted = self.of_costs.text(" times ", AXES)
+            wanted = self.without_experts.text(" times ", AXES)
             found.append(f"has ranks {list(ranks)}, but {wanted} ranks are needed")
         if self.ep not in self.expert_degrees:
             takes = ", ".join(map(str, self.expert_degrees))
-            found.append(f"has ep {self.ep}; with {self.of_costs.text(' and ', AXES)} it takes ep {takes}")
+            found.append(
+                f"has ep {self.ep}; with {self.without_experts.text(' and ', AXES)} it takes ep {takes}"
+            )
         return found
 
     def text(self, separator: str = " ", always: Collection[str] = ()) -> str:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.errors import list_problems
 from dilatant.plan.costs.partition import partition_layers
 from dilatant.plan.costs.unit_layers import UnitLayers
@@ -42,7 +43,7 @@ def plan_from_specs(
         spec = specs[name]
         cuts = spec.cuts or even_cuts(layers[name], spec.num_stages)
         bounds = [*cuts, layers[name]]
-        width = spec.tp * spec.cp
+        width = spec.degrees.ranks
         replicas = []
         for replica in range(spec.replicas):
             if name in colocated:
@@ -55,7 +56,7 @@ def plan_from_specs(
             replicas.append(
                 Replica(
                     tuple(
-                        Stage(first, end, groups[stage % spec.pp], spec.tp, spec.cp, spec.ep)
+                        Stage.of(first, end, groups[stage % spec.pp], spec.degrees)
                         for stage, (first, end) in enumerate(itertools.pairwise(bounds))
                     )
                 )
@@ -101,7 +102,7 @@ def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelS
         return [
             (
                 unit.name,
-                [[(own.ranks, own.tp, own.cp, own.ep) for own in each.stages] for each in unit.replicas],
+                [[(own.ranks, own.degrees) for own in each.stages] for each in unit.replicas],
             )
             for unit in one.units
         ]
@@ -128,7 +129,7 @@ def _problems(layers: Mapping[str, int], specs: Specs, colocated: Mapping[str, s
         spec = specs.get(name)
         if spec is None:
             continue
-        for key in ("replicas", "tp", "cp", "ep", "pp", "chunks"):
+        for key in ("replicas", *Degrees._fields, "pp", "chunks"):
             if getattr(spec, key) < 1:
                 problems.append(f"{name}: {key} is {getattr(spec, key)}; it must be at least 1")
         if spec.num_stages > count:
@@ -156,7 +157,7 @@ def _problems(layers: Mapping[str, int], specs: Specs, colocated: Mapping[str, s
                     f"{name}: {spec.replicas} replicas of {spec.pp} stages do not fit on {host!r}, which has "
                     f"{other.replicas} of {other.pp}"
                 )
-            if spec.tp * spec.cp != other.tp * other.cp:
+            if spec.degrees.ranks != other.degrees.ranks:
                 problems.append(
                     f"{name}: stages of tp x cp ranks as many as those of {host!r} can be colocated"
                 )

@@ -10,10 +10,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
@@ -38,6 +39,10 @@ class ParallelSpec:
     cuts: tuple[int, ...] | None = None
 
     @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tp, self.cp, self.ep)
+
+    @property
     def num_stages(self) -> int:
         """Number of stages in one replica."""
         return self.pp * self.chunks
@@ -45,10 +50,7 @@ class ParallelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers `first <= layer < end` of one unit on `tp * cp` ranks (tp varies fastest).
-
-    Every `ep` consecutive ranks divide the experts; with `ep` 1 each rank has all experts, or its tp-th part of each.
-    """
+    """Layers `first <= layer < end` of one unit on ranks that divide them by `degrees`, whose fields these are."""
 
     first: Index
     end: Index
@@ -57,11 +59,14 @@ class Stage:
     cp: Index = 1
     ep: Index = 1
 
-    def expert_degrees(self) -> tuple[int, ...]:
-        """Return the possible values of `ep`: 1, or a multiple of tp that divides the number of ranks."""
-        size = self.tp * self.cp
-        wide = (ep for ep in range(self.tp, size + 1, self.tp) if size % ep == 0) if self.tp > 0 else ()
-        return tuple(dict.fromkeys((1, *wide)))
+    @classmethod
+    def of(cls, first: int, end: int, ranks: tuple[int, ...], degrees: Degrees) -> Self:
+        """Return these layers on ranks with these degrees."""
+        return cls(first, end, ranks, *degrees)
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tp, self.cp, self.ep)
 
 
 @dataclass(frozen=True, slots=True)

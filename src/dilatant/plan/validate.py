@@ -18,8 +18,8 @@ def validate(plan: Plan, model: ModelSpec, cluster: Cluster) -> None:
     """Raise InvalidPlanError, listing all problems, unless the plan is valid.
 
     Every replica must hold every layer of its unit exactly once, in order. A rank belongs to one group of ranks, which
-    may hold stages of several units, each with its own tp and cp, or several stages of one replica, but not two
-    replicas of one unit. Ranks exist in the cluster; the tensor-parallel ranks of a stage share a node.
+    may hold stages of several units, each with its own degrees, or several stages of one replica, which differ at most
+    in ep, but not two replicas of one unit. Ranks exist in the cluster; the tensor-parallel ranks of a stage share a node.
     """
     problems = plan_problems(plan, model, cluster)
     if problems:
@@ -116,24 +116,16 @@ def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
     holders: dict[tuple[str, tuple[int, ...]], PlacedStage] = {}
     for entry in plan.stages():
         stage = entry.stage
-        if stage.tp < 1 or stage.cp < 1 or len(stage.ranks) != stage.tp * stage.cp:
-            problems.append(
-                f"{_place(entry)} has ranks {list(stage.ranks)}, but tp {stage.tp} times cp {stage.cp} ranks are needed"
-            )
-        if stage.ep not in (takes := stage.expert_degrees()):
-            problems.append(
-                f"{_place(entry)} has ep {stage.ep}; with tp {stage.tp} and cp {stage.cp} it takes ep "
-                + ", ".join(map(str, takes))
-            )
+        problems += [f"{_place(entry)} {problem}" for problem in stage.degrees.problems(stage.ranks)]
         if len(set(stage.ranks)) < len(stage.ranks):
             problems.append(f"{_place(entry)} names a rank twice: {list(stage.ranks)}")
         for rank in dict.fromkeys(stage.ranks):
             other = groups.setdefault(rank, entry)
-            alike = other.unit != entry.unit or (other.stage.tp, other.stage.cp) == (stage.tp, stage.cp)
-            if other.stage.ranks != stage.ranks or not alike:
+            there, here = (one.stage.degrees.without_experts for one in (other, entry))
+            if other.stage.ranks != stage.ranks or (other.unit == entry.unit and there != here):
                 problems.append(
-                    f"rank {rank} is in two groups: {_place(other)} on {list(other.stage.ranks)} (tp {other.stage.tp}, "
-                    f"cp {other.stage.cp}) and {_place(entry)} on {list(stage.ranks)} (tp {stage.tp}, cp {stage.cp})"
+                    f"rank {rank} is in two groups: {_place(other)} on {list(other.stage.ranks)} ({there}) and "
+                    f"{_place(entry)} on {list(stage.ranks)} ({here})"
                 )
         other = holders.setdefault((entry.unit, stage.ranks), entry)
         if other.replica != entry.replica:

@@ -154,7 +154,7 @@ def _boxes(
         for position, stage in enumerate(unit.replicas[first].stages):
             busy = min(load.get(place[unit.name, first, position], 0.0), 1.0)
             layers = layers_text(stage.first, stage.end)
-            grid = f"tp {stage.tp}" + (f" × cp {stage.cp}" if stage.cp > 1 else "")
+            grid = stage.degrees.without_experts.text(" × ", ("tp",))
             grid += f", ep {stage.ep}" if stage.ep > 1 else ""
             boxes.append(
                 StageBox(

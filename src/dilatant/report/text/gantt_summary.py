@@ -31,7 +31,10 @@ def work_of(plan: Plan) -> tuple[str, ...]:
     """Return the verbs for what busy devices do: compute, and exchange inside groups of ranks if stages have such
     groups. The costs of layers include these exchanges."""
     degrees = {
-        name for placed in plan.stages() for name in ("tp", "cp", "ep") if getattr(placed.stage, name) > 1
+        name
+        for placed in plan.stages()
+        for name, degree in placed.stage.degrees._asdict().items()
+        if degree > 1
     }
     inside = f"exchange inside {'/'.join(sorted(degrees, reverse=True))} groups"
     return ("compute", inside) if degrees else ("compute",)

@@ -16,7 +16,6 @@ from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.search_result import SearchResult
 from dilatant.report.text.wording import (
     counted,
-    degrees_text,
     listed,
     microbatches_text,
     percent_text,
@@ -83,7 +82,7 @@ def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
         alike = Counter(
             (
                 len(replica.stages),
-                tuple(sorted({(stage.tp, stage.cp, stage.ep) for stage in replica.stages})),
+                tuple(sorted({stage.degrees for stage in replica.stages})),
                 group(replica),
             )
             for replica in unit.replicas
@@ -92,7 +91,7 @@ def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
             " ".join(
                 [
                     f"{count} × {counted(stages, 'stage')}",
-                    *filter(None, (*(degrees_text(*one) for one in degrees), where)),
+                    *filter(None, (*(one.text() for one in degrees), where)),
                 ]
             )
             for (stages, degrees, where), count in alike.items()
@@ -114,12 +113,7 @@ def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
 def _is_unlike(plan: Plan) -> bool:
     """Return True if a unit's replicas differ in cuts or degrees."""
     return any(
-        len(
-            {
-                tuple((stage.first, stage.tp, stage.cp, stage.ep) for stage in replica.stages)
-                for replica in unit.replicas
-            }
-        )
+        len({tuple((stage.first, stage.degrees) for stage in replica.stages) for replica in unit.replicas})
         > 1
         for unit in plan.units
     )
@@ -132,9 +126,7 @@ def _shares(one: RankedPlan) -> list[str]:
         if unit.name in one.stage_seconds:
             stages = [stage for replica in unit.replicas for stage in replica.stages]
             devices[unit.name] = len({rank for stage in stages for rank in stage.ranks})
-            work[unit.name] = (
-                sum(one.stage_seconds[unit.name]) * stages[0].tp * stages[0].cp * len(unit.replicas)
-            )
+            work[unit.name] = sum(one.stage_seconds[unit.name]) * stages[0].degrees.ranks * len(unit.replicas)
     if len(work) < 2 or _is_unlike(one.plan):
         return []
     shares = [

@@ -97,9 +97,3 @@ def lost_to(cause: str) -> str:
 def unbroken(sentence: str) -> str:
     """Return the sentence with no-break spaces between figures and units."""
     return re.sub(r"(?<=\d) (?=%|[KMGT]iB|[mµ]?s\b|min\b|h\b)", "\u00a0", sentence)
-
-
-def degrees_text(tp: int, cp: int, ep: int = 1) -> str:
-    """Return `tp 2 cp 4`, without degrees of 1."""
-    degrees = {"tp": tp, "cp": cp, "ep": ep}
-    return " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1)

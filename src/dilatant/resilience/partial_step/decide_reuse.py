@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dilatant.config.degrees import Degrees
 from dilatant.plan.plan import Plan, Stage
 from dilatant.runtime.step.partial_step import (
     AccumulationReport,
-    Degrees,
     Layer,
     LayerShare,
     LayerWeights,
@@ -124,7 +124,7 @@ def _targets(
     found: dict[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None] = {}
     for share in sorted(shares, key=lambda share: (share.layer, share.ranks)):
         same = tuple(new_of[rank] for rank in share.ranks)
-        groups = [stage.ranks for stage in holders[share.layer] if _degrees(stage) == share.degrees]
+        groups = [stage.ranks for stage in holders[share.layer] if stage.degrees == share.degrees]
         alone = [ranks for ranks in groups if len(ranks) == 1] if len(same) == 1 else []
         target = (
             same
@@ -140,10 +140,6 @@ def _targets(
             adopters[share.ranks].add(target)
         found[share.layer, share.ranks] = target
     return found
-
-
-def _degrees(stage: Stage) -> Degrees:
-    return stage.tp, stage.cp, stage.ep
 
 
 def _tied_together(plan: Plan, weights: LayerWeights) -> list[tuple[Layer, Layer]]:

@@ -146,9 +146,7 @@ class _Change:
         if not added and all(len(groups) == len(kept) for groups, kept in zip(old, alive)):
             return replace(unit, replicas=tuple(map(self._renamed, unit.replicas)))
         sample = unit.replicas[0].stages[0]
-        if any(
-            (s.tp, s.cp, s.ep) != (sample.tp, sample.cp, sample.ep) for r in unit.replicas for s in r.stages
-        ):
+        if any(stage.degrees != sample.degrees for replica in unit.replicas for stage in replica.stages):
             raise PlanError(f"{unit.name} has stages of unlike widths")
         number = {group: index for index, group in enumerate(group for groups in old for group in groups)}
         running = [[number[group] for group in groups] for groups in old]
@@ -207,7 +205,7 @@ class _Change:
             replicas.append(
                 Replica(
                     tuple(
-                        Stage(first, end, stage.ranks, stage.tp, stage.cp)
+                        Stage.of(first, end, stage.ranks, stage.degrees.without_experts)
                         for stage, first, end in zip(stages, cuts, cuts[1:])
                     )
                 )
@@ -236,8 +234,7 @@ def _num_layers(unit: UnitPlan) -> int:
 
 def _width(unit: UnitPlan) -> int:
     """Return the number of ranks of each of a unit's stages."""
-    stage = unit.replicas[0].stages[0]
-    return stage.tp * stage.cp
+    return unit.replicas[0].stages[0].degrees.ranks
 
 
 def _groups(replica: Replica) -> list[RankGroup]:

@@ -14,10 +14,10 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
+from dilatant.config.degrees import Degrees
+
 Layer = tuple[str, int]
 """A unit, and the index of one of its layers."""
-Degrees = tuple[int, int, int]
-"""tp, cp and ep of a stage."""
 LayerWeights = Mapping[str, Sequence[frozenset[str]]]
 """Unit → for each layer, the logical names of its trainable weights; a tied weight occurs in two layers."""
 

@@ -196,8 +196,7 @@ class UnfinishedStep:
                 added = begun.ledger.added[placed.index] - covered.get(layer, frozenset())
                 samples = adopted[layer] | added
                 if names and samples and not names & unsure:
-                    degrees = stage.tp, stage.cp, stage.ep
-                    shares.append(LayerShare(layer, stage.ranks, degrees, tuple(sorted(samples))))
+                    shares.append(LayerShare(layer, stage.ranks, stage.degrees, tuple(sorted(samples))))
         return shares
 
     def _losses(self, ledger: Ledger, sources: Sequence[int]) -> Iterator[LossShare]:
